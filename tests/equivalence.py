@@ -1,0 +1,109 @@
+"""Packed against unpacked training through both trainers: the runs behind `test_equivalence.py` and its benchmark.
+
+One case is one model trained for five steps with SGD, on the same documents in every optimizer step: padded by TRL
+(the reference), packed by us with `minibatch`, and flattened by TRL with `padding_free`. Errors are relative to the
+weight change of the reference.
+"""
+
+import random
+import tempfile
+import warnings
+from dataclasses import dataclass
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+
+import trl_packfix
+
+try:
+    from conftest import build_tiny_model, build_tokenizer
+except ImportError:  # from outside pytest
+    from tests.conftest import build_tiny_model, build_tokenizer
+
+MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
+ADAPTERS = ("full", "lora", "dora")
+MAX_LENGTH = 96
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    model: str
+    adapter: str = "full"
+    accumulation: int = 1
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        checkpointing = "-checkpointing" if self.checkpointing else ""
+        return f"{self.model}-{self.adapter}-accumulation{self.accumulation}{checkpointing}-{str(self.dtype)[6:]}"
+
+
+def conversations(num: int = 48, seed: int = 0) -> Dataset:
+    """Prompts and completions of 10 to 80 tokens: within `MAX_LENGTH`, so that no trainer cuts anything."""
+    rng = random.Random(seed)
+    words = ["alpha", "be", "gamma ray", "d", "epsilon", "zeta", "eta"]
+    text = lambda low, high: " ".join(rng.choices(words, k=rng.randint(low, high)))  # noqa: E731
+    return Dataset.from_list([{"prompt": text(1, 4), "completion": " " + text(1, 9)} for _ in range(num)])
+
+
+def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """Losses of the five steps, the change of all trained weights, and its reference size, in fp64.
+
+    `trainer` is "unpacked" (TRL, padded), "packed" (ours, minibatch) or "padding_free" (TRL, flattened).
+    """
+    tokenizer = build_tokenizer()
+    model = build_tiny_model(case.model, dtype=case.dtype)
+    peft_config = None
+    if case.adapter != "full":
+        torch.manual_seed(0)
+        peft_config = LoraConfig(r=4, target_modules="all-linear", use_dora=case.adapter == "dora", task_type="CAUSAL_LM")
+        peft_config.init_lora_weights = True
+    classes = (trl_packfix.SFTTrainer, trl_packfix.SFTConfig) if trainer == "packed" else (trl.SFTTrainer, trl.SFTConfig)
+    settings = {
+        "unpacked": {"max_length": MAX_LENGTH},
+        "packed": {"max_length": MAX_LENGTH, "packing": True, "packing_strategy": "minibatch"},
+        "padding_free": {"max_length": None, "padding_free": True},
+    }[trainer]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = classes[1](
+            folder,
+            **settings,
+            per_device_train_batch_size=4 if case.accumulation == 1 else 2,
+            gradient_accumulation_steps=case.accumulation,
+            gradient_checkpointing=case.checkpointing,
+            max_steps=NUM_STEPS,
+            optim="sgd",
+            learning_rate=0.5 if case.adapter == "full" else 2.0,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=11,
+        )
+        if trainer == "packed":
+            args.packing_report = False
+        runner = classes[0](model, args, train_dataset=conversations(), processing_class=tokenizer, peft_config=peft_config)
+        trained = {name: p for name, p in runner.model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().double().clone() for name, p in trained.items()}
+        runner.train()
+        change = torch.cat([(p.detach().double() - before[name]).flatten() for name, p in trained.items()])
+    losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
+    return losses, change, runner
+
+
+def errors(case: Case, trainer: str, reference: tuple[list[float], torch.Tensor]) -> tuple[float, float]:
+    """Largest difference of a loss, and relative difference of the weight change, against the reference run."""
+    losses, change, _ = train(case, trainer)
+    assert len(losses) == len(reference[0]) == NUM_STEPS
+    loss_error = max(abs(a - b) for a, b in zip(losses, reference[0], strict=True))
+    return loss_error, ((change - reference[1]).norm() / reference[1].norm()).item()

@@ -1,0 +1,142 @@
+"""The FlashAttention-2 kernels built into torch, through our attention function: every feature against the CPU in fp64.
+
+pytest tests/gpu/test_varlen_gpu.py
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from trl_packfix.attention import cuda_varlen_problem, mark_packed_forwards, select_attention
+from trl_packfix.collator import PackedDataCollator
+from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.varlen import ATTENTION_NAME, varlen_attention
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 300, 17, 129, 1024, 64, 1]
+T, LONGEST = sum(LENGTHS), max(LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def kernels_exist():
+    if (problem := cuda_varlen_problem()) is not None:
+        pytest.skip(problem)
+
+
+def random_inputs(head_dim, value_dim, heads, kv_heads, sinks, dtype):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, T, head_dim), (1, kv_heads, T, head_dim), (1, kv_heads, T, value_dim)]
+    tensors = [torch.randn(*shape, generator=generator) for shape in shapes]
+    tensors += [torch.randn(heads, generator=generator)] if sinks else []
+    # rounded once, so that the reference starts from the very same numbers; sinks stay fp32, as under autocast
+    return [x.to(dtype) if x.dim() == 4 else x for x in tensors]
+
+
+def run(function, tensors, device, dtype=None):
+    tensors = [x.to(device, dtype).requires_grad_() for x in tensors]
+    out = function(*tensors)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, tensors, grad))]
+
+
+def on_cuda(window, scale):
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
+
+    def attend(q, k, v, s=None):
+        limits = (LONGEST, LONGEST)
+        return attend_on_cuda(q, k, v, (bounds, bounds), limits, scale=scale, window=window, sinks=s)
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 128, 300, 5000])
+@pytest.mark.parametrize(
+    "head_dim,value_dim,heads,kv_heads",
+    [(64, 64, 8, 8), (64, 64, 8, 2), (128, 128, 4, 1), (96, 64, 4, 4), (50, 50, 2, 1)],
+)
+def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_heads, window, sinks, dtype):
+    tensors = random_inputs(head_dim, value_dim, heads, kv_heads, sinks, dtype)
+    scale = head_dim**-0.5
+
+    def reference(q, k, v, s=None):
+        return attend_on_cpu(q, k, v, LENGTHS, scale=scale, window=window, sinks=s)
+
+    exact = run(reference, tensors, "cpu", torch.float64)
+    rounded = run(reference, tensors, "cpu")  # what the dtype alone costs
+    for name, got, want, other in zip(
+        ("out", "dq", "dk", "dv", "dsinks"), run(on_cuda(window, scale), tensors, "cuda"), exact, rounded, strict=False
+    ):
+        error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
+        assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_forward_is_deterministic_and_documents_are_alone(sinks):
+    tensors = [x.cuda() for x in random_inputs(64, 64, 4, 2, sinks, torch.bfloat16)]
+    attend = on_cuda(None, 0.125)
+    out = attend(*tensors)
+    assert torch.equal(out, attend(*tensors))
+    changed = [x.clone() for x in tensors]
+    for x in changed[:3]:
+        x[:, :, 1:301] = torch.randn_like(x[:, :, 1:301])
+    other = attend(*changed)
+    keep = torch.ones(T, dtype=torch.bool, device="cuda")
+    keep[1:301] = False
+    assert torch.equal(out[:, :, keep], other[:, :, keep]) and not torch.equal(out, other)
+
+
+def test_no_host_sync():
+    """With all four boundary arguments the host never waits, forward or backward."""
+    query, key, value, sinks = (x.cuda().requires_grad_() for x in random_inputs(64, 64, 4, 2, True, torch.bfloat16))
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
+    boundaries = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for options in ({}, {"s_aux": sinks}, {"sliding_window": 100}):
+            out, _ = varlen_attention(nn.Module(), query, key, value, None, **boundaries, **options)
+            out.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_fp32_reaches_the_kernel_through_autocast_only():
+    query, key, value = (x.cuda() for x in random_inputs(64, 64, 4, 2, False, torch.float32))
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
+    boundaries = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": LONGEST, "max_length_k": LONGEST}
+    with pytest.raises(ValueError, match="Set bf16=True"):
+        varlen_attention(nn.Module(), query, key, value, None, **boundaries)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out, _ = varlen_attention(nn.Module(), query, key, value, None, **boundaries)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "stablelm"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_packed_equals_alone(model_type, checkpointing, tiny_model):
+    """A whole model in bf16: as close to fp64 packed as each document is alone through stock eager attention."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 64} if model_type in ("gemma3", "gpt_oss") else {}
+    model = tiny_model(model_type, dtype=torch.bfloat16, **sizes).cuda().train()
+    alone = tiny_model(model_type, dtype=torch.bfloat16, attn_implementation="eager", **sizes).cuda().train()
+    generator = torch.Generator().manual_seed(0)
+    documents = [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in (1, 40, 7, 100)]
+    batch = PackedDataCollator()(documents)
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
+    choice = select_attention(model)
+    if choice.name != ATTENTION_NAME:  # flash-attn is installed here; this file is about the kernels in torch
+        model.set_attn_implementation(ATTENTION_NAME)
+    mark_packed_forwards(model)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    logits = model(**batch).logits.float()
+    expected = [alone(torch.tensor([d["input_ids"]]).cuda(), use_cache=False).logits.float() for d in documents]
+    expected = torch.cat(expected, 1)
+    assert (logits - expected).norm() < 0.02 * expected.norm()
+    for out in (logits, expected):
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).cuda()).sum().backward()
+    ours, theirs = (torch.cat([p.grad.flatten().float() for p in m.parameters()]) for m in (model, alone))
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()

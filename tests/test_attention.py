@@ -1,0 +1,419 @@
+"""Which attention packed batches run on, and whole models on it: every document packed against alone."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+from trl_packfix import attention, varlen
+from trl_packfix.attention import AttentionChoice, mark_packed_forwards, select_attention, set_attention
+from trl_packfix.collator import PackedDataCollator
+from trl_packfix.varlen import ATTENTION_NAME, packed_forwards
+
+LENGTHS = [1, 40, 7, 100]  # across the window and chunk of 16 tokens
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3": {},  # sliding window
+    "gemma2": {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},  # softcap
+    "gpt_oss": {},  # sinks, sliding window
+    "opt": {},  # its mask ignores position_ids
+    "mixtral": {},
+    "qwen3_moe": {},
+    "mistral": {"sliding_window": 16},
+    "stablelm": {},  # hands position_ids only to its attention
+    "qwen2_moe": MOE  # its windows exist in the mask only
+    | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "llama4_text": {  # its chunks exist in the mask only
+        "head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 64,
+        "no_rope_layers": [1, 0],
+    },
+    "deepseek_v3": {  # value heads smaller than query heads
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "num_key_value_heads": 4, "head_dim": 4,
+    },
+}  # fmt: skip
+
+
+def make_documents(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def make_pack(lengths=LENGTHS, **changes):
+    return {**PackedDataCollator()(make_documents(lengths)), **changes}
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch):
+    """transformers computes softmax and some norms in float32, which for float64 inputs is a loss of digits."""
+    softmax, to_float = nn.functional.softmax, torch.Tensor.float
+
+    def wide_softmax(x, dim=None, _stacklevel=3, dtype=None):
+        return softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(nn.functional, "softmax", wide_softmax)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often a packed call reached our CPU kernels."""
+    counted = []
+    attend = varlen.attend_on_cpu
+
+    def counting(*args, **kwargs):
+        counted.append(args[3])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(varlen, "attend_on_cpu", counting)
+    return counted
+
+
+def largest_gradient_error(model, reference):
+    """Largest difference of any gradient entry, relative to the largest gradient entry of the model."""
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    pairs = [(a, b) for a, b in pairs if a is not None]
+    assert pairs
+    return max((a - b).abs().max().item() for a, b in pairs) / max(b.abs().max().item() for _, b in pairs)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant checkpointing"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
+    """Logits and gradients against stock eager attention on each document by itself."""
+    settings = {"dtype": torch.float64, **MODELS[model_type]}
+    alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
+    model = tiny_model(model_type, **settings).train()
+    for m in (alone, model):
+        m.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    assert select_attention(model).name == ATTENTION_NAME
+    mark_packed_forwards(model)
+    if checkpointing is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+
+    expected = torch.cat([alone(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1)
+    masks = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+            )
+    batch = make_pack()
+    batch.pop("labels")
+    logits = model(**batch).logits
+    num_layers = model.config.num_hidden_layers
+    assert len(calls) == num_layers and sum(calls[0]) == sum(LENGTHS)
+    assert len(masks) == num_layers and all(mask is None for mask in masks)
+    assert (logits - expected).abs().max() < 1e-10
+
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert len(calls) == num_layers * (1 if checkpointing is None else 2)
+    assert largest_gradient_error(model, alone) < 1e-10
+    assert not packed_forwards
+
+
+def test_the_same_test_fails_on_stock_sdpa(tiny_model):
+    """The measure above sees a leak: OPT's own mask ignores position_ids."""
+    model = tiny_model("opt", dtype=torch.float64)
+    batch = make_pack()
+    alone = torch.cat([model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1)
+    assert (model(**batch).logits - alone).abs().max() > 1e-3
+
+
+def test_a_document_does_not_move_another(tiny_model):
+    model = tiny_model("gpt_oss", dtype=torch.float32)
+    select_attention(model)
+    mark_packed_forwards(model)
+    batch = make_pack()
+    before = model.eval()(**batch).logits
+    batch["input_ids"][:, :41] = 5
+    after = model(**batch).logits
+    assert torch.equal(before[:, 41:], after[:, 41:]) and not torch.equal(before[:, :41], after[:, :41])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gemma2", "gpt_oss", "mistral"])
+def test_generate_and_padding_are_as_before(model_type, tiny_model):
+    """Outside packed forwards a padded batch, with and without a cache, gives stock attention's tokens and logits."""
+    settings = MODELS[model_type]
+    stock = tiny_model(model_type, **settings).eval()
+    model = tiny_model(model_type, **settings).eval()
+    select_attention(model)
+    mark_packed_forwards(model)
+    input_ids = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones_like(input_ids)
+    padding[0, :9] = 0
+    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        ours, theirs = (m.generate(input_ids, attention_mask=padding, **options, **cache) for m in (model, stock))
+        assert torch.equal(ours.sequences, theirs.sequences)
+        difference = (torch.stack(ours.logits) - torch.stack(theirs.logits)).abs().max()
+        assert difference < 1e-5 and (model_type in ("gemma2", "gpt_oss") or difference == 0)
+    for kwargs in ({}, {"attention_mask": padding}, {"attention_mask": padding.flip(1)}):
+        seen = kwargs.get("attention_mask", torch.ones_like(input_ids)).bool()
+        with torch.no_grad():
+            difference = (model(input_ids, **kwargs).logits - stock(input_ids, **kwargs).logits)[seen].abs().max()
+        assert difference < 1e-5
+
+
+def test_a_saved_checkpoint_reloads_without_us(tiny_model, tmp_path):
+    model = tiny_model("llama")
+    assert select_attention(model).name == model.config._attn_implementation == ATTENTION_NAME
+    model.save_pretrained(tmp_path)
+    assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()
+    assert "attn_implementation" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+# The guard
+
+
+def test_guard_is_removable_and_survives_errors(tiny_model):
+    model = tiny_model("llama").train()
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    batch = make_pack()
+    seen = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(packed_forwards)))
+    model(**batch)
+    assert seen == [1] and not packed_forwards
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch)
+    assert not packed_forwards
+    broken.remove()
+    with pytest.raises(ValueError):
+        model(**{**batch, "use_cache": True})
+    assert not packed_forwards
+    model(**batch)
+    assert not packed_forwards
+    guard.remove()
+    with pytest.raises(ValueError, match="mark_packed_forwards"):  # now transformers builds a mask, which is noticed
+        model(**batch)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"attention_mask": torch.ones(1, 148)}, r"4 documents came with attention_mask of shape \(1, 148\).*Feed one"),
+        ({"past_key_values": ()}, r"4 documents came with past_key_values.*documents would see each other.*Feed one"),
+        ({"use_cache": True}, r"came with use_cache=True.*no longer looks for boundaries.*Set use_cache=False"),
+        ({"use_cache": None}, r"came with the config's use_cache=True.*Set use_cache=False"),
+        ({"input_ids": torch.ones(2, 148, dtype=torch.long)}, r"came with 2 rows.*unknown which row.*Feed one"),
+        ({"max_length_k": None}, r"without max_length_k.*need all four.*PackedDataCollator"),
+        ({"cu_seq_lens_k": torch.tensor([0, 148])}, r"\[0, 1, 41, 48, 148\] and cu_seq_lens_k \[0, 148\].*same tensor"),
+    ],
+)
+@pytest.mark.parametrize("name", [ATTENTION_NAME, "sdpa"])
+def test_guard_refuses(name, changes, message, tiny_model):
+    model = tiny_model("llama")
+    set_attention(model, name)
+    mark_packed_forwards(model)
+    with pytest.raises(ValueError, match=message):
+        model(**make_pack(**changes))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "stablelm", "gpt_oss"])
+def test_training_without_boundaries_is_refused(model_type, tiny_model):
+    """Models make up position_ids when they are given none: one document is never assumed from these."""
+    model = tiny_model(model_type).train()
+    select_attention(model)
+    mark_packed_forwards(model)
+    row, rows = torch.ones(1, 40, dtype=torch.long), torch.ones(2, 40, dtype=torch.long)
+    with pytest.raises(ValueError, match="never assumes a single document|got an attention_mask"):
+        model(row, use_cache=False)
+    with pytest.raises(ValueError, match="got 2 rows|got an attention_mask"):
+        model(rows, use_cache=False)
+    padding = torch.ones_like(rows)
+    padding[0, :9] = 0
+    with pytest.raises(ValueError, match=r"got an attention_mask of shape \(2, 1, 40, 40\)"):
+        model(rows, attention_mask=padding, use_cache=False)
+    model.eval()(rows, attention_mask=padding)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "stablelm"])
+def test_a_pack_of_one_document(model_type, checkpointing, tiny_model, calls):
+    model = tiny_model(model_type).train()
+    select_attention(model)
+    mark_packed_forwards(model)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    model(**make_pack([30])).loss.backward()
+    assert calls == [[30]] * (4 if checkpointing else 2)
+
+
+def test_guard_on_peft_and_on_a_replaced_forward(tiny_model, calls):
+    """TRL replaces `forward`; PEFT wraps the model. The hooks sit on the transformers model and run in both."""
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"])).train()
+    choice = select_attention(model)
+    mark_packed_forwards(model)
+    inner = model.get_base_model()
+    assert choice.name == inner.config._attn_implementation == ATTENTION_NAME
+    original = inner.forward
+    inner.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    model(**make_pack()).loss.backward()
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="came with use_cache=True"):
+        model(**make_pack(use_cache=True))
+
+
+def test_multimodal_text_part_only(calls):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 300, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16}
+    config = Gemma3Config(
+        text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=299, boi_token_index=297, eoi_token_index=298,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config)
+    choice = select_attention(model)
+    assert choice.previous == "sdpa" and model.config.text_config._attn_implementation == ATTENTION_NAME
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    mark_packed_forwards(model)
+    model.train()
+    batch = make_pack()
+    batch.pop("labels")
+    packed = model(**batch).logits
+    assert len(calls) == 2
+    # the one that lets the tokens of an image see each other
+    with pytest.raises(ValueError, match="a mask of its own"):
+        model(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]))
+    set_attention(model, "sdpa")
+    assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
+    alone = []
+    for document in make_documents():
+        tokens = torch.tensor([document["input_ids"]])
+        alone.append(model(tokens, use_cache=False).logits)
+    assert (packed - torch.cat(alone, 1)).abs().max() < 1e-5
+
+
+# The choice
+
+
+def test_choice_on_the_cpu(tiny_model, recwarn):
+    model = tiny_model("llama")
+    choice = select_attention(model)
+    assert choice == AttentionChoice(ATTENTION_NAME, False, "sdpa", choice.reason) and "CPU" in choice.reason
+    assert select_attention(model).previous == ATTENTION_NAME  # choosing twice is choosing once
+    assert not [w for w in recwarn if "enforce" in str(w.message)]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
+def test_enforce_false_keeps_the_users_and_names_the_price(name, device_type, tiny_model):
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = name
+    if name == "flex_attention":  # its block mask is not a T x T tensor
+        choice = select_attention(model, False, device_type=device_type)
+    else:
+        message = rf"keeps attn_implementation='{name}'.*T x T.*5\.9 times slower.*Set enforce"
+        with pytest.warns(UserWarning, match=message):
+            choice = select_attention(model, False, device_type=device_type)
+    assert choice.name == choice.previous == model.config._attn_implementation == name and not choice.is_flash
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Unit tests of the precedence: what is installed is told, and setting a name asks for no GPU."""
+
+    def fake(flash_attn: bool, problem: str | None = None):
+        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash_attn)
+        monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: problem)
+        monkeypatch.setattr(
+            attention, "set_attention", lambda model, name: setattr(model.config, "_attn_implementation_internal", name)
+        )
+
+    return fake
+
+
+BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
+
+
+@pytest.mark.parametrize(
+    "model_type,users,flash_attn,expected",
+    [
+        ("llama", "flash_attention_2", True, "flash_attention_2"),
+        ("llama", "flash_attention_3", True, "flash_attention_3"),
+        ("llama", "flash_attention_4", False, "flash_attention_4"),
+        ("llama", "kernels-community/flash-attn2", False, "kernels-community/flash-attn2"),
+        ("llama", "sdpa", True, "flash_attention_2"),
+        ("llama", "eager", True, "flash_attention_2"),
+        ("llama", "sdpa", False, ATTENTION_NAME),
+        ("llama", "flex_attention", False, ATTENTION_NAME),
+        ("gemma2", "eager", True, "flash_attention_2"),
+        ("gpt_oss", "eager", True, ATTENTION_NAME),  # flash_attention_2 would drop its sinks
+        ("gpt_oss", "kernels-community/vllm-flash-attn3", True, "kernels-community/vllm-flash-attn3"),
+    ],
+)
+def test_precedence_on_cuda(model_type, users, flash_attn, expected, tiny_model, cuda):
+    cuda(flash_attn)
+    model = tiny_model(model_type, **MODELS[model_type])
+    model.config._attn_implementation_internal = users
+    choice = select_attention(model, **BF16)
+    assert choice == AttentionChoice(expected, True, users, choice.reason)
+    assert model.config._attn_implementation == expected
+
+
+def test_flash_attention_2_on_sinks_is_replaced_with_a_warning(tiny_model, cuda):
+    cuda(True)
+    model = tiny_model("gpt_oss")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.warns(UserWarning, match=r"'flash_attention_2' on GptOssForCausalLM.*drops them.*flash_attention_4"):
+        assert select_attention(model, **BF16).name == ATTENTION_NAME
+
+
+def test_cuda_refusals(tiny_model, cuda):
+    cuda(False)
+    with pytest.raises(ValueError, match=r"torch.float32 on CUDA.*takes bfloat16.*Set bf16=True"):
+        select_attention(tiny_model("llama"), device_type="cuda")
+    with pytest.raises(ValueError, match=r"torch.float64 on CUDA"):
+        select_attention(tiny_model("llama"), dtype=torch.float64, device_type="cuda")
+    # the weights' dtype does not matter where autocast's reaches the kernel, and the other way round
+    assert select_attention(tiny_model("llama"), dtype=torch.float16, device_type="cuda").is_flash
+    assert select_attention(tiny_model("llama", dtype=torch.bfloat16), device_type="cuda").is_flash
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM caps its logits.*=50.0.*no softcap.*Install flash-attn"):
+        select_attention(tiny_model("gemma2", **MODELS["gemma2"]), **BF16)
+    cuda(False, "torch 2.9.0 is older than 2.10")
+    with pytest.raises(ValueError, match=r"torch 2.9.0 is older.*no flash kernel.*Install flash-attn"):
+        select_attention(tiny_model("llama"), **BF16)
+    with pytest.raises(ValueError, match=r"device type 'mps'.*cpu and cuda only.*Set enforce_flash_attention=False"):
+        select_attention(tiny_model("llama"), device_type="mps")
+    with pytest.raises(ValueError, match=r"packing got a Linear.*Pass a PreTrainedModel"):
+        select_attention(nn.Linear(2, 2))
+
+
+def test_cuda_varlen_problem(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert attention.cuda_varlen_problem() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert attention.cuda_varlen_problem() == "compute capability 7.5 is below 8.0"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert "built without flash attention" in attention.cuda_varlen_problem()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    assert attention.cuda_varlen_problem() == "torch 2.9.1+cu130 is older than 2.10"
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bloom", "falcon"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_attention_code_of_its_own_is_left_alone(model_type, device_type, tiny_model):
+    model = tiny_model(model_type)
+    before = model.config._attn_implementation
+    choice = select_attention(model, device_type=device_type)
+    assert choice == AttentionChoice(before, False, before, choice.reason) and "of its own" in choice.reason
+    assert model.config._attn_implementation == before

@@ -1,0 +1,56 @@
+"""One pack, all encodings of its boundaries, and the collator that writes them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_packfix import PackedDataCollator, boundaries
+
+lengths_of_documents = st.lists(st.integers(1, 30), min_size=1, max_size=20)
+
+
+@given(lengths_of_documents)
+def test_all_encodings_agree_with_the_lengths(lengths):
+    positions, bounds, index = (f(lengths) for f in (boundaries.position_ids, boundaries.cu_seq_lens, boundaries.seq_idx))
+    assert positions.tolist() == [i for n in lengths for i in range(n)]
+    assert np.diff(bounds).tolist() == lengths and bounds[0] == 0
+    assert np.bincount(index).tolist() == lengths
+    assert (positions.dtype, bounds.dtype, index.dtype) == (np.int64, np.int32, np.int32)
+
+
+@given(lengths_of_documents, st.sampled_from([None, 1, 8, 64]))
+def test_collator_flattens_documents_and_pads_with_one_document(lengths, multiple):
+    documents, first = [], 1
+    for n in lengths:
+        ids = np.arange(first, first + n)
+        documents.append({"input_ids": ids, "labels": ids})
+        first += n
+    batch = PackedDataCollator(pad_to_multiple_of=multiple, pad_token_id=0)(documents)
+    total, padding = sum(lengths), -sum(lengths) % (multiple or 1)
+    shape = (1, total + padding)
+    for key in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert batch[key].shape == shape
+    assert batch["input_ids"][0, :total].tolist() == list(range(1, total + 1))
+    expected = lengths + [padding] * (padding > 0)
+    assert batch["cu_seq_lens_q"].diff().tolist() == expected, "padding is one final document"
+    assert batch["max_length_q"] == batch["max_length_k"] == max(expected)
+    starts = batch["position_ids"][0] == 0
+    assert starts.sum() == len(expected)
+    assert (batch["labels"][0][starts] == -100).all(), "the first token of a document is never a target"
+    trained = batch["labels"][0, :total][~starts[:total]]
+    assert torch.equal(trained, batch["input_ids"][0, :total][~starts[:total]])
+    assert (batch["labels"][0, total:] == -100).all()
+    assert "attention_mask" not in batch and batch["use_cache"] is False
+
+
+def test_collator_takes_lists_tensors_and_missing_labels():
+    batch = PackedDataCollator()([{"input_ids": [1, 2]}, {"input_ids": torch.tensor([3, 4]), "labels": [-100, 4]}])
+    assert batch["labels"].tolist() == [[-100, 2, -100, 4]]
+
+
+@pytest.mark.parametrize("document", [{"input_ids": []}, {"input_ids": [1, 2], "labels": [1]}])
+def test_collator_refuses_documents_without_one_label_per_token(document):
+    with pytest.raises(ValueError, match="Document 1 of the batch has"):
+        PackedDataCollator()([{"input_ids": [1]}, document])

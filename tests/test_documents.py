@@ -1,0 +1,199 @@
+"""Spans: what becomes of every token, for every policy, against a plain Python reading of the same rules."""
+
+import pickle
+
+import numpy as np
+import pytest
+from datasets import Dataset, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packfix.documents import make_documents
+from trl_packfix.reader import TokenReader
+
+
+def table(lengths, untrained=lambda row, position: False):
+    """Rows of distinct tokens, so that a span is recognised by its content."""
+    tokens = np.arange(sum(lengths)) + 10
+    rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    labels = [
+        [-100 if untrained(row, position) else int(token) for position, token in enumerate(ids)]
+        for row, ids in enumerate(rows)
+    ]
+    return Dataset.from_dict({"input_ids": [ids.tolist() for ids in rows], "labels": labels})
+
+
+def read(dataset, documents):
+    reader = TokenReader(dataset)
+    return [
+        reader.read(*span) for span in zip(documents.row, documents.start, documents.stop, strict=True)
+    ]
+
+
+def contents(dataset, **kwargs):
+    documents = make_documents(TokenReader(dataset), **kwargs)
+    return [document["input_ids"].tolist() for document in read(dataset, documents)], documents
+
+
+def test_truncation_keeps_the_side_asked_for():
+    data = table([5, 2])
+    assert contents(data, max_length=3)[0] == [[10, 11, 12], [15, 16]]
+    kept, documents = contents(data, max_length=3, truncation_mode="keep_end")
+    assert kept == [[12, 13, 14], [15, 16]]
+    assert documents.ledger.truncated.documents == 1 and documents.ledger.truncated.tokens == 2
+
+
+def test_split_makes_fragments_of_max_length_and_counts_lost_targets():
+    kept, documents = contents(table([5, 2]), max_length=2, overlong="split")
+    assert kept == [[10, 11], [12, 13], [15, 16]]  # [14] alone has no target
+    ledger = documents.ledger
+    assert (ledger.split.documents, ledger.fragments) == (1, 3)
+    assert ledger.given.trained_tokens == 5 and ledger.kept.trained_tokens == 3
+    assert ledger.split.trained_tokens == 2 and ledger.dropped["untrained"].tokens == 1
+
+
+def test_wrapped_cuts_the_concatenation_and_keeps_boundaries():
+    kept, documents = contents(table([3, 4, 5]), max_length=5, wrapped=True)
+    assert kept == [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]
+    assert documents.block.tolist() == [0, 0, 1, 1, 2]
+
+
+def test_drop_and_raise_name_the_offenders():
+    data = table([5, 2, 7])
+    kept, documents = contents(data, max_length=4, overlong="drop")
+    assert kept == [[15, 16]] and documents.ledger.dropped["overlong"].tokens == 12
+    with pytest.raises(ValueError, match=r"2 of 3 documents .* rows 0 \(5 tokens\), 2 \(7 tokens\)"):
+        contents(data, max_length=4, overlong="raise")
+
+
+def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_evaluation():
+    data = table([3, 3, 1], untrained=lambda row, position: row == 1)
+    kept, documents = contents(data, max_length=8)
+    assert kept == [[10, 11, 12]] and documents.ledger.dropped["untrained"].documents == 2
+    assert len(contents(data, max_length=8, keep_untrained=True)[0]) == 3
+
+
+def test_a_document_whose_only_target_is_its_first_token_is_dropped():
+    # the first token of a document has nothing before it to be predicted from
+    data = table([4, 4], untrained=lambda row, position: row == 0 and position > 0)
+    assert contents(data, max_length=8)[0] == [[14, 15, 16, 17]]
+
+
+def test_truncation_that_leaves_no_target_drops_the_document_as_lost():
+    data = table([6, 3], untrained=lambda row, position: row == 0 and position < 4)
+    kept, documents = contents(data, max_length=4)
+    assert kept == [[16, 17, 18]]
+    assert documents.ledger.lost_trained_tokens == 2
+
+
+def test_nothing_left_is_an_error_with_the_numbers():
+    with pytest.raises(ValueError, match=r"2 rows and 2 documents, and nothing is left .*2 untrained"):
+        contents(table([3, 3], untrained=lambda row, position: True), max_length=8)
+
+
+def test_packed_rows_stay_the_documents_that_they_are():
+    data = Dataset.from_dict(
+        {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], "seq_lengths": [[2, 3], [2], [3]]}
+    )
+    assert contents(data, max_length=8)[0] == [[1, 2], [3, 4, 5], [6, 7], [8, 9, 10]]
+
+
+@pytest.mark.parametrize("seq_lengths", [[[2, 2], [2]], [[5, 0], [2]], [[6, -1], [2]]])
+def test_inconsistent_seq_lengths_are_refused_with_the_row(seq_lengths):
+    data = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5], [6, 7]], "seq_lengths": seq_lengths})
+    with pytest.raises(ValueError, match="`seq_lengths` of row 0"):
+        contents(data, max_length=8)
+
+
+def test_labels_of_another_length_are_refused_with_the_row():
+    data = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]})
+    with pytest.raises(ValueError, match="the first is row 1 with 2 `input_ids` and 1 `labels`"):
+        TokenReader(data)
+
+
+def test_masks_without_labels_are_refused():
+    data = Dataset.from_dict({"input_ids": [[1, 2]], "completion_mask": [[0, 1]]})
+    with pytest.raises(ValueError, match="completion_mask"):
+        TokenReader(data)
+
+
+def test_views_share_memory_with_the_dataset():
+    data = table([4, 4])
+    reader = TokenReader(data)
+    assert np.shares_memory(reader.read(1, 0, 4)["input_ids"], reader.read(1, 2, 4)["input_ids"])
+    assert not reader.read(1, 0, 4)["input_ids"].flags.writeable
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data,
+        lambda data: data.shuffle(seed=3),
+        lambda data: data.select(range(2, 7)),
+        lambda data: data.select([5, 1, 1, 0]),
+        lambda data: data.select(range(2, 9)).shuffle(seed=1),
+        lambda data: concatenate_datasets([data.select(range(3)), data.shuffle(seed=0)]),
+        lambda data: data.with_format("torch"),
+    ],
+)
+def test_reader_sees_the_rows_that_the_dataset_shows(change):
+    data = change(table([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], untrained=lambda row, position: position % 3 == 2))
+    for reader in (TokenReader(data), pickle.loads(pickle.dumps(TokenReader(data)))):
+        rows = data.with_format(None)
+        assert [reader.read(i, 0, n)["input_ids"].tolist() for i, n in enumerate(reader.lengths)] == rows["input_ids"][:]
+        index, zero = np.arange(len(data)), np.zeros(len(data), np.int64)
+        expected = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
+        assert reader.count_trained(index, zero, reader.lengths).tolist() == expected
+
+
+rows_of_labels = st.lists(st.lists(st.booleans(), min_size=0, max_size=23), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=rows_of_labels,
+    max_length=st.integers(2, 9),
+    policy=st.sampled_from(["truncate", "keep_end", "split", "drop", "wrapped"]),
+)
+def test_every_token_is_kept_once_in_order_or_counted(rows, max_length, policy):
+    data = table([len(row) for row in rows], untrained=lambda row, position: not rows[row][position])
+    try:
+        documents = make_documents(
+            TokenReader(data),
+            max_length,
+            overlong="truncate" if policy in ("keep_end", "wrapped") else policy,
+            truncation_mode="keep_end" if policy == "keep_end" else "keep_start",
+            wrapped=policy == "wrapped",
+        )
+    except ValueError as error:
+        assert "nothing is left" in str(error)
+        return
+    spans = read(data, documents)
+    tokens = [int(token) for span in spans for token in span["input_ids"]]
+    assert tokens == sorted(set(tokens)), "a token twice, or out of order"
+    assert documents.lengths.max() <= max_length
+    trained = [sum(int(label) != -100 for label in span["labels"][1:]) for span in spans]
+    assert documents.trained.tolist() == trained and min(trained) > 0
+    ledger = documents.ledger
+    dropped = ledger.dropped.values()
+    assert ledger.kept.tokens == len(tokens) and ledger.kept.trained_tokens == sum(trained)
+    assert ledger.given.tokens == ledger.kept.tokens + ledger.truncated.tokens + sum(c.tokens for c in dropped)
+    assert ledger.given.trained_tokens == (
+        ledger.kept.trained_tokens
+        + ledger.truncated.trained_tokens
+        + ledger.split.trained_tokens
+        + sum(c.trained_tokens for c in dropped)
+    )
+    fragments = ledger.fragments - ledger.split.documents
+    assert ledger.given.documents + fragments == ledger.kept.documents + sum(c.documents for c in dropped)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_map_batches_do_not_move_a_boundary(batch_size):
+    """TRL's `wrapped` lost two thirds of a dataset at the edges of `map` batches; here nothing depends on them."""
+    lengths = np.random.default_rng(0).integers(1, 40, 300).tolist()
+    data = table(lengths).map(lambda batch: batch, batched=True, batch_size=batch_size, writer_batch_size=batch_size)
+    assert len(data.data.chunks if hasattr(data.data, "chunks") else data.data.column(0).chunks) >= 1
+    for wrapped in (False, True):
+        kept, _ = contents(data, max_length=16, overlong="split", wrapped=wrapped, keep_untrained=True)
+        assert [token for document in kept for token in document] == list(range(10, 10 + sum(lengths)))

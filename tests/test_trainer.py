@@ -1,0 +1,390 @@
+"""The drop-in: TRL's arguments, TRL's parameters without packing, every dataset form with it, exact restarts."""
+
+import inspect
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import trl
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset
+
+import trl_packfix
+from trl_packfix import SFTConfig, SFTTrainer
+
+PROMPT = [{"role": "user", "content": "how many words"}]
+ANSWER = [{"role": "assistant", "content": "four of them"}]
+TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
+
+
+def config(folder, **kwargs):
+    defaults = {
+        "packing": True,
+        "max_length": 64,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "packing_report": False,
+        "disable_tqdm": True,
+    }
+    return SFTConfig(str(folder), **(defaults | kwargs))
+
+
+def trainer(folder, dataset, model="llama", collect=None, trainer_kwargs=None, **kwargs):
+    model = build_tiny_model(model) if isinstance(model, str) else model
+    return SFTTrainer(
+        model,
+        config(folder, **kwargs),
+        train_dataset=dataset,
+        processing_class=build_tokenizer(),
+        **(trainer_kwargs or {}),
+    )
+
+
+def texts(num=40, seed=0):
+    rng = np.random.default_rng(seed)
+    return Dataset.from_dict({"text": ["".join(rng.choice(list("abcdef "), n)) for n in rng.integers(3, 60, num)]})
+
+
+def weights(run):
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def documents_of(batch):
+    """(tokens, labels) of each document of a packed batch, padding left out."""
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    return sorted((tokens.tolist(), labels.tolist()) for tokens, labels in pairs)
+
+
+# The drop-in
+
+
+def test_arguments_are_those_of_trl():
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (SFTTrainer, trl.SFTTrainer))
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+    assert {f.name for f in SFTConfig.__dataclass_fields__.values()} > set(trl.SFTConfig.__dataclass_fields__)
+    assert SFTConfig.__dataclass_fields__["packing"].default is trl.SFTConfig.__dataclass_fields__["packing"].default
+
+
+@pytest.mark.parametrize(
+    "method, parameters",
+    [
+        ("_prepare_dataset", "self dataset processing_class args packing formatting_func dataset_name"),
+        ("get_train_dataloader", "self"),
+        ("get_eval_dataloader", "self eval_dataset"),
+        ("get_test_dataloader", "self test_dataset"),
+        ("prediction_step", "self model inputs prediction_loss_only ignore_keys"),
+        ("evaluation_loop", "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"),
+    ],
+)
+def test_what_is_overridden_has_not_changed_in_trl(method, parameters):
+    """The overrides stand on these signatures of TRL and transformers; a change must be looked at, not inherited."""
+    assert list(inspect.signature(getattr(trl.SFTTrainer, method)).parameters) == parameters.split()
+    assert method in vars(SFTTrainer)
+
+
+def test_nothing_else_is_overridden():
+    inherited = {name for cls in trl.SFTTrainer.__mro__ for name in vars(cls)}
+    overridden = {name for name in vars(SFTTrainer) if name in inherited and not name.startswith("__")}
+    assert overridden == {
+        "_prepare_dataset",
+        "get_train_dataloader",
+        "get_eval_dataloader",
+        "get_test_dataloader",
+        "prediction_step",
+        "evaluation_loop",
+    }
+
+
+@pytest.mark.parametrize("kind", ["none", "training_arguments", "trl", "ours"])
+def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kwargs = {"use_cpu": True, "bf16": False, "report_to": []}
+    args = {
+        "none": lambda: None,
+        "training_arguments": lambda: transformers.TrainingArguments("out", seed=5, **kwargs),
+        "trl": lambda: trl.SFTConfig("out", packing=True, seed=5, **kwargs),
+        "ours": lambda: SFTConfig("out", packing=True, seed=5, **kwargs),
+    }[kind]()
+    before = None if args is None else dict(vars(args))
+    run = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
+    assert isinstance(run.args, SFTConfig)
+    if args is not None:
+        assert run.args.seed == 5 and vars(args) == before, "the caller's config was changed"
+    assert run.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
+    assert run.args.packing is (kind in ("trl", "ours"))
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
+    results = []
+    for cls, cfg in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
+        args = cfg(
+            str(tmp_path),
+            max_length=24 if truncated else 128,
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            learning_rate=1e-2,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        run = cls(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
+        run.train()
+        results.append(weights(run))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], torch.cat([p.flatten() for p in build_tiny_model().parameters()]))
+
+
+def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [-100] * 3, [8, 9]]})
+    run = trainer(tmp_path, data, packing=False)
+    assert len(run.train_dataset) == 2 and "1 of 3 documents have no trained token" in caplog.text
+
+
+# Dataset forms: the packed documents are the rows of the unpacked run
+
+FORMS = {
+    "text": (lambda: texts(), {}),
+    "prompt_completion": (lambda: Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}), {}),
+    "completion_and_prompt_trained": (
+        lambda: Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}),
+        {"completion_only_loss": False},
+    ),
+    "messages": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {}),
+    "assistant_only": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {"assistant_only_loss": True}),
+    "conversational_prompt": (lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5), {}),
+    "tools": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER, "tools": TOOL}] * 5), {}),
+    "tokenised": (lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4}), {}),
+    "labels": (
+        lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}),
+        {},
+    ),
+    "skip_prepare": (
+        lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}),
+        {"dataset_kwargs": {"skip_prepare_dataset": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_path):
+    make, settings = FORMS[form]
+    packed = trainer(tmp_path, make(), packing_strategy=strategy, **settings)
+    stock = trl.SFTTrainer(
+        build_tiny_model(),
+        trl.SFTConfig(str(tmp_path), max_length=64, use_cpu=True, bf16=False, report_to=[], **settings),
+        train_dataset=make(),
+        processing_class=build_tokenizer(),
+    )
+    expected = []
+    for row in stock.train_dataset:
+        expected.append((list(row["input_ids"]), [-100, *row["labels"][1:]]))
+    got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
+    assert sorted(got) == sorted(expected)
+    packed.train()
+    assert np.isfinite(packed.state.log_history[-1]["train_loss"])
+
+
+def test_formatting_func(tmp_path):
+    data = Dataset.from_dict({"a": ["x", "yy"], "b": ["zzz", "w"]})
+    run = trainer(tmp_path, data, trainer_kwargs={"formatting_func": lambda row: row["a"] + "-" + row["b"]})
+    (batch,) = run.get_train_dataloader()
+    found = sorted(run.processing_class.decode(tokens) for tokens, _ in documents_of(batch))
+    assert found == ["x-zzz<|im_end|>", "yy-w<|im_end|>"]
+
+
+def test_rows_that_are_packs_keep_their_documents(tmp_path):
+    data = Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]})
+    run = trainer(tmp_path, data)
+    (batch,) = run.get_train_dataloader()
+    assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
+def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
+    run = trainer(tmp_path, texts(97), packing_strategy=strategy, num_train_epochs=3, max_length=40, learning_rate=1e-2)
+    steps = len(run.get_train_dataloader())
+    run.train()
+    assert run.state.global_step == 3 * steps == run.state.max_steps
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]), "nothing was learned"
+
+
+def test_padding_free_without_packing_means_minibatch(tmp_path):
+    run = trainer(tmp_path, texts(), packing=False, padding_free=True)
+    assert (run.args.packing, run.args.packing_strategy) == (True, "minibatch")
+    # TRL asks for `max_length=None` here; then the longest document is the limit
+    longest = trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
+    assert longest._planner(longest._documents, "minibatch").max_length == longest._documents.lengths.max()
+    longest.train()
+
+
+# What works in TRL works here
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dft"},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"bf16": True},
+        {"pad_to_multiple_of": 32},
+        {"dataloader_num_workers": 2},
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2},
+        {"shuffle_dataset": True},
+        {"train_sampling_strategy": "sequential"},
+        {"dataloader_drop_last": True},
+        {"auto_find_batch_size": True},
+        {"activation_offloading": True},
+        {"overlong": "drop", "max_length": 40},
+    ],
+    ids=str,
+)
+def test_settings_of_trl_work_packed(settings, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        run = trainer(tmp_path, texts(), max_steps=2, **settings)
+        run.train()
+    assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
+
+
+def test_workers_change_nothing(tmp_path):
+    batches = [
+        [batch["input_ids"].tolist() for batch in trainer(tmp_path, texts(), dataloader_num_workers=n).get_train_dataloader()]
+        for n in (0, 2)
+    ]
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("setting", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_other_losses_equal_the_unpacked_run(setting, tmp_path):
+    results = []
+    for settings in ({"packing": False}, {"packing_strategy": "minibatch"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            run = trainer(tmp_path, texts(), max_steps=5, optim="sgd", learning_rate=0.5, **setting, **settings)
+            run.train()
+        results.append(weights(run).double())
+    start = torch.cat([p.flatten() for p in build_tiny_model().parameters()]).double()
+    error = (results[0] - results[1]).norm() / (results[0] - start).norm()
+    assert error < 1e-5
+
+
+def test_compute_loss_func_and_callbacks(tmp_path):
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append((outputs.logits.shape[:2], labels.shape))
+        shifted = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], labels[0, 1:], reduction="sum")
+        return shifted / num_items_in_batch
+
+    class Steps(transformers.TrainerCallback):
+        count = 0
+
+        def on_step_end(self, *args, **kwargs):
+            self.count += 1
+
+    steps = Steps()
+    with pytest.warns(FutureWarning, match="compute_loss_func"):
+        run = trainer(
+            tmp_path, texts(), max_steps=2, trainer_kwargs={"compute_loss_func": loss, "callbacks": [steps]}
+        )
+    run.train()
+    assert steps.count == 2 and seen[0][0] == seen[0][1] and seen[0][0][0] == 1
+
+
+# Restart
+
+
+@pytest.mark.parametrize("strategy", ["stream", "minibatch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path):
+    settings = {
+        "packing_strategy": strategy,
+        "num_train_epochs": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "dataloader_num_workers": workers,
+    }
+    whole = trainer(tmp_path / "whole", texts(60), **settings)
+    whole.train()
+    per_epoch = whole.state.max_steps // 3
+    stop = per_epoch + per_epoch // 2
+    assert per_epoch < stop < 2 * per_epoch, "not in the middle of epoch two"
+    first = trainer(tmp_path / "cut", texts(60), save_strategy="steps", save_steps=stop, **settings)
+    first.train()
+    second = trainer(tmp_path / "cut", texts(60), **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{stop}"))
+    assert second.state.global_step == whole.state.global_step
+    assert torch.equal(weights(second), weights(whole))
+    assert torch.equal(weights(first), weights(whole))
+
+
+# Evaluation: the same number, packed or not
+
+
+def test_eval_loss_does_not_depend_on_packing_or_batch_size(tmp_path):
+    data, model = texts(50, seed=1), build_tiny_model()
+    tokenizer = build_tokenizer()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for text in data["text"]:
+            ids = torch.tensor([tokenizer(text + tokenizer.eos_token)["input_ids"][:64]])
+            log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+            total -= log_probs.gather(1, ids[0, 1:, None]).sum().item()
+            count += ids.shape[1] - 1
+    for packing, eval_packing in ((True, None), (True, False), (False, True), (False, None)):
+        for batch_size in (1, 4, 16):
+            run = trainer(
+                tmp_path,
+                texts(),
+                model=model,
+                packing=packing,
+                eval_packing=eval_packing,
+                per_device_eval_batch_size=batch_size,
+                trainer_kwargs={"eval_dataset": data},
+            )
+            for metrics in (run.evaluate(), run.evaluate(run.eval_dataset), run.evaluate({"a": data})):
+                loss = metrics.get("eval_loss", metrics.get("eval_a_loss"))
+                assert loss == pytest.approx(total / count, rel=1e-6), (packing, eval_packing, batch_size)
+
+
+def test_compute_metrics_and_predict_get_one_row_per_document(tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append((prediction.predictions.shape, prediction.label_ids))
+        return {"rows": len(prediction.predictions)}
+
+    data = texts(23, seed=1)
+    run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": data, "compute_metrics": metric})
+    plain = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": data})
+    metrics = run.evaluate()
+    assert metrics["eval_rows"] == 23
+    assert metrics["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    lengths = [len(row) for row in run.eval_dataset["input_ids"]]
+    assert (seen[0][1] != -100).sum(1).tolist() == lengths, "documents in dataset order"
+    assert run.predict(run.eval_dataset).predictions.shape[0] == 23
+
+
+def test_lazy_names():
+    assert set(trl_packfix.__all__) <= set(dir(trl_packfix))
+    with pytest.raises(AttributeError):
+        trl_packfix.nothing  # noqa: B018

@@ -1,0 +1,442 @@
+"""The varlen attention function and its kernels, against attention written out with a dense mask."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from trl_packfix import kernels
+from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.varlen import PackedForward, packed_forwards, varlen_attention, varlen_mask
+
+LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
+T = sum(LENGTHS)
+WINDOWS = [None, 1, 3, 64, 100, 1000]
+
+
+def dense_attention(query, key, value, lengths, scale, window=None, softcap=None, sinks=None):
+    """The definition: one (T, T) mask, one softmax. Key/value heads repeated, the sink as one more column of logits."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    token = torch.arange(sum(lengths))
+    hidden = (document[:, None] != document) | (token > token[:, None])
+    if window is not None:
+        hidden |= token <= token[:, None] - window
+    logits = torch.einsum("bhqd,bhkd->bhqk", query, key) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(1, -1, logits.shape[2], 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : key.shape[2]]
+    return torch.einsum("bhqk,bhkd->bhqd", weights, value)
+
+
+def random_inputs(
+    num_tokens=T, heads=4, kv_heads=2, head_dim=8, value_dim=None, sinks=False, dtype=torch.float64, seed=0
+):
+    generator = torch.Generator().manual_seed(seed)
+    value_dim = head_dim if value_dim is None else value_dim
+    shapes = [(heads, num_tokens, head_dim), (kv_heads, num_tokens, head_dim), (kv_heads, num_tokens, value_dim)]
+    tensors = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors += [torch.randn(heads, generator=generator, dtype=torch.float64)] if sinks else []
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def outputs_and_gradients(function, inputs):
+    out = function(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weights, allow_unused=True)]
+
+
+def largest_difference(these, those):
+    return max((a - b).abs().max().item() for a, b in zip(these, those, strict=True))
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kv_heads,value_dim", [(4, 8), (2, 8), (1, 12), (2, 5)])
+def test_every_feature_equals_dense_attention(kv_heads, value_dim, window, softcap, sinks):
+    inputs = random_inputs(kv_heads=kv_heads, value_dim=value_dim, sinks=sinks)
+    options = {"scale": 0.4, "window": window, "softcap": softcap}
+
+    def ours(q, k, v, s=None):
+        return attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options)
+
+    def dense(q, k, v, s=None):
+        return dense_attention(q, k, v, LENGTHS, sinks=s, **options)
+
+    assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 160),
+    softcap=st.none() | st.floats(1, 50),
+    sinks=st.booleans(),
+)
+def test_any_lengths_equal_dense_attention(lengths, window, softcap, sinks):
+    inputs = random_inputs(sum(lengths), heads=2, kv_heads=1, head_dim=4, sinks=sinks)
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": inputs[3] if sinks else None}
+    ours, dense = attend_on_cpu(*inputs[:3], lengths, **options), dense_attention(*inputs[:3], lengths, **options)
+    assert largest_difference([ours], [dense]) < 1e-12
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_gradcheck(window, softcap, sinks, monkeypatch):
+    monkeypatch.setattr(kernels, "FLASH_TILE", 4)
+    monkeypatch.setattr(kernels, "MATH_TILE", 4)
+    inputs = random_inputs(15, heads=2, kv_heads=1, head_dim=3, value_dim=2, sinks=sinks)
+
+    def attend(q, k, v, s=None):
+        return attend_on_cpu(q, k, v, [1, 9, 5], scale=0.6, window=window, softcap=softcap, sinks=s)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window,sinks", [(None, False), (64, False), (None, True), (3, True)])
+def test_rounding_is_that_of_sdpa(dtype, window, sinks):
+    """Error against fp64, beside that of torch's own masked sdpa in the same dtype (which has no sinks)."""
+    exact_inputs = random_inputs(head_dim=16, sinks=sinks, dtype=dtype)
+    wide_inputs = [x.detach().double().requires_grad_() for x in exact_inputs]
+    options = {"scale": 0.25, "window": window}
+
+    def error(function, reference):
+        got = outputs_and_gradients(function, exact_inputs)
+        want = outputs_and_gradients(reference, wide_inputs)
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True) if a is not None]
+
+    def mask():
+        return torch.block_diag(*[kernels.visible_keys(n, n, window, "cpu") for n in LENGTHS])
+
+    ours = error(
+        lambda q, k, v, s=None: attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options),
+        lambda q, k, v, s=None: dense_attention(q, k, v, LENGTHS, sinks=s, **options),
+    )
+    sdpa = error(
+        lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(), scale=0.25, enable_gqa=True),
+        lambda q, k, v, *_: dense_attention(q, k, v, LENGTHS, **options),
+    )
+    # the sinks' own gradient, the fifth, has nothing to stand beside
+    assert all(a <= 2 * b for a, b in zip(ours, sdpa, strict=False)), (ours, sdpa)
+    assert max(ours) < 20 * torch.finfo(dtype).eps  # the sinks' gradient, and a guard against both being wrong
+
+
+def test_dropout_is_that_of_sdpa():
+    query, key, value = random_inputs(dtype=torch.float32)
+    torch.manual_seed(1)
+    ours = attend_on_cpu(query, key, value, LENGTHS, scale=0.3, dropout=0.4)
+    torch.manual_seed(1)
+    expected = [
+        F.scaled_dot_product_attention(*tensors, dropout_p=0.4, is_causal=True, scale=0.3, enable_gqa=True)
+        for tensors in zip(*(x.split(LENGTHS, 2) for x in (query, key, value)), strict=True)
+    ]
+    assert torch.equal(ours, torch.cat(expected, 2))
+    assert not torch.allclose(ours, attend_on_cpu(query, key, value, LENGTHS, scale=0.3), atol=0.1)
+
+
+@pytest.mark.parametrize("options", [{"window": 20}, {"sinks": True}, {"softcap": 4.0}, {"window": 20, "sinks": True}])
+def test_dropout_with_every_feature(options):
+    query, key, value, sinks = random_inputs(sinks=True)
+    options = {"scale": 0.3, **options, "sinks": sinks if options.get("sinks") else None}
+    torch.manual_seed(0)
+    out = attend_on_cpu(query, key, value, LENGTHS, dropout=0.5, **options)
+    grad = torch.randn_like(out)
+    # With the dropped weights fixed the output is linear in the values, so this holds only if backward drops the same.
+    (grad_value,) = torch.autograd.grad(out, value, grad)
+    assert torch.allclose((grad * out).sum(), (grad_value * value).sum(), rtol=1e-10)
+    # inverted dropout is unbiased
+    with torch.no_grad():
+        mean = sum(attend_on_cpu(query, key, value, LENGTHS, dropout=0.5, **options) for _ in range(400)) / 400
+        exact = attend_on_cpu(query, key, value, LENGTHS, **options)
+    assert (mean - exact).norm() < 0.08 * exact.norm()
+    assert (out - exact).norm() > 0.3 * exact.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sinks": True}, {"window": 128}, {"window": 1024, "sinks": True}, {"softcap": 30.0}], ids=str
+)
+@pytest.mark.parametrize("lengths", [[2048], [1500, 48, 500]], ids=["one document", "three documents"])
+def test_no_tensor_of_size_t_squared(lengths, options):
+    num_tokens = sum(lengths)
+    query, key, value, sinks = random_inputs(
+        num_tokens, heads=1, kv_heads=1, head_dim=8, sinks=True, dtype=torch.float32
+    )
+    options = {**options, "sinks": sinks if options.get("sinks") else None}
+    with LargestTensor() as largest:
+        out = attend_on_cpu(query, key, value, lengths, scale=0.4, **options)
+        out.sum().backward()
+    assert largest.numel >= out.numel()  # it saw something
+    # a tile of 256 queries against one whole document is the most that may exist at a time
+    assert largest.numel <= 256 * max(lengths) < num_tokens**2 / 4
+
+
+def test_a_window_costs_its_length(monkeypatch):
+    """Query-key pairs that reach the kernel: linear in the document, not quadratic."""
+    pairs = []
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def counting(query, key, *args, **kwargs):
+        pairs.append(query.shape[2] * key.shape[2])
+        return call(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counting)
+    for length in (2048, 4096):
+        pairs.clear()
+        attend_on_cpu(*random_inputs(length, heads=1, kv_heads=1, dtype=torch.float32), [length], scale=1, window=128)
+        assert 128 * length / 2 < sum(pairs) < 200 * length
+
+
+# The CUDA kernel's bookkeeping, with the aten operators played by dense attention on the CPU
+
+
+@pytest.fixture
+def fake_flash_operators(monkeypatch):
+    calls = []
+
+    def run(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, scale, left, right):
+        assert q.dim() == 3 and right == 0 and is_causal == (left == -1)
+        lengths = cu_q.diff().tolist()
+        assert (max_q, max_k) == (max(lengths), max(lengths)) and torch.equal(cu_q, cu_k)
+        window = None if left == -1 else left + 1
+        wide = [x.transpose(0, 1)[None].double() for x in (q, k, v)]
+        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        token = torch.arange(len(document))
+        hidden = (document[:, None] != document) | (token > token[:, None])
+        hidden |= token <= token[:, None] - (window or len(token))
+        repeated = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in wide[1:]]
+        logits = (wide[0] @ repeated[0].mT * scale).masked_fill(hidden, -math.inf)[0]
+        return logits, repeated[1][0]
+
+    def forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+    ):
+        assert dropout == 0 and debug is False
+        calls.append(("forward", window_size_left, q.shape))
+        logits, values = run(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
+        out = (logits.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+        return out, logits.logsumexp(-1).to(torch.promote_types(q.dtype, torch.float32)), None, None, None
+
+    def backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused,
+        *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        """As flash attention does it: weights from the log-sum-exp it is given, delta from the output it is given."""
+        calls.append(("backward", window_size_left, q.shape))
+        logits, values = run(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
+        weights = torch.exp(logits - lse.double()[..., None])
+        do, o = grad.transpose(0, 1).double(), out.transpose(0, 1).double()
+        grad_logits = weights * (do @ values.mT - (do * o).sum(-1, keepdim=True)) * scale
+        H, G = q.shape[1], k.shape[1]
+        keys = k.transpose(0, 1).double().repeat_interleave(H // G, 0)
+        dq = grad_logits @ keys
+        dk = (grad_logits.mT @ q.transpose(0, 1).double()).unflatten(0, (G, H // G)).sum(1)
+        dv = (weights.mT @ do).unflatten(0, (G, H // G)).sum(1)
+        return tuple(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    return calls
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [None, 7, 1000])
+def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, window, sinks):
+    monkeypatch.setattr(kernels, "_CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
+
+    def ours(q, k, v, s=None):
+        limits = (max(LENGTHS), max(LENGTHS))
+        return attend_on_cuda(q, k, v, (bounds, bounds), limits, scale=0.4, window=window, sinks=s)
+
+    def dense(q, k, v, s=None):
+        return dense_attention(q, k, v, LENGTHS, 0.4, window=window, sinks=s)
+
+    assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
+    left = 6 if window == 7 else -1  # a window longer than every document is no window
+    assert fake_flash_operators == [("forward", left, (T, 4, 8)), ("backward", left, (T, 4, 8))]  # heads padded to 8
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,message",
+    [
+        (torch.float32, 64, r"got torch.float32 on CUDA.*take bfloat16 and float16.*Set bf16=True"),
+        (torch.bfloat16, 257, r"heads of 264 dimensions.*end at 256.*Set enforce_flash_attention=False"),
+    ],
+)
+def test_cuda_limits(dtype, head_dim, message):
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    inputs = random_inputs(3, head_dim=head_dim, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        attend_on_cuda(*inputs, (bounds, bounds), (3, 3), scale=1.0)
+
+
+# The attention function: when a call is packed, and where its boundaries come from
+
+
+class Layer(nn.Module):
+    is_causal = True
+    num_key_value_groups = 2
+
+
+BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+FROM_KWARGS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 200, "max_length_k": 200}
+
+
+@pytest.fixture
+def running_forward():
+    packed_forwards.append(PackedForward(**FROM_KWARGS))
+    yield
+    packed_forwards.pop()
+
+
+def test_boundaries_from_any_source():
+    query, key, value = random_inputs()
+    expected = dense_attention(query, key, value, LENGTHS, 8**-0.5).transpose(1, 2)
+    for kwargs in (FROM_KWARGS, {"cu_seq_lens_q": BOUNDS}, {"position_ids": POSITIONS}):
+        out, weights = varlen_attention(Layer(), query, key, value, None, **kwargs)
+        assert weights is None and out.is_contiguous() and largest_difference([out], [expected]) < 1e-12
+    out, _ = varlen_attention(Layer().eval(), query, key, value, None, cu_seq_lens_q=BOUNDS)
+    assert largest_difference([out], [expected]) < 1e-12
+
+
+def test_boundaries_from_the_running_forward(running_forward):
+    query, key, value = random_inputs()
+    expected = dense_attention(query, key, value, LENGTHS, 0.7).transpose(1, 2)
+    for layer in (Layer(), Layer().eval()):
+        out, _ = varlen_attention(layer, query, key, value, None, scaling=0.7)
+        assert largest_difference([out], [expected]) < 1e-12
+
+
+def test_chunks_and_windows_that_only_layer_types_name():
+    class Config:
+        layer_types = ["chunked_attention", "sliding_attention", "full_attention"]
+        attention_chunk_size, sliding_window = 16, 16
+
+    query, key, value = random_inputs()
+    layer = Layer()
+    layer.config = Config()
+    chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
+    expected = [(chunks, None), (LENGTHS, 16), (LENGTHS, None)]
+    for layer.layer_idx, (lengths, window) in enumerate(expected):
+        out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
+        want = dense_attention(query, key, value, lengths, 1.0, window=window).transpose(1, 2)
+        assert largest_difference([out], [want]) < 1e-12
+
+
+def test_autocast_decides_the_dtype():
+    query, key, value, sinks = random_inputs(sinks=True, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for options in ({}, {"s_aux": sinks}, {"sliding_window": 5}, {"softcap": 3.0}):
+            out, _ = varlen_attention(Layer(), query, key.bfloat16(), value, None, cu_seq_lens_q=BOUNDS, **options)
+            assert out.dtype == torch.bfloat16, options
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (
+            {"attention_mask": torch.ones(1, T)},
+            r"attention_mask of shape \(1, 281\).*would be ignored.*Feed one packed row",
+        ),
+        ({"rows": 2}, r"got 2 rows.*unknown which row.*Feed one packed row"),
+        ({"cached": 5}, r"got 281 queries and 286 keys.*cache.*Feed one packed row"),
+        ({"is_causal": False}, r"is not causal.*attend backwards only.*set_attn_implementation\('sdpa'\)"),
+        ({"position_bias": torch.zeros(1, 4, T, T)}, r"position_bias of shape.*would lose it.*'eager'"),
+        ({"boundaries": {}}, r"281 tokens and no document boundaries.*never assumes a single document.*Feed one"),
+        ({"boundaries": {"cu_seq_lens_q": BOUNDS[:-1]}}, r"\[0, 1, 71\]\.\.\.\[280\] over a pack of 281.*increasing"),
+        ({"boundaries": {"cu_seq_lens_q": torch.tensor([0, 9, 5, T])}}, r"exactly one document.*Set it to \[0, first"),
+        ({"boundaries": {"position_ids": POSITIONS + 1}}, r"position_ids of shape \(1, 281\).*do not count 0, 1, 2"),
+        (
+            {"boundaries": {"position_ids": torch.arange(T)[None]}},
+            r"281 tokens.*never restart.*never assumes.*Feed one",
+        ),
+        ({"boundaries": {"position_ids": POSITIONS[:, ::2]}}, r"position_ids of shape \(1, 141\)"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_packed_call_refuses(change, message):
+    query, key, value = (x.expand(change.get("rows", 1), -1, -1, -1) for x in random_inputs())
+    if extra := change.get("cached"):
+        key, value = F.pad(key, (0, 0, extra, 0)), F.pad(value, (0, 0, extra, 0))
+    boundaries = change.get("boundaries", FROM_KWARGS)
+    kwargs = {k: v for k, v in change.items() if k in ("is_causal", "position_bias")}
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(Layer(), query, key, value, change.get("attention_mask"), **boundaries, **kwargs)
+
+
+def test_a_module_that_says_it_is_not_causal_is_refused():
+    layer = Layer()
+    layer.is_causal = False
+    with pytest.raises(ValueError, match="is not causal"):
+        varlen_attention(layer, *random_inputs(), None, **FROM_KWARGS)
+
+
+def test_cuda_lacks_softcap_and_dropout():
+    from trl_packfix.varlen import _check_cuda_features, _device_boundaries
+
+    with pytest.raises(ValueError, match=r"softcap=50.0 on CUDA.*have none.*Install flash-attn"):
+        _check_cuda_features(50.0, 0.0)
+    with pytest.raises(ValueError, match=r"dropout=0.1 on CUDA.*has none there.*attention_dropout to 0"):
+        _check_cuda_features(None, 0.1)
+    _check_cuda_features(None, 0.0)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):
+        _device_boundaries({"cu_seq_lens_q": BOUNDS}, None, T)
+    bounds, longest = _device_boundaries(FROM_KWARGS, None, T)
+    assert bounds[0] is BOUNDS and longest == (200, 200)
+    bounds, longest = _device_boundaries({}, PackedForward(BOUNDS, BOUNDS, 200, 200), T)
+    assert bounds[1] is BOUNDS and longest == (200, 200)
+    bounds, longest = _device_boundaries({"position_ids": POSITIONS}, None, T)
+    assert torch.equal(bounds[0], BOUNDS) and bounds[0].dtype == torch.int32 and longest == (200, 200)
+
+
+# The mask function
+
+
+def test_mask_is_sdpas_outside_and_none_inside(running_forward):
+    common = {"mask_function": causal_mask_function, "allow_is_causal_skip": False}
+    assert varlen_mask(1, 5, 5, **common) is None
+    running = packed_forwards.pop()
+    try:
+        assert torch.equal(varlen_mask(2, 5, 5, **common), sdpa_mask(2, 5, 5, **common))
+        padding = torch.tensor([[False, True, True], [True, True, True]])
+        expected = sdpa_mask(2, 3, 3, attention_mask=padding, mask_function=causal_mask_function)
+        assert torch.equal(varlen_mask(2, 3, 3, attention_mask=padding, mask_function=causal_mask_function), expected)
+        assert varlen_mask(1, 5, 5, mask_function=causal_mask_function) is None  # as sdpa, which then uses is_causal
+    finally:
+        packed_forwards.append(running)
+    for wrong in ({"batch_size": 2}, {"kv_length": 9}, {"attention_mask": torch.ones(1, 5)}):
+        with pytest.raises(ValueError, match=r"row\(s\), 5 queries and \d keys.*without padding or cache.*Feed one"):
+            varlen_mask(**{"batch_size": 1, "q_length": 5, "kv_length": 5, **common, **wrong})
+    with pytest.raises(ValueError, match=r"mask of its own.*would lose it.*enforce_flash_attention=False"):
+        varlen_mask(1, 5, 5, use_vmap=True, **common)

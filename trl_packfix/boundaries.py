@@ -1,0 +1,49 @@
+"""What a document boundary is.
+
+A pack is one row of T tokens that holds N documents one after the other. Their lengths are the truth; every other
+encoding of the boundaries is made here, from the lengths, so that all encodings agree. Nothing else in the package
+computes positions or offsets of documents in a pack.
+
+    lengths       [3, 2]             one entry per document                  (N,)
+    position_ids  [0, 1, 2, 0, 1]    restart at each document                (T,)
+    cu_seq_lens   [0, 3, 5]          where each document starts, and the end (N + 1,)
+    seq_idx       [0, 0, 0, 1, 1]    which document a token belongs to       (T,)
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer]
+
+
+def cu_seq_lens(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Start of each document in the pack, then the end of the last: int32, shape (N + 1,), as varlen kernels want it.
+
+    >>> cu_seq_lens([3, 2]).tolist()
+    [0, 3, 5]
+    """
+    lengths = np.asarray(lengths)
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def position_ids(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Position of each token inside its own document: int64, shape (T,).
+
+    >>> position_ids([3, 2]).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    bounds = cu_seq_lens(lengths).astype(np.int64)
+    # [0, 1, 2, 3, 4] minus the start of each token's document, [0, 0, 0, 3, 3]
+    return np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+
+
+def seq_idx(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Index of the document that each token belongs to: int32, shape (T,), as the kernels of linear attention want it.
+
+    >>> seq_idx([3, 2]).tolist()
+    [0, 0, 0, 1, 1]
+    """
+    lengths = np.asarray(lengths)
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

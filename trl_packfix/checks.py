@@ -1,0 +1,215 @@
+"""Bad input, found before work starts: what packing cannot do with this model, tokenizer, dataset or collator."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, PretrainedConfig
+
+from .config import SFTConfig
+from .reader import TokenReader
+
+NUM_SHOWN = 10  # rows that a message names
+
+
+def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
+    """The text config of a model that is given as an object or as a name."""
+    if isinstance(model, str):
+        init = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(
+            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    else:
+        config = model.config
+    return config.get_text_config()
+
+
+def check_before_loading(
+    args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any
+) -> None:
+    """What can be refused before a model is loaded or a token is made. Only called with packing.
+
+    Raises:
+        ValueError: vision data, a custom collator, an iterable dataset, prompt learning, positions that do not exist.
+    """
+    if data_collator is not None:
+        raise ValueError(
+            f"`data_collator={type(data_collator).__name__}` was given with packing. A pack needs a collator that "
+            "keeps document boundaries, and any other would lose them. Leave `data_collator` unset (pad with "
+            "`pad_to_multiple_of`), or set `packing=False`."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            "An `IterableDataset` was given with packing. Packs are planned from the lengths of all documents, and a "
+            "stream has none. Load the dataset without streaming, or set `packing=False`."
+        )
+    if isinstance(train_dataset, Dataset):
+        vision = [name for name in ("image", "images") if name in train_dataset.column_names]
+        if vision:
+            raise ValueError(
+                f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
+                "one row for many documents. Set `packing=False` and `padding_free=False` for vision data."
+            )
+    for config in _peft_configs(model, peft_config):
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"The adapter is {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens, and packing "
+                "is on. Virtual tokens stand once before a row, so the documents of a pack would share them or lose "
+                "them. Use LoRA, or set `packing=False`."
+            )
+    positions = getattr(model_config(model, args), "max_position_embeddings", None)
+    if args.max_length is not None and positions is not None and args.max_length > positions:
+        raise ValueError(
+            f"`max_length={args.max_length}` was given and the model has {positions} positions "
+            "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
+            f"`max_length` to {positions} or less, or extend the positions in the model's config."
+        )
+
+
+def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
+    given = list(getattr(model, "peft_config", {}).values()) if not isinstance(model, str) else []
+    return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
+
+
+def check_parallelism(accelerator: Any) -> None:
+    """Refuse tensor, context and sequence parallelism: the data-parallel rank is not the process index there."""
+    parallelism = accelerator.parallelism_config
+    if parallelism is None:
+        return
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(parallelism, name)
+        if size > 1:
+            raise ValueError(
+                f"`{name}={size}` was given with packing. Packed batches under this kind of parallelism are not proved "
+                f"to keep documents apart. Set `{name}=1` (data parallelism, ZeRO and FSDP are supported), or set "
+                "`packing=False`."
+            )
+
+
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: SFTConfig) -> None:
+    """What can be refused in a dataset that is not tokenised yet.
+
+    Raises:
+        ValueError: plain text and no EOS token; `assistant_only_loss` and rows without an assistant message.
+    """
+    columns = dataset.column_names
+    conversational = "messages" in columns or "conversations" in columns
+    if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has no EOS token, and the {name} dataset of {len(dataset)} "
+            "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
+            "`eos_token` in the config, or `tokenizer.eos_token`."
+        )
+    if args.assistant_only_loss and "messages" in columns:
+        silent = _rows_without_assistant(dataset)
+        if len(silent):
+            raise ValueError(
+                f"`assistant_only_loss=True` was given and {len(silent)} of {len(dataset)} rows of the {name} dataset "
+                f"have no assistant message; the first are {silent[:NUM_SHOWN].tolist()}. Such a row has nothing to "
+                "train on. Remove these rows (`dataset.select`), or set `assistant_only_loss=False`."
+            )
+
+
+def _is_conversational_prompt(dataset: Dataset) -> bool:
+    feature = dataset.features.get("prompt")
+    return feature is not None and getattr(feature, "dtype", None) != "string"
+
+
+def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
+    """Rows in which no message has the role "assistant", from Arrow: no row becomes a Python object."""
+    column = dataset.select_columns("messages").with_format("arrow")[:]["messages"]
+    has_assistant: list[np.ndarray] = []
+    for chunk in column.chunks:
+        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
+            return np.zeros(0, np.int64)  # not the layout of messages: TRL will say so
+        messages = chunk.flatten()
+        if not pa.types.is_struct(messages.type) or messages.type.get_field_index("role") < 0:
+            return np.zeros(0, np.int64)
+        role = pc.fill_null(pc.equal(pc.struct_field(messages, "role"), "assistant"), False)
+        parents = pc.list_parent_indices(chunk).to_numpy()
+        has_assistant.append(
+            np.bincount(parents, weights=role.to_numpy(zero_copy_only=False), minlength=len(chunk)) > 0
+        )
+    return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
+
+
+def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None) -> None:
+    """What can be refused in a dataset that the user tokenised.
+
+    Raises:
+        ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
+    """
+    reader = TokenReader(dataset)
+    if "attention_mask" in dataset.column_names:
+        mask = TokenReader(
+            dataset.select_columns("attention_mask").rename_column("attention_mask", "input_ids")
+        )
+        row = mask.first_row_outside(1, 2)
+        if row is not None:
+            raise ValueError(
+                f"Row {row} of the {name} dataset is padded: its `attention_mask` has zeros. Packing needs no padding, "
+                "and padding inside a document would be trained and attended to. Tokenise with `padding=False`, or "
+                "cut the padding off and remove the `attention_mask` column."
+            )
+    if vocab_size is None:
+        return
+    low, high = reader.token_range()
+    if low < 0 or high >= vocab_size:
+        row = reader.first_row_outside(0, vocab_size)
+        if row is not None:
+            raise ValueError(
+                f"Row {row} of the {name} dataset has token ids from {low} to {high}, and the model has {vocab_size} "
+                "embeddings. An id outside them cannot be looked up. Tokenise with the tokenizer of this model, or "
+                "resize its embeddings."
+            )
+
+
+def check_not_packed(dataset: Dataset, name: str, packing: bool) -> None:
+    """Refuse rows that are packs already (`seq_lengths`) where boundaries would not be kept."""
+    if not packing and "seq_lengths" in dataset.column_names:
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, and packing is off "
+            "for it. A padded batch has no boundaries, and the documents of a row would see each other. Set "
+            "`packing=True` (and `eval_packing`), or remove the column."
+        )
+
+
+@contextmanager
+def naming_silent_rows(
+    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: SFTConfig
+) -> Iterator[None]:
+    """Turn TRL's refusal of a row without assistant tokens into one that names the rows.
+
+    TRL stops at the first such row and does not say which. Only then the rows are looked through again.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not args.assistant_only_loss or "assistant_only_loss" not in str(error) or not isinstance(dataset, Dataset):
+            raise
+        silent = []
+        for row, example in enumerate(dataset):
+            messages = example.get("messages") or [*example.get("prompt", []), *example.get("completion", [])]
+            tools = example.get("tools")
+            tokens = tokenizer.apply_chat_template(
+                messages,
+                tools=json.loads(tools) if isinstance(tools, str) else tools,
+                chat_template=chat_template,
+                return_assistant_tokens_mask=True,
+                return_dict=True,
+            )
+            if 1 not in tokens["assistant_masks"]:
+                silent.append(row)
+            if len(silent) == NUM_SHOWN:
+                break
+        raise ValueError(
+            f"`assistant_only_loss=True` was given and rows {silent} of the {name} dataset of {len(dataset)} rows "
+            "(at most the first ten are named) have no assistant tokens under the chat template. Such a row has "
+            "nothing to train on. Remove these rows (`dataset.select`), check the template's `{% generation %}` "
+            "markers, or set `assistant_only_loss=False`."
+        ) from error

@@ -1,0 +1,83 @@
+"""Documents -> one packed batch. The only place where the first label of a document becomes -100."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import boundaries
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class PackedDataCollator:
+    """Flatten documents to one row of T tokens that carries its boundaries, and no attention mask.
+
+    A call takes N documents, dictionaries with `input_ids` and, optionally, `labels` (lists, arrays or tensors of one
+    length; missing labels are the tokens themselves), and returns
+
+    - `input_ids`, `labels`, `position_ids`: int64, shape (1, T). The first label of every document is -100: the token
+      before it belongs to another document.
+    - `cu_seq_lens_q`, `cu_seq_lens_k`: int32, shape (N + 1,); `max_length_q`, `max_length_k`: int, tokens.
+    - `seq_idx`: int32, shape (1, T).
+    - `use_cache=False`: with a cache object transformers stops looking at the boundaries.
+
+    Args:
+        pad_to_multiple_of (`int`, *optional*):
+            Pad T to a multiple of this many tokens. The padding is *one* further document without trained tokens,
+            never many of length 1.
+        pad_token_id (`int`, defaults to 0): Token that fills the padding.
+
+    Raises:
+        ValueError: a document is empty, or its labels are not as long as its tokens.
+
+    >>> batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["labels"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[-100, 6, 7, -100, 9]], [[0, 1, 2, 0, 1]], [0, 3, 5])
+    """
+
+    pad_to_multiple_of: int | None = None
+    pad_token_id: int = 0
+
+    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        tokens = [np.asarray(document["input_ids"]) for document in documents]
+        labels = [
+            np.asarray(document["labels"]) if "labels" in document else ids
+            for document, ids in zip(documents, tokens, strict=True)
+        ]
+        lengths = [len(ids) for ids in tokens]
+        for index, (length, target) in enumerate(zip(lengths, labels, strict=True)):
+            if length == 0 or len(target) != length:
+                raise ValueError(
+                    f"Document {index} of the batch has {length} tokens and {len(target)} labels. A packed document "
+                    "needs at least one token and exactly one label per token. Remove empty documents and give "
+                    "`labels` the length of `input_ids`."
+                )
+        num_tokens = sum(lengths)
+        padding = -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if padding:
+            lengths.append(padding)
+
+        input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
+        targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
+        np.concatenate(tokens, out=input_ids[:num_tokens], casting="same_kind")
+        np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
+        bounds = boundaries.cu_seq_lens(lengths)
+        targets[bounds[:-1]] = IGNORE_INDEX
+
+        cu_seq_lens = torch.from_numpy(bounds)
+        max_length = max(lengths)
+        return {
+            "input_ids": torch.from_numpy(input_ids)[None],
+            "labels": torch.from_numpy(targets)[None],
+            "position_ids": torch.from_numpy(boundaries.position_ids(lengths))[None],
+            "cu_seq_lens_q": cu_seq_lens,
+            "cu_seq_lens_k": cu_seq_lens,
+            "max_length_q": max_length,
+            "max_length_k": max_length,
+            "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
+            "use_cache": False,
+        }

@@ -1,0 +1,167 @@
+"""TRL's config and ours: the fields of packing, and the checks that need nothing but the config."""
+
+import copy
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import trl
+from transformers import TrainingArguments
+
+from .loading import IMPLIED_OVERLONG
+
+STRATEGIES = tuple(IMPLIED_OVERLONG)
+OVERLONG = ("truncate", "split", "drop", "raise")
+BALANCE = ("step", "none")
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    r"""
+    Configuration class for the [`SFTTrainer`]: every field of [`trl.SFTConfig`], and those of packing below.
+
+    Parameters:
+        > Parameters that control packing
+
+        packing_strategy (`str`, *optional*, defaults to `"stream"`):
+            Which documents share a pack. `"stream"` keeps the shuffled order and is planned anew every epoch, `"bfd"`
+            is best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
+            `"wrapped"` cuts the concatenation of all documents every `max_length` tokens (fragments of different
+            documents do not see each other), `"minibatch"` trains in every optimizer step on the documents of the
+            unpacked run, without its padding. `padding_free=True` without `packing` means `"minibatch"`.
+        overlong (`str`, *optional*):
+            What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
+            says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
+            `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
+        balance (`str`, *optional*, defaults to `"step"`):
+            `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
+        enforce_flash_attention (`bool`, *optional*, defaults to `True`):
+            On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
+            model, which may build a (T, T) mask per pack.
+        packing_report (`bool`, *optional*, defaults to `True`):
+            Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
+    """
+
+    packing_strategy: str = field(
+        default="stream",
+        metadata={
+            "help": "Which documents share a pack: 'stream' (shuffled order kept, planned anew every epoch), 'bfd' "
+            "(best-fit decreasing over the whole dataset), 'bfd_split' (the same, long documents split), 'wrapped' "
+            "(concatenate and cut, with document boundaries), 'minibatch' (the documents of the unpacked run in every "
+            "optimizer step).",
+            "choices": list(STRATEGIES),
+        },
+    )
+    overlong: str | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
+            "Unset: 'split' for 'bfd_split' and 'wrapped', else 'truncate'.",
+            "choices": list(OVERLONG),
+        },
+    )
+    balance: str = field(
+        default="step",
+        metadata={
+            "help": "'step' gives all ranks packs of similar cost in each micro-step, 'none' packs as they come.",
+            "choices": list(BALANCE),
+        },
+    )
+    enforce_flash_attention: bool = field(
+        default=True,
+        metadata={
+            "help": "On CUDA, run attention on packed batches with flash attention. False keeps the model's own "
+            "implementation, which may build a (T, T) mask per pack."
+        },
+    )
+    packing_report: bool = field(
+        default=True,
+        metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_config(self)
+
+    @property
+    def effective_overlong(self) -> str:
+        """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
+        return self.overlong or IMPLIED_OVERLONG[self.packing_strategy]
+
+
+def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
+    """A config of ours from whatever a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
+
+    The caller's object is not changed. TRL's `SFTConfig` keeps its `packing_strategy`: its "bfd" means bfd.
+    """
+    if args is None:
+        return SFTConfig(default_output_dir)
+    if isinstance(args, SFTConfig):
+        return copy.copy(args)
+    if isinstance(args, trl.SFTConfig):
+        # Copied field by field and not constructed again: `__post_init__` has run, and is not meant to run twice.
+        ours = object.__new__(SFTConfig)
+        for name in (f.name for f in fields(SFTConfig) if f.name not in vars(args)):
+            setattr(ours, name, SFTConfig.__dataclass_fields__[name].default)
+        vars(ours).update(vars(args))
+        check_config(ours)
+        return ours
+    values: dict[str, Any] = args.to_dict()
+    values["hub_token"] = args.hub_token  # `to_dict` hides it
+    return SFTConfig(**values)
+
+
+def check_config(args: SFTConfig) -> None:
+    """Refuse settings of packing that do not exist or contradict each other.
+
+    Raises:
+        ValueError: with what was given, why it cannot work, and what to set.
+    """
+    for name, choices in (("packing_strategy", STRATEGIES), ("overlong", (None, *OVERLONG)), ("balance", BALANCE)):
+        value = getattr(args, name)
+        if value not in choices:
+            known = ", ".join(repr(choice) for choice in choices if choice is not None)
+            raise ValueError(f"`{name}={value!r}` was given. There is no such choice. Set one of {known}.")
+    if not (args.packing or args.padding_free):
+        if args.overlong is not None:
+            raise ValueError(
+                f"`overlong={args.overlong!r}` was given with `packing=False`. It is the policy of packing; unpacked "
+                "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
+            )
+        return
+    if args.max_length is None and args.packing:
+        raise ValueError(
+            "`packing=True` was given with `max_length=None`. The capacity of a pack is `per_device_train_batch_size` "
+            f"({args.per_device_train_batch_size}) times `max_length`, so packing needs a length. Set `max_length` to "
+            "the most tokens that a document may have."
+        )
+    if args.max_length is not None and args.max_length < 2:
+        raise ValueError(
+            f"`max_length={args.max_length}` was given. A document needs two tokens, one to predict from and one to "
+            "predict. Set `max_length` to 2 or more."
+        )
+    implied = IMPLIED_OVERLONG[args.packing_strategy]
+    if implied == "split" and args.overlong not in (None, "split"):
+        raise ValueError(
+            f"`packing_strategy={args.packing_strategy!r}` was given with `overlong={args.overlong!r}`. This strategy "
+            'splits long documents, so nothing is left to cut or refuse. Set `packing_strategy="stream"` or "bfd", or '
+            "leave `overlong` unset."
+        )
+    if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
+        raise ValueError(
+            f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
+            f"`overlong={args.overlong!r}`, under which nothing is truncated, so it would be ignored. Set "
+            '`overlong="truncate"` (with "stream", "bfd" or "minibatch"), or leave `truncation_mode` as it is.'
+        )
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"`train_sampling_strategy={args.train_sampling_strategy!r}` was given with packing. Packs are made of "
+            "documents of all lengths and balanced over ranks by `balance`, so batches by length have no meaning. Set "
+            '`train_sampling_strategy` to "random" or "sequential".'
+        )
+    accelerator_config = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator_config, name, None):
+            raise ValueError(
+                f"`accelerator_config.{name}=True` was given with packing. Every rank reads its own packs, and one "
+                f"pack of shape (1, T) cannot be divided. Set `{name}=False`."
+            )

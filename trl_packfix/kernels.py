@@ -1,0 +1,325 @@
+"""Causal attention over N documents that lie one after the other: the arithmetic, and nothing about models.
+
+    device  features                                     how
+    CPU     plain causal, dropout                        F.scaled_dot_product_attention, document by document
+    CPU     sliding window, sinks                        the flash kernel below it, on tiles of queries
+    CPU     softcap; dropout with a window or sinks      plain torch on tiles of queries, recomputed in backward
+    CUDA    sliding window, sinks                        FlashAttention-2 as built into torch, all documents at once
+
+Memory is linear in the number of tokens everywhere; a window of w tokens costs w x length, not length squared.
+
+Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of G), D head dimension.
+    query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+_CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
+# Queries per tile. A window of w costs w + 64 keys per query, and 64 was the fastest of 64 to 1024 for windows of 128
+# to 1024 tokens; plain torch wants fewer, larger matrix products.
+FLASH_TILE, MATH_TILE = 64, 256
+
+
+def attend_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Each document (`lengths`, in tokens, sum T) attends to itself, each token to the last `window` up to itself.
+
+    `sinks` (H,) is a logit per head that takes part in the softmax and has no value (arXiv 2309.17453, gpt_oss);
+    `softcap` bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> together = attend_on_cpu(q, k, v, [3, 2], scale=0.5)
+    >>> second = attend_on_cpu(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5)
+    >>> torch.allclose(together[:, :, 3:], second)
+    True
+    """
+    if window is not None and window >= max(lengths):
+        window = None
+    if softcap is not None or (dropout > 0 and (window is not None or sinks is not None)):
+        return _math_documents(query, key, value, lengths, window, scale, dropout, softcap, sinks)
+    # flash wants one head dim; zeros change no logit, and zero values are cut off again
+    value_dim = value.shape[-1]
+    query, key, value = _pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
+    if window is None and sinks is None:
+        out = _sdpa_documents(query, key, value, lengths, scale, dropout)
+    else:
+        out = _FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))
+    return out[..., :value_dim]
+
+
+def attend_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: tuple[Tensor, Tensor],
+    max_lengths: tuple[int, int],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; softcap and dropout do not exist there.
+
+    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are those of queries and of keys. Raises ValueError for
+    other dtypes and for heads of more than 256 dimensions.
+    """
+    if query.dtype not in _CUDA_DTYPES:
+        raise ValueError(
+            f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels take bfloat16 and float16. Set "
+            "bf16=True (autocast), or load the model with dtype=torch.bfloat16."
+        )
+    value_dim = value.shape[-1]
+    head_dim = -(-max(query.shape[-1], value_dim) // 8) * 8  # the kernels want a multiple of 8, the same for all three
+    if head_dim > MAX_CUDA_HEAD_DIM:
+        raise ValueError(
+            f"attention got heads of {head_dim} dimensions on CUDA: the FlashAttention-2 kernels end at "
+            f"{MAX_CUDA_HEAD_DIM}. Set enforce_flash_attention=False with attn_implementation='sdpa'."
+        )
+    if window is not None and window >= max_lengths[1]:
+        window = None
+    query, key, value = _pad_head_dim(head_dim, query, key, value)
+    out = _FlashAttention.apply(query, key, value, sinks, _CudaKernel(cu_seq_lens, max_lengths, window, scale))
+    return out[..., :value_dim]
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention as the papers write it, softmax in at least fp32: the definition of softcap and sinks, any batch size.
+
+    `visible` is None (all keys), bool or additive, (queries, keys) or (B, 1 or H, queries, keys).
+    """
+    B, H, num_queries, _ = query.shape
+    G = key.shape[1]
+    logits = query.unflatten(1, (G, H // G)) @ key.unsqueeze(2).mT * scale  # (B, G, H/G, queries, keys)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(1, 2)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None and visible.dtype == torch.bool:
+        # not -inf: a row that sees nothing (left padding) must not become nan
+        logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    elif visible is not None:
+        logits = logits + visible
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(logits.dtype).view(1, H, 1, 1).expand(B, H, num_queries, 1)], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[2]]
+    weights = F.dropout(weights, p=dropout).to(value.dtype).unflatten(1, (G, H // G))
+    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+
+
+def visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device | str) -> Tensor:
+    """Which keys each query sees, bool (queries, keys); the last query stands at the last key.
+
+    >>> visible_keys(2, 3, 2, "cpu").int().tolist()
+    [[1, 1, 0], [0, 1, 1]]
+    """
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
+
+
+def _pad_head_dim(head_dim: int, *tensors: Tensor) -> list[Tensor]:
+    return [x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors]
+
+
+def _sdpa_documents(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, dropout: float
+) -> Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    # split, not slices: the backward of each slice would fill a gradient of the whole row
+    documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
+        for q, k, v in documents
+    ]
+    return _join(outs)
+
+
+def _join(outs: list[Tensor]) -> Tensor:
+    # token-major, as the output projection reads it: its transpose is contiguous
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
+
+
+def _tiles(length: int, window: int | None, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a document's queries into tiles: (start, stop, first key that any of them sees).
+
+    >>> list(_tiles(5, window=2, size=2))
+    [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
+    """
+    for start in range(0, length, size):
+        yield start, min(start + size, length), 0 if window is None else max(0, start - window + 1)
+
+
+def _math_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    window: int | None,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    options = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+    outs = []
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        for start, stop, first in _tiles(q.shape[2], window, MATH_TILE):
+            visible = visible_keys(stop - start, stop - first, window, q.device)
+            tile = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], visible)
+            # recomputed in backward: the weights that it would keep are length x length
+            outs.append(
+                checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=dropout > 0, **options)
+            )
+    return _join(outs)
+
+
+@dataclass(frozen=True)
+class _CpuKernel:
+    """Flash attention on the CPU: a document at once, or in tiles of queries where it exceeds the window."""
+
+    lengths: tuple[int, ...]
+    window: int | None
+    scale: float
+
+    def _calls(self, like: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+        """(queries, keys, is_causal, additive mask) of each call; the masks are small, one per shape of tile."""
+        masks: dict[tuple[int, int], Tensor] = {}
+        start = 0
+        for length in self.lengths:
+            if self.window is None or length <= self.window:
+                document = slice(start, start + length)
+                yield document, document, True, None
+            else:
+                for first, stop, first_key in _tiles(length, self.window, FLASH_TILE):
+                    shape = (stop - first, stop - first_key)
+                    if shape not in masks:
+                        hidden = ~visible_keys(*shape, self.window, like.device)
+                        masks[shape] = like.new_zeros(shape).masked_fill_(hidden, float("-inf"))
+                    keys = slice(start + first_key, start + stop)
+                    yield slice(start + first, start + stop), keys, False, masks[shape]
+            start += length
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+        B, H, T, D = query.shape
+        out = query.new_empty(B, T, H, D).transpose(1, 2)
+        lse = query.new_empty(B, H, T, dtype=torch.promote_types(query.dtype, torch.float32))
+        for rows, keys, is_causal, mask in self._calls(query):
+            q, k, v = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            out[:, :, rows], lse[:, :, rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal, attn_mask=mask, scale=self.scale
+            )
+        return out, lse
+
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
+        # neighbouring tiles add to the same keys: half precision would round each sum
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
+        for rows, keys, is_causal, mask in self._calls(query):
+            g, q, o, s = grad[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows]
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, key[:, :, keys], value[:, :, keys], o, s, 0.0, is_causal, attn_mask=mask, scale=self.scale
+            )
+            grad_query[:, :, rows] = dq
+            grad_key[:, :, keys] += dk
+            grad_value[:, :, keys] += dv
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@dataclass(frozen=True)
+class _CudaKernel:
+    """FlashAttention-2 varlen on CUDA, all documents in one launch.
+
+    Through the aten operators under `torch.nn.attention.varlen.varlen_attn`: its signature changed with each of torch
+    2.10 to 2.12 while theirs held, and its backward drops the gradient of the log-sum-exp, which sinks need.
+    """
+
+    cu_seq_lens: tuple[Tensor, Tensor]
+    max_lengths: tuple[int, int]
+    window: int | None
+    scale: float
+
+    def _options(self) -> dict[str, Any]:
+        left = -1 if self.window is None else self.window - 1  # keys to the left, the query's own not counted
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+        is_causal = self.window is None
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self.cu_seq_lens, *self.max_lengths, 0.0, is_causal, False, **self._options()
+        )
+        assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, not (H, T)"
+        return out.transpose(0, 1)[None], lse[None]
+
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
+        g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
+        is_causal = self.window is None
+        # without dropout the kernel reads no generator state
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        bounds = (*self.cu_seq_lens, *self.max_lengths)
+        grads = torch.ops.aten._flash_attention_backward(
+            g.contiguous(), q, k, v, o.contiguous(), lse[0].contiguous(), *bounds, 0.0, is_causal, state, unused,
+            **self._options(),
+        )  # fmt: skip
+        return tuple(x.transpose(0, 1)[None] for x in grads)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """A flash kernel, with sinks added exactly through its log-sum-exp.
+
+    A sink is one more logit s in the softmax, without a value: every weight shrinks by the same factor
+    sigmoid(lse - s). The flash backward computes its weights as exp(logit - lse), so given the output and the
+    log-sum-exp *with* the sink it returns the gradients with the sink. The sink's own is -(its weight) * <grad, out>.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: _CpuKernel | _CudaKernel
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value)
+        if sinks is not None:
+            logit = sinks.to(lse.dtype).view(1, -1, 1)
+            out = (out * torch.sigmoid(lse - logit).unsqueeze(-1)).to(out.dtype)
+            lse = torch.logaddexp(lse, logit)
+        ctx.kernel = kernel
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grad_sinks = None
+        if sinks is not None:
+            weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+            grad_sinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return *ctx.kernel.backward(grad, query, key, value, out, lse), grad_sinks, None

@@ -1,0 +1,186 @@
+"""Tokens of a tokenised dataset as numpy views: the only place that touches token storage.
+
+A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader keeps, for every row, the buffer and where the
+row starts in it; reading a span is then one numpy slice, without a copy and without Python lists.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from datasets import Dataset
+
+from .collator import IGNORE_INDEX
+
+
+class _ListColumn:
+    """One list column: the flat values of each Arrow chunk, and per row its chunk, its start there and its length."""
+
+    def __init__(self, name: str, column: pa.ChunkedArray, indices: npt.NDArray[np.int64] | None):
+        self.values: list[np.ndarray] = []
+        chunks, starts, lengths = [], [], []
+        for number, chunk in enumerate(column.chunks):
+            if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+                bounds = chunk.offsets.to_numpy().astype(np.int64)
+            elif pa.types.is_fixed_size_list(chunk.type):
+                bounds = np.arange(chunk.offset, chunk.offset + len(chunk) + 1, dtype=np.int64) * chunk.type.list_size
+            else:
+                raise ValueError(
+                    f"Column `{name}` has type {chunk.type}. Packing reads token ids, so every row must be a list of "
+                    f"integers. Give `{name}` as lists of token ids, or leave the column out."
+                )
+            values = chunk.values
+            if pa.types.is_null(values.type) and not len(values):
+                values = values.cast(pa.int64())  # all rows are empty, and Arrow could not tell the type
+            if chunk.null_count or values.null_count or not pa.types.is_integer(values.type):
+                raise ValueError(
+                    f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing "
+                    f"values of type {values.type}. Packing reads token ids, so every row must be a list of "
+                    "integers without gaps. Remove these rows, or write integers."
+                )
+            self.values.append(values.to_numpy(zero_copy_only=True))
+            chunks.append(np.full(len(chunk), number, dtype=np.int32))
+            starts.append(bounds[:-1])
+            lengths.append(np.diff(bounds))
+        self.chunk = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
+        self.start = np.concatenate(starts) if starts else np.zeros(0, np.int64)
+        self.length = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        if indices is not None:
+            self.chunk, self.start, self.length = self.chunk[indices], self.start[indices], self.length[indices]
+
+    def read(self, row: int, start: int, stop: int) -> np.ndarray:
+        base = self.start[row]
+        return self.values[self.chunk[row]][base + start : base + stop]
+
+    def flat(self, row: int | slice = slice(None)) -> np.ndarray:
+        """Values of all rows, row after row: shape (sum of lengths,). For short columns such as `seq_lengths`."""
+        rows = range(len(self.length))[row]
+        parts = [self.read(r, 0, self.length[r]) for r in rows]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+class TokenReader:
+    """Reads spans (row, start, stop) of a tokenised `datasets.Dataset`; R rows.
+
+    Columns: `input_ids`, optionally `labels` (absent: the tokens), optionally `seq_lengths` (rows that are packs
+    already). Selected and shuffled datasets are read through their indices. Memory-mapped datasets stay on disk, and a
+    reader that is sent to another process carries the path, not the tokens.
+
+    Raises:
+        ValueError: no `input_ids`, a column of the wrong type, labels of another length, a dataset with a transform.
+    """
+
+    def __init__(self, dataset: Dataset):
+        if dataset.format["type"] == "custom":
+            raise ValueError(
+                f"The dataset of {len(dataset)} rows has a transform (`Dataset.with_transform`). Packing must know the "
+                "length of every document before training, and a transform makes rows only when they are read. "
+                "Materialise it with `Dataset.map`, or set `packing=False`."
+            )
+        if "input_ids" not in dataset.column_names:
+            raise ValueError(
+                f"The dataset has the columns {dataset.column_names} and no `input_ids`. Packing works on tokenised "
+                "rows. Do not set `skip_prepare_dataset`, or provide `input_ids` (and `labels`) yourself."
+            )
+        masks = [name for name in ("completion_mask", "assistant_masks") if name in dataset.column_names]
+        if masks and "labels" not in dataset.column_names:
+            raise ValueError(
+                f"The dataset has the column `{masks[0]}` and no `labels`. Only labels say what is trained, so every "
+                "token would be. Add `labels` (-100 where a token is not trained), or leave `skip_prepare_dataset` "
+                "unset so that they are built."
+            )
+        names = [name for name in ("input_ids", "labels", "seq_lengths") if name in dataset.column_names]
+        self._dataset = dataset.select_columns(names)
+        self._open()
+        self._check_labels()
+
+    def _open(self) -> None:
+        table = self._dataset.data
+        # A selected or shuffled dataset keeps its table and remembers which rows it means; there is no public accessor.
+        mapping = self._dataset._indices
+        indices = None if mapping is None else mapping.column(0).to_numpy()
+        columns = {name: _ListColumn(name, table.column(name), indices) for name in self._dataset.column_names}
+        self._tokens = columns["input_ids"]
+        self._labels = columns.get("labels")
+        self._seq_lengths = columns.get("seq_lengths")
+
+    def __getstate__(self) -> dict:
+        return {"_dataset": self._dataset}
+
+    def __setstate__(self, state: dict) -> None:
+        self._dataset = state["_dataset"]
+        self._open()
+
+    def _check_labels(self) -> None:
+        if self._labels is None:
+            return
+        wrong = np.flatnonzero(self._labels.length != self._tokens.length)
+        if len(wrong):
+            row = wrong[0]
+            raise ValueError(
+                f"{len(wrong)} rows have labels of another length than their tokens; the first is row {row} with "
+                f"{self._tokens.length[row]} `input_ids` and {self._labels.length[row]} `labels`. Each token needs "
+                "exactly one label. Give `labels` the length of `input_ids`, with -100 where a token is not trained."
+            )
+
+    def __len__(self) -> int:
+        return len(self._tokens.length)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
+        return self._tokens.length
+
+    def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """For rows that are packs already: documents per row (R,), and the lengths of all of them in order."""
+        if self._seq_lengths is None:
+            return None
+        return self._seq_lengths.length, self._seq_lengths.flat().astype(np.int64)
+
+    def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """One span as `input_ids` and `labels`: views on the dataset's own memory, shape (stop - start,)."""
+        tokens = self._tokens.read(row, start, stop)
+        return {
+            "input_ids": tokens,
+            "labels": tokens if self._labels is None else self._labels.read(row, start, stop),
+        }
+
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Trained tokens of each span, shape (N,): labels that are not -100, the first of the span never counted.
+
+        One pass over the labels, chunk by chunk; 4 bytes of working memory per token of the largest chunk.
+        """
+        if self._labels is None:
+            return np.maximum(stop - start - 1, 0)
+        counts = np.zeros(len(row), dtype=np.int64)
+        chunk_of_span = self._labels.chunk[row]
+        by_chunk = np.argsort(chunk_of_span, kind="stable")
+        bounds = np.searchsorted(chunk_of_span[by_chunk], np.arange(len(self._labels.values) + 1))
+        for number, values in enumerate(self._labels.values):
+            spans = by_chunk[bounds[number] : bounds[number + 1]]
+            if not len(spans):
+                continue
+            base = self._labels.start[row[spans]]
+            first, last = base + np.minimum(start[spans] + 1, stop[spans]), base + stop[spans]
+            low, high = first.min(), last.max()
+            trained = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
+            np.cumsum(values[low:high] != IGNORE_INDEX, out=trained[1:])
+            counts[spans] = trained[last - low] - trained[first - low]
+        return counts
+
+    def token_range(self) -> tuple[int, int]:
+        """Smallest and largest token id of all rows, for the check against the vocabulary. Reads every token."""
+        values = [chunk for chunk in self._tokens.values if len(chunk)]
+        if not values:
+            return 0, 0
+        return min(int(chunk.min()) for chunk in values), max(int(chunk.max()) for chunk in values)
+
+    def first_row_outside(self, low: int, high: int) -> int | None:
+        """First row with a token id outside [low, high), or None."""
+        for row, length in enumerate(self._tokens.length):
+            tokens = self._tokens.read(row, 0, length)
+            if length and (tokens.min() < low or tokens.max() >= high):
+                return row
+        return None
+

@@ -1,0 +1,154 @@
+"""The report: what packing did with the data, in numbers that a person can act on."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from .documents import Ledger
+from .loading import EpochPlanner
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What packing did with the training set; made once, before the first step.
+
+    Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
+    tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need.
+    """
+
+    strategy: str
+    overlong: str
+    max_length: int
+    batch_size: int
+    accumulation: int
+    world_size: int
+    capacity: int
+    num_rows: int
+    num_documents: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_packs: int | None
+    lower_bound: int | None
+    efficiency: float | None
+    padding_efficiency: float
+    num_steps: int
+    documents_per_step: float
+    documents_not_reached: int
+    attention: str
+    ledger: Ledger
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "ledger": self.ledger.to_dict()}
+
+    def save(self, directory: str | Path) -> Path:
+        """Write `packing_report.json` into the directory and return its path."""
+        path = Path(directory) / "packing_report.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        return path
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and text of each line."""
+        ledger, tokens = self.ledger, self.num_tokens
+        packs = "" if self.num_packs is None else f" -> {self.num_packs:,} packs ({self.strategy})"
+        rows = [
+            ("documents", f"{self.num_documents:,} of {self.num_rows:,} rows{packs}"),
+            (
+                "micro-batch",
+                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+                f"{self.max_length:,}",
+            ),
+            ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
+        ]
+        if self.num_packs is not None:
+            rows.append(
+                (
+                    "efficiency",
+                    f"{self.efficiency:.2%} of the packs filled; padded batches: {self.padding_efficiency:.2%}; fewest "
+                    f"packs possible: {self.lower_bound:,}",
+                )
+            )
+        else:
+            rows.append(("efficiency", f"no padding; padded batches are filled to {self.padding_efficiency:.2%}"))
+        rows.append(
+            (
+                "steps",
+                f"{self.num_steps:,} per epoch, about {self.documents_per_step:,.1f} documents each "
+                f"(accumulation {self.accumulation}, ranks {self.world_size})",
+            )
+        )
+        if ledger.truncated.documents:
+            rows.append(
+                (
+                    "truncated",
+                    f"{ledger.truncated.documents:,} documents lost {ledger.truncated.tokens:,} tokens "
+                    f"({ledger.truncated.trained_tokens:,} trained)",
+                )
+            )
+        if ledger.split.documents:
+            rows.append(("split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"))
+        for reason, count in ledger.dropped.items():
+            rows.append((f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"))
+        if self.documents_not_reached:
+            rows.append(("not reached", f"{self.documents_not_reached:,} documents (dataloader_drop_last)"))
+        lost, given = ledger.lost_trained_tokens, ledger.given.trained_tokens
+        if given and lost / given > 0.01:
+            remedy = "raise max_length" if self.overlong == "truncate" else "see the lines above"
+            rows.append(("warning", f"{lost / given:.1%} of the trained tokens are lost: {remedy}"))
+        rows.append(("attention", self.attention))
+        return rows
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the report, as a table on a terminal and as plain lines elsewhere."""
+        console = console or Console()
+        if console.is_terminal:
+            table = Table(title="Packing report", show_header=False, title_justify="left")
+            for label, text in self.lines():
+                table.add_row(label, text)
+            console.print(table)
+            return
+        width = max(len(label) for label, _ in self.lines())
+        print("Packing report")
+        for label, text in self.lines():
+            print(f"  {label:<{width}}  {text}")
+
+
+def make_report(planner: EpochPlanner, overlong: str, num_rows: int, attention: str) -> PackingReport:
+    """The report of a run that trains with this planner; `attention` says what packed batches run on."""
+    documents, lengths = planner.documents, planner.documents.lengths
+    schedule = planner.schedule(0)
+    plan = planner.first_plan
+    return PackingReport(
+        strategy=planner.strategy,
+        overlong=overlong,
+        max_length=planner.max_length,
+        batch_size=planner.batch_size,
+        accumulation=planner.accumulation,
+        world_size=planner.world_size,
+        capacity=planner.capacity,
+        num_rows=num_rows,
+        num_documents=len(documents),
+        num_tokens=int(lengths.sum()),
+        num_trained_tokens=int(documents.trained.sum()),
+        num_packs=plan.num_packs if plan else None,
+        lower_bound=plan.lower_bound if plan else None,
+        efficiency=plan.efficiency if plan else None,
+        padding_efficiency=_padding_efficiency(lengths, planner.batch_size),
+        num_steps=planner.num_steps,
+        documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
+        documents_not_reached=schedule.num_skipped,
+        attention=attention,
+        ledger=documents.ledger,
+    )
+
+
+def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
+    """Share of real tokens in padded batches of documents in random order: one draw of the order, for scale."""
+    shuffled = np.random.default_rng(0).permutation(lengths)
+    longest = np.maximum.reduceat(shuffled, np.arange(0, len(shuffled), batch_size))
+    sizes = np.diff(np.append(np.arange(0, len(shuffled), batch_size), len(shuffled)))
+    return float(lengths.sum() / (longest * sizes).sum())

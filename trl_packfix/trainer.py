@@ -1,0 +1,328 @@
+"""The trainer: TRL's, with the rooms of this package wired in. It has no rule of its own."""
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+import trl
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftConfig, PeftModel
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import get_config_model_id
+
+from . import checks
+from .attention import mark_packed_forwards, select_attention
+from .collator import PackedDataCollator
+from .config import SFTConfig, adopt
+from .documents import Documents, make_documents
+from .evaluation import EvaluationTotals, packed_attention
+from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
+from .reader import TokenReader
+from .report import PackingReport, make_report
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """
+    Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
+    apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
+
+    With `packing=True` (or `padding_free=True`) the tokenised table stays as it is, one row per example; packs are
+    planned from lengths, read as spans and flattened to one row of at most `per_device_train_batch_size * max_length`
+    tokens that carries its boundaries. See [`SFTConfig`] for the fields of packing.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): as in TRL.
+        args ([`SFTConfig`], [`trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
+            TRL's `SFTConfig` keeps its meaning: its default `packing_strategy="bfd"` is bfd. It is not changed.
+        data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
+        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
+        formatting_func: as in TRL. A `data_collator` is refused with packing.
+
+    Attributes:
+        packing_report ([`PackingReport`] or None): what packing did; made when training starts.
+
+    Example:
+
+    ```python
+    >>> from trl_packfix import SFTConfig, SFTTrainer
+
+    >>> trainer = SFTTrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     args=SFTConfig(packing=True, max_length=4096),
+    ...     train_dataset=dataset,
+    ... )
+    >>> trainer.train()
+    ```
+    """
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        args: SFTConfig | trl.SFTConfig | TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: "BitsAndBytesConfig | None" = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ):
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        args = adopt(args, f"{name.split('/')[-1]}-SFT")
+        if args.padding_free and not args.packing:
+            # Before TRL's own guard, which refuses `padding_free` with a `max_length`
+            args.packing, args.packing_strategy = True, "minibatch"
+        if args.packing:
+            args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
+            checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
+        config = checks.model_config(model, args)
+        self._hidden_size = getattr(config, "hidden_size", 4096)
+        self._vocab_size = getattr(config, "vocab_size", None)
+        self.packing_report: PackingReport | None = None
+
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+
+        self._padded_collator = self.data_collator
+        if self.args.packing:
+            checks.check_parallelism(self.accelerator)
+            self.padding_free = True
+            self.data_collator = self._packed_collator()
+            self._reader = TokenReader(self.train_dataset)
+            self._documents = make_documents(
+                self._reader,
+                args.max_length,
+                args.effective_overlong,
+                args.truncation_mode,
+                wrapped=args.packing_strategy == "wrapped",
+            )
+            self.attention = select_attention(self.model, args.enforce_flash_attention, self._compute_dtype())
+            mark_packed_forwards(self.model)
+
+    # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
+
+    def _prepare_dataset(
+        self,
+        dataset: AnyDataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        args: SFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> AnyDataset:
+        if isinstance(dataset, Dataset):
+            if "input_ids" in dataset.column_names:
+                if packing:
+                    checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
+                checks.check_not_packed(dataset, dataset_name, packing)
+            else:
+                checks.check_raw_dataset(dataset, dataset_name, self._tokenizer, args)
+        if packing:
+            args = copy.copy(args)
+            args.max_length = None  # TRL would cut tokens here; documents are cut as spans
+        with checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
+            dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        if not packing and dataset_name == "train" and isinstance(dataset, Dataset):
+            dataset = self._drop_untrained(dataset)
+        return dataset
+
+    def _drop_untrained(self, dataset: Dataset) -> Dataset:
+        documents = make_documents(TokenReader(dataset), max_length=None)
+        dropped = len(dataset) - len(documents)
+        if not dropped:
+            return dataset
+        logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, len(dataset))
+        return dataset.select(documents.row)
+
+    # Loading
+
+    def _packed_collator(self) -> PackedDataCollator:
+        return PackedDataCollator(self.args.pad_to_multiple_of, self._tokenizer.pad_token_id)
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not self.args.packing:
+            return super().get_train_dataloader()
+        planner = self._planner(self._documents, self.args.packing_strategy)
+        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader), self.attention.reason)
+        if self.args.packing_report and self.is_world_process_zero():
+            self.packing_report.show()
+            self.packing_report.save(self.args.output_dir)
+        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
+        return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
+
+    def _planner(self, documents: Documents, strategy: str) -> EpochPlanner:
+        args = self.args
+        return EpochPlanner(
+            documents,
+            strategy,
+            batch_size=self._train_batch_size,  # what `auto_find_batch_size` has arrived at
+            max_length=args.max_length or int(documents.lengths.max()),
+            accumulation=args.gradient_accumulation_steps,
+            world_size=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy != "sequential",
+            balance=args.balance,
+            drop_last=args.dataloader_drop_last,
+            hidden_size=self._hidden_size,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if not self._evaluates_documents(dataset):
+            return super().get_eval_dataloader(eval_dataset)
+        return self._evaluation_loader(dataset, needs_logits=self.compute_metrics is not None)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        if not self._evaluates_documents(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+        return self._evaluation_loader(test_dataset, needs_logits=True)
+
+    def _evaluates_documents(self, dataset: Any) -> bool:
+        """Whether the loader of this dataset can be ours: a table of tokens, and no collator of the user's."""
+        return (
+            isinstance(dataset, datasets.Dataset)
+            and "input_ids" in dataset.column_names
+            and isinstance(self._padded_collator, DataCollatorForLanguageModeling)
+        )
+
+    def _packs_evaluation(self, needs_logits: bool) -> bool:
+        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        return packing and (not needs_logits or self.args.prediction_loss_only)
+
+    def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
+        args = self.args
+        reader = TokenReader(dataset)
+        # One result per row: evaluation never splits or drops, whatever training does.
+        overlong = "raise" if args.overlong == "raise" else "truncate"
+        documents = make_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
+        if not self._packs_evaluation(needs_logits):
+            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
+            return self._loader(rows, sampler, self._padded_collator)
+        planner = EpochPlanner(
+            documents,
+            "bfd",
+            batch_size=args.eval_batch_size,
+            max_length=args.max_length or int(documents.lengths.max()),
+            world_size=args.world_size,
+            shuffle=False,
+            hidden_size=self._hidden_size,
+        )
+        return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
+
+    def _loader(
+        self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable
+    ) -> DataLoader:
+        args = self.args
+        return document_loader(
+            dataset,
+            sampler,
+            collate,
+            self.accelerator.device,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self.accelerator.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            in_order=args.dataloader_in_order,
+        )
+
+    # Attention
+
+    def _compute_dtype(self) -> torch.dtype:
+        """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
+        if self.args.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16 else self.model.dtype
+
+    # Evaluation
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._totals = EvaluationTotals(self.accelerator.device)
+        packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
+        # `eval_packing=True` with `packing=False`: the model hears of boundaries only while it is evaluated
+        attention = nullcontext()
+        if packed and not self.args.packing:
+            attention = packed_attention(self.model, self.args.enforce_flash_attention, self._compute_dtype())
+        with attention:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        metrics = self._totals.metrics(self.accelerator)
+        if metrics:
+            output.metrics[f"{prefix}_loss"] = metrics.pop("loss")
+            # TRL's `log` averages these lists and adds them to what is logged
+            logged = self._metrics["eval"]
+            logged.update({key: [value] for key, value in metrics.items()})
+            logged["num_tokens"] = [self._total_train_tokens]
+        return output
+
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if self.compute_loss_func is not None or self._is_vision_dataset:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        inputs["use_cache"] = False
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                if self.aux_loss_enabled:
+                    inputs["output_router_logits"] = True
+                outputs = model(**inputs, fused_lm_head=True)
+                if self.aux_loss_enabled:
+                    aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
+                    self._metrics["eval"]["aux_loss"].append(aux_loss)
+                return self._totals.add_fused(outputs).float(), None, None
+            labels = inputs.pop("labels", None)
+            logits = model(**inputs).logits
+            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+        return loss, logits, labels
