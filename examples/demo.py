@@ -28,7 +28,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", metavar="FILE", help="JSONL file of conversations (default: word problems)")
-    parser.add_argument("--num_documents", type=int, default=240, help="conversations to train on (default: 240)")
+    parser.add_argument("--num_documents", type=int, default=200, help="conversations to train on (default: 200)")
     parser.add_argument("--max_length", type=int, default=1024, help="tokens a document may have (default: 1024)")
     parser.add_argument("--output_dir", default="demo_output", help="where the adapter is saved (default: demo_output)")
     parser.add_argument("--tiny", action="store_true", help="a random miniature model, 16 documents of 512 tokens")

@@ -61,9 +61,9 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, torch.Te
     peft_config = None
     if case.adapter != "full":
         torch.manual_seed(0)
-        peft_config = LoraConfig(r=4, target_modules="all-linear", use_dora=case.adapter == "dora", task_type="CAUSAL_LM")
-        peft_config.init_lora_weights = True
-    classes = (trl_packfix.SFTTrainer, trl_packfix.SFTConfig) if trainer == "packed" else (trl.SFTTrainer, trl.SFTConfig)
+        dora = case.adapter == "dora"
+        peft_config = LoraConfig(r=4, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
+    package = trl_packfix if trainer == "packed" else trl
     settings = {
         "unpacked": {"max_length": MAX_LENGTH},
         "packed": {"max_length": MAX_LENGTH, "packing": True, "packing_strategy": "minibatch"},
@@ -71,7 +71,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, torch.Te
     }[trainer]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = classes[1](
+        args = package.SFTConfig(
             folder,
             **settings,
             per_device_train_batch_size=4 if case.accumulation == 1 else 2,
@@ -92,7 +92,9 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, torch.Te
         )
         if trainer == "packed":
             args.packing_report = False
-        runner = classes[0](model, args, train_dataset=conversations(), processing_class=tokenizer, peft_config=peft_config)
+        runner = package.SFTTrainer(
+            model, args, train_dataset=conversations(), processing_class=tokenizer, peft_config=peft_config
+        )
         trained = {name: p for name, p in runner.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
         runner.train()

@@ -140,7 +140,8 @@ def test_reader_sees_the_rows_that_the_dataset_shows(change):
     data = change(table([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], untrained=lambda row, position: position % 3 == 2))
     for reader in (TokenReader(data), pickle.loads(pickle.dumps(TokenReader(data)))):
         rows = data.with_format(None)
-        assert [reader.read(i, 0, n)["input_ids"].tolist() for i, n in enumerate(reader.lengths)] == rows["input_ids"][:]
+        tokens = [reader.read(i, 0, n)["input_ids"].tolist() for i, n in enumerate(reader.lengths)]
+        assert tokens == rows["input_ids"][:]
         index, zero = np.arange(len(data)), np.zeros(len(data), np.int64)
         expected = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
         assert reader.count_trained(index, zero, reader.lengths).tolist() == expected
@@ -193,7 +194,7 @@ def test_map_batches_do_not_move_a_boundary(batch_size):
     """TRL's `wrapped` lost two thirds of a dataset at the edges of `map` batches; here nothing depends on them."""
     lengths = np.random.default_rng(0).integers(1, 40, 300).tolist()
     data = table(lengths).map(lambda batch: batch, batched=True, batch_size=batch_size, writer_batch_size=batch_size)
-    assert len(data.data.chunks if hasattr(data.data, "chunks") else data.data.column(0).chunks) >= 1
+    assert data.data.column(0).num_chunks == (1 if batch_size == 1000 else -(-300 // batch_size))
     for wrapped in (False, True):
         kept, _ = contents(data, max_length=16, overlong="split", wrapped=wrapped, keep_untrained=True)
         assert [token for document in kept for token in document] == list(range(10, 10 + sum(lengths)))

@@ -163,7 +163,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
 def plan_blocks(
     documents: Documents, batch_size: int, capacity: int, rng: np.random.Generator | None
 ) -> PackPlan:
-    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or in the order that `rng` draws."""
+    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
     assert documents.block is not None
     _, first = np.unique(documents.block, return_index=True)
     blocks = np.split(np.arange(len(documents)), first[1:])

@@ -148,10 +148,10 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
 def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buffer_size: int = 1000) -> PackPlan:
     """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
 
-    A buffer holds the next `buffer_size` documents of `order`. A pack starts with the oldest of them and goes on with
-    the oldest that fit, until one or two documents of the buffer fill the gap exactly. Where none do, the best fill is
-    taken. Because each pack takes the oldest document, none waits for more than `buffer_size` packs. The documents
-    that are left in the last buffer are packed as tightly as three heuristics can.
+    A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
+    the oldest of them and goes on with the oldest that fit, until one or two documents of the buffer fill the gap
+    exactly. Where none do, the best fill is taken. Because each pack takes the oldest document, none waits for more
+    than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics can.
 
     Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
     packs there, the whole order is packed so: in a window of 16 buffers, the fullest half is emitted, the rest carried
@@ -375,37 +375,42 @@ def _close_packs(
     taken = bytearray(len(lengths))
     members: list[int] = []
     ends = [0]
-    arrived = oldest = 0
+    oldest = 0
+    arrived = min(buffer_size, len(lengths))
+    for position in range(arrived):
+        buffer.add(position, lengths[position])
+
+    def place(length: int) -> None:
+        """Move the oldest document of this length into the pack; the next one arrives in its stead."""
+        nonlocal arrived
+        position = buffer.take(length)
+        taken[position] = 1
+        members.append(position)
+        if arrived < len(lengths):
+            buffer.add(arrived, lengths[arrived])
+            arrived += 1
+
     while True:
-        for position in range(arrived, min(len(members) + buffer_size, len(lengths))):
-            buffer.add(position, lengths[position])
-            arrived = position + 1
         oldest = taken.find(0, oldest, arrived)
         if oldest < 0 or (arrived == len(lengths) and not until_empty):
             break
         gap, position, fill = capacity, oldest, ()
         longest = buffer.longest_up_to(capacity)
         while position >= 0:
-            # No older document of the same length waits: it would have fitted and been taken.
+            # It is the oldest of its length: an older one would have fitted and been placed.
             length = lengths[position]
-            buffer.take(length)
-            taken[position] = 1
-            members.append(position)
+            place(length)
             gap -= length
             if gap <= 2 * longest:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
                 if fill or not gap:
                     break
             position = _next_that_fits(lengths, taken, position + 1, arrived, gap)
-        while gap:
-            for length in fill or buffer.best_fill(gap):
-                position = buffer.take(length)
-                taken[position] = 1
-                members.append(position)
+        while gap and (fill := fill or buffer.best_fill(gap)):
+            for length in fill:
+                place(length)
                 gap -= length
-                fill = ()
-            if not gap or buffer.longest_up_to(gap) < 0:
-                break
+            fill = ()
         ends.append(len(members))
     left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0)
     return np.array(members, dtype=np.int64), np.diff(np.array(ends, dtype=np.int64)), left

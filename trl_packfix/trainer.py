@@ -187,7 +187,8 @@ class SFTTrainer(trl.SFTTrainer):
         if not self.args.packing:
             return super().get_train_dataloader()
         planner = self._planner(self._documents, self.args.packing_strategy)
-        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader), self.attention.reason)
+        attention = f"{self.attention.name}: {self.attention.reason}"
+        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader), attention)
         if self.args.packing_report and self.is_world_process_zero():
             self.packing_report.show()
             self.packing_report.save(self.args.output_dir)

@@ -1,0 +1,228 @@
+"""Bad input is refused before work starts, in three parts: what was given, why it cannot work, what to set."""
+
+import pytest
+import torch
+import transformers
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset, IterableDataset
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from test_trainer import ANSWER, PROMPT, config, texts, trainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from trl_packfix import SFTConfig, SFTTrainer, compat
+
+TEXTS = texts(8)
+
+
+def tokenised(**columns):
+    return Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]} | columns)
+
+
+# What is given, and the three parts of the message
+ARGUMENTS = [
+    (
+        {"max_length": None},
+        r"`packing=True` was given with `max_length=None`.*capacity of a pack is .*\(2\) times.*Set `max_length`",
+    ),
+    ({"max_length": 1}, r"`max_length=1` was given.*needs two tokens.*Set `max_length` to 2"),
+    ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
+    ({"overlong": "cut"}, r"`overlong='cut'` was given.*no such choice.*'truncate', 'split', 'drop', 'raise'"),
+    ({"balance": "all"}, r"`balance='all'` was given.*no such choice.*'step', 'none'"),
+    (
+        {"packing_strategy": "bfd_split", "overlong": "truncate"},
+        r"'bfd_split'.* with `overlong='truncate'`.*splits long documents.*Set `packing_strategy=\"stream\"`",
+    ),
+    ({"packing_strategy": "wrapped", "overlong": "raise"}, r"'wrapped'.* with `overlong='raise'`"),
+    (
+        {"truncation_mode": "keep_end", "packing_strategy": "wrapped"},
+        r"`truncation_mode=\"keep_end\"` was given with .*'wrapped'.*would be ignored.*Set `overlong=\"truncate\"`",
+    ),
+    ({"packing": False, "overlong": "drop"}, r"`overlong='drop'` was given with `packing=False`.*Set `packing=True`"),
+    (
+        {"train_sampling_strategy": "group_by_length"},
+        r"`train_sampling_strategy='group_by_length'` was given with packing.*\"random\" or \"sequential\"",
+    ),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        r"`accelerator_config.split_batches=True` was given with packing.*cannot be divided.*=False",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("settings, message", ARGUMENTS, ids=[str(settings) for settings, _ in ARGUMENTS])
+def test_settings_are_refused_when_the_config_is_made(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        config(tmp_path, **settings)
+
+
+def test_configs_of_trl_are_checked_too(tmp_path):
+    import trl
+
+    args = trl.SFTConfig(str(tmp_path), packing=True, max_length=None, use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="with `max_length=None`"):
+        SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
+
+
+VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
+INPUT = [
+    ("vision", {"dataset": VISION}, r"column `images` and packing is on.*one row for many documents.*`packing=False`"),
+    (
+        "collator",
+        {"dataset": TEXTS, "trainer_kwargs": {"data_collator": transformers.DefaultDataCollator()}},
+        r"`data_collator=DefaultDataCollator` was given with packing.*lose them.*Leave `data_collator` unset",
+    ),
+    (
+        "stream",
+        {"dataset": IterableDataset.from_generator(lambda: iter([{"text": "a"}])), "max_steps": 1},
+        r"`IterableDataset` was given with packing.*a stream has none.*without streaming",
+    ),
+    (
+        "positions",
+        {"dataset": TEXTS, "max_length": 5000},
+        r"`max_length=5000` was given and the model has 4096 positions.*never learned.*4096 or less",
+    ),
+    (
+        "nothing left",
+        {"dataset": tokenised(labels=[[-100] * 3, [-100] * 3])},
+        r"2 rows and 2 documents, and nothing is left.*2 untrained.*two tokens.*Check that `labels`",
+    ),
+    (
+        "label lengths",
+        {"dataset": tokenised(labels=[[5, 6, 7], [8, 9]])},
+        r"1 rows have labels of another length.*row 1 with 3 `input_ids` and 2 `labels`.*exactly one label.*-100",
+    ),
+    (
+        "vocabulary",
+        {"dataset": Dataset.from_dict({"input_ids": [[5, 6], [7, 300]]})},
+        r"Row 1 of the train dataset has token ids from 5 to 300, and the model has 300 embeddings.*resize",
+    ),
+    (
+        "negative id",
+        {"dataset": Dataset.from_dict({"input_ids": [[-1, 6], [7, 30]]})},
+        r"Row 0 of the train dataset has token ids from -1 to 30",
+    ),
+    (
+        "zero seq_lengths",
+        {"dataset": tokenised(seq_lengths=[[3], [3, 0]])},
+        r"`seq_lengths` of row 1 is \[3, 0\] and the row has 3 tokens.*must be positive and add up.*Correct",
+    ),
+    (
+        "inconsistent seq_lengths",
+        {"dataset": tokenised(seq_lengths=[[3], [2]])},
+        r"`seq_lengths` of row 1 is \[2\] and the row has 3 tokens",
+    ),
+    (
+        "packs without packing",
+        {"dataset": tokenised(seq_lengths=[[3], [1, 2]]), "packing": False},
+        r"2 rows has `seq_lengths`.*packing is off.*would see each other.*Set `packing=True`",
+    ),
+    (
+        "padded rows",
+        {"dataset": tokenised(attention_mask=[[1, 1, 1], [1, 1, 0]])},
+        r"Row 1 of the train dataset is padded.*zeros.*trained and attended to.*`padding=False`",
+    ),
+    (
+        "transform",
+        {"dataset": TEXTS.with_transform(lambda rows: rows), "dataset_kwargs": {"skip_prepare_dataset": True}},
+        r"8 rows has a transform.*length of every document.*`Dataset.map`",
+    ),
+    (
+        "untokenised with skip_prepare_dataset",
+        {"dataset": TEXTS, "dataset_kwargs": {"skip_prepare_dataset": True}},
+        r"columns \['text'\] and no `input_ids`.*tokenised rows.*skip_prepare_dataset",
+    ),
+    (
+        "too long",
+        {"dataset": TEXTS, "max_length": 20, "overlong": "raise"},
+        r"of 8 documents are longer than `max_length=20`; the first are in rows .* tokens\).*Raise `max_length`",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, message", [case[1:] for case in INPUT], ids=[case[0] for case in INPUT])
+def test_input_is_refused(given, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=lambda peft_config: peft_config.peft_type.value,
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_prompt_learning_is_refused_however_it_is_given(peft_config, wrapped, tmp_path):
+    model, kwargs = build_tiny_model(), {"trainer_kwargs": {"peft_config": peft_config}}
+    if wrapped:
+        model, kwargs = get_peft_model(model, peft_config), {}
+    with pytest.raises(ValueError, match="with 3 virtual tokens, and packing is on.*share them.*Use LoRA"):
+        trainer(tmp_path, TEXTS, model=model, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        LoraConfig(target_modules="all-linear"),
+        LoraConfig(target_modules="all-linear", use_dora=True),
+        LoraConfig(target_modules="all-linear", use_rslora=True),
+        IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ],
+    ids=["lora", "dora", "rslora", "ia3"],
+)
+def test_other_adapters_train(peft_config, tmp_path):
+    run = trainer(tmp_path, TEXTS, max_steps=2, learning_rate=1e-2, trainer_kwargs={"peft_config": peft_config})
+    before = [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
+    run.train()
+    after = [p.detach() for p in run.model.parameters() if p.requires_grad]
+    assert before and any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_tokenizer_without_eos_is_refused_for_plain_text_only(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    kwargs = {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match="no EOS token, and the train dataset of 8 rows is plain text.*Set"):
+        SFTTrainer(build_tiny_model(), config(tmp_path), train_dataset=TEXTS, **kwargs)
+    chat = Dataset.from_list([{"messages": PROMPT + ANSWER}] * 2)
+    SFTTrainer(build_tiny_model(), config(tmp_path), train_dataset=chat, **kwargs)
+
+
+def test_rows_without_an_assistant_message_are_named_before_tokenisation(tmp_path, monkeypatch):
+    rows = Dataset.from_list([{"messages": PROMPT + ANSWER}, {"messages": PROMPT}, {"messages": PROMPT + ANSWER}])
+    monkeypatch.setattr("trl.SFTTrainer._prepare_dataset", lambda *a, **k: pytest.fail("tokenisation has started"))
+    with pytest.raises(ValueError, match=r"1 of 3 rows of the train dataset have no assistant message.*\[1\].*Remove"):
+        trainer(tmp_path, rows, assistant_only_loss=True)
+
+
+def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_path):
+    rows = Dataset.from_list(
+        [{"prompt": PROMPT, "completion": ANSWER}, {"prompt": PROMPT, "completion": [{"role": "user", "content": "x"}]}]
+    )
+    with pytest.raises(ValueError, match=r"rows \[1\] of the train dataset of 2 rows.*no assistant tokens"):
+        trainer(tmp_path, rows, assistant_only_loss=True)
+
+
+def test_trl_below_the_floor_is_refused():
+    with pytest.raises(ImportError, match=r"trl 1\.15\.2 is installed.*pip install 'trl>=1\.16\.0'"):
+        compat.require_trl("1.15.2")
+    compat.require_trl()
+
+
+def test_the_same_input_trains_without_packing(tmp_path):
+    """What packing refuses for its own reasons, unpacked training does as in TRL."""
+    trainer(tmp_path, TEXTS, packing=False, max_steps=1, train_sampling_strategy="group_by_length").train()
+    collator = type("OwnCollator", (DataCollatorForLanguageModeling,), {})(pad_token_id=0)
+    trainer(tmp_path, TEXTS, packing=False, max_steps=1, trainer_kwargs={"data_collator": collator}).train()
+
+
+def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
+    run = trainer(tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096)
+    run.train()
+    assert "32,768 tokens at most: per_device_train_batch_size 8 x max_length 4,096" in capsys.readouterr().out
+    assert (tmp_path / "packing_report.json").exists()
+    assert isinstance(run.args, SFTConfig)

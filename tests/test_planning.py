@@ -1,0 +1,415 @@
+"""`planning`: every document once, no pack over capacity, exact best-fit decreasing, order kept, few packs."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packfix.planning import LOOK_AHEAD, PackPlan, plan_bfd, plan_packs, plan_stream
+
+
+def packs_of(plan: PackPlan) -> list[list[int]]:
+    return [plan.order[a:b].tolist() for a, b in itertools.pairwise(plan.offsets)]
+
+
+def check(plan: PackPlan, lengths, capacity: int) -> None:
+    """Every document once, no pack empty, none over capacity; the arrays and numbers are those of the contract."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert plan.order.dtype == plan.offsets.dtype == np.int64
+    assert plan.offsets[0] == 0 and plan.offsets[-1] == len(lengths) == len(plan.order)
+    assert plan.num_packs == len(plan.offsets) - 1
+    assert plan.capacity == capacity
+    assert (np.bincount(plan.order, minlength=len(lengths)) == 1).all()
+    assert (np.diff(plan.offsets) > 0).all()
+    if plan.num_packs:
+        tokens = np.add.reduceat(lengths[plan.order], plan.offsets[:-1])
+        assert tokens.max() <= capacity
+        assert plan.efficiency == pytest.approx(tokens.sum() / (plan.num_packs * capacity))
+    assert -(-int(lengths.sum()) // capacity) <= plan.lower_bound <= plan.num_packs
+
+
+def displacement(plan: PackPlan, order) -> np.ndarray:
+    """|place in the plan - place in the visiting order| of each document."""
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return np.abs(place[plan.order] - np.arange(len(order)))
+
+
+def lognormal(capacity: int, median: float, sigma: float, num: int, seed: int = 0) -> np.ndarray:
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, num)
+    return np.clip(drawn.astype(np.int64), 1, capacity)
+
+
+@st.composite
+def documents(draw, max_size=150, max_capacity=60, most_of_capacity=1.0):
+    capacity = draw(st.integers(8, max_capacity))
+    longest = int(capacity * most_of_capacity)
+    return draw(st.lists(st.integers(1, longest), max_size=max_size)), capacity
+
+
+# --- best-fit decreasing ----------------------------------------------------------------------------------------------
+
+
+def best_fit_decreasing_by_item(lengths: list[int], capacity: int) -> list[list[int]]:
+    """One document at a time into the fullest pack with room; of equally full ones, the one that became so first."""
+    packs, space, since = [], [], []
+    for moment, length in enumerate(sorted(lengths, reverse=True)):
+        open_packs = [i for i in range(len(packs)) if space[i] >= length]
+        if open_packs:
+            i = min(open_packs, key=lambda i: (space[i], since[i]))
+        else:
+            i = len(packs)
+            packs.append([])
+            space.append(capacity)
+            since.append(moment)
+        packs[i].append(length)
+        space[i] -= length
+        since[i] = moment
+    return packs
+
+
+def by_length(plan: PackPlan, lengths) -> list[tuple[int, ...]]:
+    return sorted(tuple(lengths[i] for i in pack) for pack in packs_of(plan))
+
+
+def test_bfd_literal():
+    # 6 opens a pack, 5 another; 4 fits best beside 6 (nothing left), 3 beside 5, and so does 2.
+    plan = plan_bfd([3, 5, 4, 2, 6], capacity=10, rng=None)
+    assert packs_of(plan) == [[1, 0, 3], [4, 2]]  # the pack of document 0 first; longer documents first inside
+    assert plan.efficiency == 1.0
+
+
+def test_bfd_takes_the_tightest_pack_not_the_first():
+    # 4 fits into the pack of 5 (5 left) and of 6 (4 left): the tighter one is the second to have been opened by size.
+    assert by_length(plan_bfd([6, 5, 4, 5], 10, None), [6, 5, 4, 5]) == [(5, 5), (6, 4)]
+    assert by_length(plan_bfd([7, 5, 3], 10, None), [7, 5, 3]) == [(5,), (7, 3)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(documents())
+def test_bfd_equals_item_by_item(case):
+    lengths, capacity = case
+    reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths, capacity))
+    plan = plan_bfd(lengths, capacity, None)
+    check(plan, lengths, capacity)
+    assert by_length(plan, lengths) == reference
+    shuffled = plan_bfd(lengths, capacity, np.random.default_rng(0))
+    check(shuffled, lengths, capacity)
+    assert by_length(shuffled, lengths) == reference
+
+
+@pytest.mark.parametrize("capacity, median, sigma", [(2048, 200, 1.0), (2048, 700, 0.5), (70_000, 9_000, 0.8)])
+def test_bfd_equals_item_by_item_on_thousands(capacity, median, sigma):
+    lengths = lognormal(capacity, median, sigma, 2000)
+    reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths.tolist(), capacity))
+    assert by_length(plan_bfd(lengths, capacity, None), lengths.tolist()) == reference
+    assert max(map(len, reference)) > 2 and (capacity < 2**16 or lengths.max() >= 2**15)
+
+
+def test_bfd_without_rng_visits_by_earliest_document():
+    plan = plan_bfd(lognormal(2048, 300, 1.0, 3000), 2048, None)
+    earliest = [min(pack) for pack in packs_of(plan)]
+    assert earliest == sorted(earliest) and len(earliest) > 100
+
+
+def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
+    lengths = [5] * 40 + [3] * 40
+    first, second = (plan_bfd(lengths, 8, np.random.default_rng(seed)) for seed in (0, 1))
+    assert {frozenset(pack) for pack in packs_of(first)} != {frozenset(pack) for pack in packs_of(second)}
+    earliest = [min(pack) for pack in packs_of(first)]
+    assert earliest != sorted(earliest)
+
+
+# --- stream -----------------------------------------------------------------------------------------------------------
+
+
+def test_stream_literal_one_document_closes():
+    # 4 is the oldest; 5 does not fit beside it, 3 fills the gap exactly.
+    assert packs_of(plan_stream([4, 5, 3, 2], [0, 1, 2, 3], capacity=7)) == [[0, 2], [1, 3]]
+
+
+def test_stream_literal_two_documents_close():
+    # Buffer of 4. Beside 3 (document 0) the gap of 9 is filled by 5 and 4, before the second oldest gets a turn.
+    lengths = [3, 2, 5, 4, 1, 1, 4, 4]
+    plan = plan_stream(lengths, np.arange(8), capacity=12, buffer_size=4)
+    assert sorted(packs_of(plan)[0]) == [0, 2, 3]
+    assert plan.num_packs == plan.lower_bound == 2
+
+
+def test_stream_follows_the_order_given():
+    lengths = [2, 2, 2, 2, 2, 2]
+    assert packs_of(plan_stream(lengths, [5, 3, 1, 0, 2, 4], capacity=4, buffer_size=2)) == [[5, 3], [1, 0], [2, 4]]
+
+
+def test_stream_does_not_reach_beyond_the_buffer():
+    # The 3 that would fill the gap beside 4 exactly is the third after it: too late for a buffer of two.
+    lengths = [4, 2, 2, 3] + [1] * 30
+    assert packs_of(plan_stream(lengths, np.arange(34), capacity=7, buffer_size=2))[0] == [0, 1]
+    assert packs_of(plan_stream(lengths, np.arange(34), capacity=7, buffer_size=3))[0] == [0, 3]
+
+
+def test_stream_packs_may_hold_more_documents_than_the_buffer():
+    lengths = np.random.default_rng(0).integers(1, 4, 20_000)
+    plan = plan_stream(lengths, np.arange(20_000), capacity=1000, buffer_size=50)
+    check(plan, lengths, 1000)
+    assert np.diff(plan.offsets)[:-1].min() > 8 * 50
+    assert plan.num_packs == plan.lower_bound
+
+
+@settings(deadline=None, max_examples=300)
+@given(documents(), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_stream_conserves_documents(case, buffer_size, random):
+    lengths, capacity = case
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    check(plan_stream(lengths, order, capacity, buffer_size), lengths, capacity)
+
+
+def check_oldest_first(plan: PackPlan, order, buffer_size: int, every_pack: bool) -> None:
+    waiting = list(order)
+    for pack in packs_of(plan):
+        assert waiting[0] in pack or not every_pack
+        for document in pack:
+            assert document in waiting[:buffer_size]
+            waiting.remove(document)
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents(max_capacity=200, most_of_capacity=0.25), st.integers(1, 30))
+def test_stream_places_the_oldest_next_and_only_buffered_documents(case, buffer_size):
+    lengths, capacity = case  # at least four documents per pack: the window of `buffer_size` is never widened
+    order = np.random.default_rng(0).permutation(len(lengths))
+    check_oldest_first(plan_stream(lengths, order, capacity, buffer_size), order, buffer_size, every_pack=True)
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents(max_size=400), st.integers(1, 8))
+def test_stream_window_is_bounded_for_large_documents(case, buffer_size):
+    lengths, capacity = case
+    order = np.random.default_rng(0).permutation(len(lengths))
+    plan = plan_stream(lengths, order, capacity, buffer_size)
+    check_oldest_first(plan, order, LOOK_AHEAD * buffer_size, every_pack=False)
+
+
+def test_stream_displaces_documents_by_less_than_two_buffers():
+    lengths = lognormal(2048, 205, 1.0, 20_000)
+    order = np.random.default_rng(1).permutation(len(lengths))
+    moved = displacement(plan_stream(lengths, order, 2048, buffer_size=500), order)
+    assert 50 < np.percentile(moved, 99) < 2 * 500
+    assert moved.max() < 4 * 500
+
+
+def test_stream_widens_the_window_where_documents_are_large():
+    lengths = np.random.default_rng(0).integers(400, 1640, 20_000)
+    order = np.random.default_rng(1).permutation(len(lengths))
+    plan = plan_stream(lengths, order, 2048, buffer_size=100)
+    check(plan, lengths, 2048)
+    moved = displacement(plan, order)
+    assert moved.max() > 5 * 100  # or this test would not see the wide window
+    assert moved.max() < 2 * LOOK_AHEAD * 100
+    assert plan.num_packs <= 1.005 * plan_bfd(lengths, 2048, None).num_packs
+
+
+@pytest.mark.parametrize(
+    "capacity, median, sigma, at_least",
+    [(2048, 51, 1.0, 0.9999), (2048, 205, 1.0, 0.9999), (8192, 819, 1.0, 0.9999), (8192, 2731, 0.8, 0.9985)],
+)
+def test_stream_needs_hardly_more_packs_than_the_bound(capacity, median, sigma, at_least):
+    lengths = lognormal(capacity, median, sigma, 60_000)
+    plan = plan_packs(lengths, capacity)
+    check(plan, lengths, capacity)
+    assert plan.lower_bound / plan.num_packs >= at_least
+    assert (len(lengths) / plan.num_packs >= 4) == (at_least == 0.9999)
+
+
+def test_stream_packs_even_lengths_better_than_bfd():
+    # Lengths like grade-school maths, 11 to a pack: best-fit decreasing loses half a percent.
+    lengths = np.clip(np.random.default_rng(0).normal(185, 60, 20_000).astype(np.int64), 60, 500)
+    stream, bfd = plan_packs(lengths, 2048, "stream"), plan_packs(lengths, 2048, "bfd")
+    assert stream.num_packs <= 1.001 * stream.lower_bound
+    assert bfd.num_packs > 1.003 * bfd.lower_bound
+
+
+# --- lower bound ------------------------------------------------------------------------------------------------------
+
+
+def bound_by_definition(lengths: list[int], capacity: int) -> int:
+    """L2 of Martello and Toth, threshold by threshold."""
+    best = 0
+    for k in range(capacity // 2 + 1):
+        alone = [w for w in lengths if w > capacity - k]
+        long = [w for w in lengths if capacity / 2 < w <= capacity - k]
+        short = [w for w in lengths if k <= w <= capacity / 2]
+        overflow = sum(short) - (len(long) * capacity - sum(long))
+        best = max(best, len(alone) + len(long) + max(0, -(-overflow // capacity)))
+    return best
+
+
+def fewest_packs(lengths: list[int], capacity: int) -> int:
+    def place(rest: list[int], spaces: list[int]) -> int:
+        if not rest:
+            return len(spaces)
+        first, *rest = rest
+        beside = [place(rest, [*spaces[:i], s - first, *spaces[i + 1 :]]) for i, s in enumerate(spaces) if s >= first]
+        return min([*beside, place(rest, [*spaces, capacity - first])])
+
+    return place(sorted(lengths, reverse=True), [])
+
+
+@settings(deadline=None, max_examples=200)
+@given(documents())
+def test_lower_bound_is_l2(case):
+    lengths, capacity = case
+    assert plan_bfd(lengths, capacity, None).lower_bound == bound_by_definition(lengths, capacity)
+
+
+@settings(deadline=None, max_examples=100)
+@given(documents(max_size=7, max_capacity=12))
+def test_no_plan_needs_fewer_packs_than_the_bound(case):
+    lengths, capacity = case
+    plan = plan_bfd(lengths, capacity, None)
+    assert plan.lower_bound <= fewest_packs(lengths, capacity) <= plan.num_packs
+
+
+def test_lower_bound_sees_more_than_the_sum():
+    assert plan_bfd([6, 6, 6], 10, None).lower_bound == 3  # 18 tokens would fit 2 packs
+    assert plan_bfd([7, 7, 4, 4], 10, None).lower_bound == 3
+    assert plan_bfd([9, 9, 4, 4, 4], 10, None).lower_bound == 4  # k = 2: the nines are alone, 12 tokens need two more
+
+
+# --- plan_packs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd"])
+@settings(deadline=None, max_examples=60)
+@given(documents(), st.integers(0, 5), st.integers(0, 5))
+def test_plan_packs_is_a_function_of_seed_and_epoch(strategy, case, seed, epoch):
+    lengths, capacity = case
+    plan = plan_packs(lengths, capacity, strategy, seed, epoch)
+    check(plan, lengths, capacity)
+    again = plan_packs(lengths, capacity, strategy, seed, epoch)
+    assert plan.order.tolist() == again.order.tolist() and plan.offsets.tolist() == again.offsets.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd"])
+def test_epochs_and_seeds_differ(strategy):
+    lengths = lognormal(512, 60, 0.8, 500)
+    settings_ = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({tuple(plan_packs(lengths, 512, strategy, *pair).order) for pair in settings_}) == 4
+    packs = [{frozenset(pack) for pack in packs_of(plan_packs(lengths, 512, strategy, *pair))} for pair in settings_]
+    assert len(packs[0] & packs[1]) < len(packs[0]) / 2  # other packs, not the same ones in another order
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd"])
+def test_integer_type_does_not_matter(strategy):
+    lengths = lognormal(255, 40, 0.8, 400)
+    expected = plan_packs(lengths.tolist(), 255, strategy, 3)
+    for dtype in (np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint64, ">i4"):
+        plan = plan_packs(lengths.astype(dtype), np.int32(255), strategy, 3)
+        assert plan.order.tolist() == expected.order.tolist() and plan.offsets.tolist() == expected.offsets.tolist()
+        check(plan, lengths, 255)
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd"])
+@pytest.mark.parametrize("nothing", [[], np.zeros(0, dtype=np.int32)])
+def test_zero_documents_make_zero_packs(strategy, nothing):
+    plan = plan_packs(nothing, 8, strategy)
+    check(plan, nothing, 8)
+    assert (plan.num_packs, plan.lower_bound, plan.efficiency) == (0, 0, 1.0)
+    assert plan_bfd(nothing, 8, None).num_packs == plan_stream(nothing, [], 8).num_packs == 0
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd"])
+def test_full_and_tiny_documents(strategy):
+    check(plan_packs([8] * 5, 8, strategy), [8] * 5, 8)
+    assert plan_packs([8] * 5, 8, strategy).num_packs == 5
+    assert plan_packs([1] * 17, 8, strategy).num_packs == 3
+    assert plan_packs([3], 10**12, strategy).num_packs == 1  # no array of `capacity` entries
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ({"strategy": "wrapped"}, ["'wrapped'", "from lengths alone", "packed_dataloader"]),
+        ({"strategy": "minibatch"}, ["'minibatch'", "from lengths alone", "packed_dataloader"]),
+        ({"strategy": "bfd_split"}, ["'bfd_split'", "from lengths alone", "split the documents", "strategy='bfd'"]),
+        (
+            {"strategy": "ffd"},
+            ["'ffd'", "No such packing strategy", "'stream', 'bfd'", "'bfd_split', 'wrapped', 'minibatch'"],
+        ),
+        ({"capacity": 0}, ["capacity=0", "at least one", "per_device_train_batch_size * max_length"]),
+        ({"capacity": 8.0}, ["capacity=8.0", "whole number of tokens", "Set it to"]),
+        ({"capacity": None}, ["capacity=None", "whole number of tokens", "Set it to"]),
+        ({"lengths": [3, 0, 2, -1]}, ["document 1 has 0", "document 3 has -1", "(2 of 4 documents)", "Drop empty"]),
+        ({"lengths": [3, 9, 2]}, ["document 1 has 9 tokens", "(1 of 3 documents)", "capacity=8", "Truncate, split or"]),
+        ({"lengths": [9] * 20}, ["document 9 has 9 tokens, ... (20 of 20 documents)"]),
+        ({"lengths": np.array([2**63], dtype=np.uint64)}, ["document 0 has 9223372036854775808 tokens"]),
+        ({"lengths": [1.0, 2.5]}, ["float64", "one whole number of tokens per document", "array of integers"]),
+        ({"lengths": [True, False]}, ["bool", "one whole number of tokens per document", "array of integers"]),
+        ({"lengths": [[1, 2], [3, 4]]}, ["shape (2, 2)", "one-dimensional"]),
+        ({"lengths": [[5, 6, 7], [8]]}, ["nested sequences", "len(ids) for ids in dataset['input_ids']"]),
+        ({"lengths": 5}, ["shape ()", "one-dimensional"]),
+        ({"seed": -1}, ["seed=-1", "non-negative", "Set seed to 0"]),
+        ({"epoch": 0.5}, ["epoch=0.5", "non-negative", "Set epoch to 0"]),
+    ],
+)
+def test_messages(arguments, parts):
+    with pytest.raises(ValueError) as error:
+        plan_packs(**({"lengths": [1, 2, 3], "capacity": 8} | arguments))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [-1, 0, 1], [0.0, 1.0, 2.0], [[0, 1, 2]]])
+def test_order_must_be_a_permutation(order):
+    with pytest.raises(ValueError, match=r"order of shape .* for 3 lengths.* once.* permutation of range\(3\)"):
+        plan_stream([1, 2, 3], order, 8)
+
+
+def test_buffer_must_hold_a_document():
+    with pytest.raises(ValueError, match="buffer_size=0 .* at least the document .* 1 or more"):
+        plan_stream([1, 2, 3], [0, 1, 2], 8, buffer_size=0)
+
+
+def test_lower_functions_refuse_the_same():
+    for plan in (lambda: plan_bfd([9], 8, None), lambda: plan_stream([9], [0], 8)):
+        with pytest.raises(ValueError, match="document 0 has 9 tokens"):
+            plan()
+
+
+# --- structure --------------------------------------------------------------------------------------------------------
+
+
+def test_planning_needs_numpy_only():
+    """In a fresh interpreter: this one has torch already."""
+    code = (
+        "import sys; from trl_packfix.planning import plan_packs; plan_packs([3, 4, 5], 8); plan_packs([3], 8, 'bfd');"
+        "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_real_lengths(data_dir):
+    """Lengths in characters / 4 (a tokenizer would only cost time here): few packs on every file, beside bfd."""
+    files = sorted(data_dir.glob("*.jsonl"))
+    assert files
+    for file in files:
+        with file.open() as rows:
+            lengths = np.array([max(1, len(json.dumps(json.loads(row), ensure_ascii=False)) // 4) for row in rows])
+        for capacity in (2048, 8192, 32768):
+            kept = np.minimum(lengths, capacity)
+            plan, bfd = plan_packs(kept, capacity), plan_packs(kept, capacity, "bfd")
+            check(plan, kept, capacity)
+            check(bfd, kept, capacity)
+            assert plan.num_packs <= bfd.num_packs, file.name
+            if len(kept) >= 4 * plan.num_packs:
+                assert plan.num_packs <= plan.lower_bound + 1, file.name
