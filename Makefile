@@ -42,6 +42,7 @@ bench: $(INSTALLED)
 # dependencies (llama.cpp): it is wanted for the file in it.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
+	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
 	$(PIP) torch==2.13.0

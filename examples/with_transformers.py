@@ -6,6 +6,7 @@ Two things make a packed batch right: boundaries, which the collator of `packed_
 attention that reads them, which `select_attention` sets on the model.
 """
 
+from accelerate.data_loader import prepare_data_loader
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
@@ -15,8 +16,7 @@ from trl_packfix.attention import mark_packed_forwards, select_attention
 
 class PackedTrainer(Trainer):
     def get_train_dataloader(self):
-        # Not passed to `accelerator.prepare`: the sampler knows the ranks, and packs must not be shared out twice.
-        return packed_dataloader(
+        loader = packed_dataloader(
             self.train_dataset,
             max_length=1024,
             batch_size=self.args.train_batch_size,  # 8: micro-batches of 8 x 1024 tokens
@@ -25,6 +25,9 @@ class PackedTrainer(Trainer):
             world_size=self.args.world_size,
             seed=self.args.seed,
         )
+        # One process, as far as accelerate knows: the sampler has shared the packs out already, and each goes to one
+        # rank only. What accelerate adds is that the sampler hears of every new epoch.
+        return prepare_data_loader(loader, num_processes=1, process_index=0, rng_types=None)
 
 
 def tokenise(row):

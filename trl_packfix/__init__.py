@@ -16,16 +16,22 @@ _ROOM = {
     "PackPlan": "planning",
     "plan_packs": "planning",
     "PackedDataCollator": "collator",
+    "IsolationReport": "isolation",
+    "PackingLeakError": "isolation",
+    "check_isolation": "isolation",
     "PackingReport": "report",
     "packed_dataloader": "loading",
 }
 
 __all__ = [
+    "IsolationReport",
     "PackPlan",
     "PackedDataCollator",
+    "PackingLeakError",
     "PackingReport",
     "SFTConfig",
     "SFTTrainer",
+    "check_isolation",
     "packed_dataloader",
     "plan_packs",
 ]
@@ -33,6 +39,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .collator import PackedDataCollator
     from .config import SFTConfig
+    from .isolation import IsolationReport, PackingLeakError, check_isolation
     from .loading import packed_dataloader
     from .planning import PackPlan, plan_packs
     from .report import PackingReport

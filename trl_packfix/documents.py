@@ -4,13 +4,17 @@ No token is rewritten. A document is a span (row, start, stop) of the tokenised 
 and cutting into blocks only make other spans. The ledger counts what each of them cost.
 """
 
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from datasets import Dataset
 
 from .reader import TokenReader
+
+logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 Int64Array = npt.NDArray[np.int64]
@@ -151,6 +155,16 @@ def make_documents(
             "leaves room for the trained part."
         )
     return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block)
+
+
+def drop_untrained(dataset: Dataset) -> Dataset:
+    """The rows of a tokenised dataset that have a trained token, for unpacked training; says how many are dropped."""
+    documents = make_documents(TokenReader(dataset), max_length=None)
+    if len(documents) == len(dataset):
+        return dataset
+    dropped = len(dataset) - len(documents)
+    logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, len(dataset))
+    return dataset.select(documents.row)
 
 
 def _table_spans(reader: TokenReader) -> _Spans:

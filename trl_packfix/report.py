@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .documents import Ledger
+from .isolation import IsolationReport
 from .loading import EpochPlanner
 
 
@@ -40,6 +41,7 @@ class PackingReport:
     documents_not_reached: int
     attention: str
     ledger: Ledger
+    isolation: IsolationReport | None = None
 
     def to_dict(self) -> dict:
         return {**asdict(self), "ledger": self.ledger.to_dict()}
@@ -100,6 +102,8 @@ class PackingReport:
             remedy = "raise max_length" if self.overlong == "truncate" else "see the lines above"
             rows.append(("warning", f"{lost / given:.1%} of the trained tokens are lost: {remedy}"))
         rows.append(("attention", self.attention))
+        if self.isolation is not None:
+            rows.append(("isolation", _verdict(self.isolation)))
         return rows
 
     def show(self, console: Console | None = None) -> None:
@@ -115,6 +119,17 @@ class PackingReport:
         print("Packing report")
         for label, text in self.lines():
             print(f"  {label:<{width}}  {text}")
+
+
+def _verdict(isolation: IsolationReport) -> str:
+    if not isolation.isolated:
+        return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
+    gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
+    alone = "equal to" if isolation.equal else f"NOT what they are (by {isolation.max_difference:.1e})"
+    text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; {alone} alone"
+    if isolation.unreachable:
+        text += f"; beyond max_length and not tested: {', '.join(isolation.unreachable)}"
+    return text
 
 
 def make_report(planner: EpochPlanner, overlong: str, num_rows: int, attention: str) -> PackingReport:

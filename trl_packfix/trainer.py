@@ -1,9 +1,9 @@
 """The trainer: TRL's, with the rooms of this package wired in. It has no rule of its own."""
 
 import copy
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -29,8 +29,9 @@ from . import checks
 from .attention import mark_packed_forwards, select_attention
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
-from .documents import Documents, make_documents
+from .documents import Documents, drop_untrained, make_documents
 from .evaluation import EvaluationTotals, packed_attention
+from .isolation import check_isolation
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
 from .reader import TokenReader
 from .report import PackingReport, make_report
@@ -38,10 +39,25 @@ from .report import PackingReport, make_report
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
-logger = logging.getLogger(__name__)
-
 AnyDataset = Dataset | IterableDataset
 EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+
+
+class _BeforeFirstStep(TrainerCallback):
+    """Proves isolation on the model as it will train, on all ranks together, and shows the report."""
+
+    def __init__(self, trainer: "SFTTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            isolation = check_isolation(trainer.model_wrapped, args.max_length)
+        trainer.packing_report = replace(trainer.packing_report, isolation=isolation)
+        if args.packing_report and trainer.is_world_process_zero():
+            trainer.packing_report.show()
+            trainer.packing_report.save(args.output_dir)
+        isolation.raise_if_leaking()
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -142,6 +158,7 @@ class SFTTrainer(trl.SFTTrainer):
             )
             self.attention = select_attention(self.model, args.enforce_flash_attention, self._compute_dtype())
             mark_packed_forwards(self.model)
+            self.add_callback(_BeforeFirstStep(self))
 
     # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
 
@@ -167,16 +184,8 @@ class SFTTrainer(trl.SFTTrainer):
         with checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
             dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
         if not packing and dataset_name == "train" and isinstance(dataset, Dataset):
-            dataset = self._drop_untrained(dataset)
+            dataset = drop_untrained(dataset)
         return dataset
-
-    def _drop_untrained(self, dataset: Dataset) -> Dataset:
-        documents = make_documents(TokenReader(dataset), max_length=None)
-        dropped = len(dataset) - len(documents)
-        if not dropped:
-            return dataset
-        logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, len(dataset))
-        return dataset.select(documents.row)
 
     # Loading
 
@@ -189,9 +198,6 @@ class SFTTrainer(trl.SFTTrainer):
         planner = self._planner(self._documents, self.args.packing_strategy)
         attention = f"{self.attention.name}: {self.attention.reason}"
         self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader), attention)
-        if self.args.packing_report and self.is_world_process_zero():
-            self.packing_report.show()
-            self.packing_report.save(self.args.output_dir)
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
 

@@ -1,0 +1,214 @@
+"""Same gradients: how far packed training is from unpacked training, beside stock TRL and beside rounding.
+
+    python benchmarks/gradients.py                          # every case, about 5 minutes
+    python benchmarks/gradients.py --quick                  # a dozen cases, half a minute
+    python benchmarks/gradients.py --csv gradients.csv
+
+Training: tiny random models, five steps of SGD through the trainers, the same documents in every optimizer step
+(`tests/equivalence.py`). The reference is TRL's unpacked, padded run; against it stand
+  ours         trl_packfix, packed with `minibatch`
+  TRL          TRL with `padding_free=True`: the same documents per micro-batch, flattened
+  regrouped    TRL unpacked, the same documents per step in other micro-batches: the scale of rounding
+`loss` is the largest relative difference of the five losses (which the Trainer sums in float32, so that 1e-7 is their
+resolution for every dtype), `weights` the norm of the difference of the weight change over the norm of that change.
+`4 x 1` reads: 4 documents per micro-batch, 1 micro-batch per step.
+DoRA on gpt_oss and mixtral adapts attention only: PEFT refuses it for experts.
+
+Documents: one pack in float64, each document's logits and gradients against the document alone on eager attention;
+`TRL` is the stock model on its default attention, fed by TRL's own collator. Differences are norms relative to the
+document's own, the largest over the documents. transformers' softmax and routers, float32 whatever the model's dtype,
+are kept in float64.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are so small that a second thread only waits
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import datasets
+import torch
+import transformers
+from about import describe, write_csv
+from conftest import build_tiny_model
+from equivalence import ADAPTERS, MODELS, Case, errors, train
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from trl_packfix.attention import mark_packed_forwards, select_attention
+from trl_packfix.collator import PackedDataCollator
+
+COMPARED = {"packed": "ours", "padding_free": "TRL", "regrouped": "regrouped"}
+LOSS_TARGET, DOCUMENT_TARGET = 1e-6, 1e-10
+WEIGHT_TARGETS = {torch.float32: 1e-5, torch.float64: 1e-6}
+LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; across the windows of 16
+
+Row = dict[str, Any]
+
+
+def all_cases() -> list[Case]:
+    return [
+        Case(model, adapter, accumulation, checkpointing, dtype)
+        for dtype in WEIGHT_TARGETS
+        for model in MODELS
+        for adapter in ADAPTERS
+        for accumulation in (1, 4)
+        for checkpointing in (False, True)
+    ]
+
+
+def quick_cases() -> list[Case]:
+    """Every model in both dtypes; each adapter, accumulation and checkpointing falls on half or a third of them."""
+    return [
+        Case(model, ADAPTERS[(i + j) % 3], (1, 4)[(i + j) % 2], (i // 2 + j) % 2 == 1, dtype)
+        for j, dtype in enumerate(WEIGHT_TARGETS)
+        for i, model in enumerate(MODELS)
+    ]
+
+
+def training_errors(case: Case) -> Row:
+    """One row: the errors of all three runs against the unpacked one."""
+    reference = losses, change, _ = train(case, "unpacked")
+    assert change.norm() > 0.1, f"{case}: nothing was trained, so nothing is compared"
+    assert losses[-1] < losses[0], f"{case}: training diverges, so rounding grows without bound"
+    batch, accumulation = case.micro_batches("unpacked")
+    row: Row = {
+        "part": "training",
+        "model": case.model,
+        "adapter": case.adapter,
+        "micro_batches": f"{batch} x {accumulation}",
+        "checkpointing": case.checkpointing,
+        "dtype": str(case.dtype).removeprefix("torch."),
+    }
+    for trainer, name in COMPARED.items():
+        loss, weights = errors(case, trainer, reference)
+        row |= {f"{name}_loss": loss / min(losses), f"{name}_weights": weights}
+    row["in_target"] = row["ours_loss"] <= LOSS_TARGET and row["ours_weights"] <= WEIGHT_TARGETS[case.dtype]
+    return row
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """transformers computes softmax and routers in float32, which for a float64 model is a loss of digits."""
+    softmax, to_float = functional.softmax, Tensor.float
+
+    def wide_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    def wide_float(x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float64 else to_float(x)
+
+    with mock.patch.object(functional, "softmax", wide_softmax), mock.patch.object(Tensor, "float", wide_float):
+        yield
+
+
+def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Per document of the batch: its logits (tokens, vocabulary) and the gradient of its summed loss, flattened."""
+    labels = batch.pop("labels")[0]
+    bounds = batch["cu_seq_lens_q"].tolist()
+    logits = model(**batch, use_cache=False).logits[0]
+    found = []
+    parameters = list(model.parameters())
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        loss = functional.cross_entropy(logits[start : stop - 1], labels[start + 1 : stop], reduction="sum")
+        # the last token has no target, and a document of one token no other: let its logits have a gradient, too
+        loss = loss + logits[stop - 1].logsumexp(0)
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        found.append((logits[start:stop].detach(), torch.cat([g.flatten() for g in gradients])))
+    return found
+
+
+def document_errors(model_type: str) -> Row:
+    """One row: each document packed against alone, for our attention and for stock sdpa."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in LENGTHS]
+    models = {
+        name: build_tiny_model(model_type, dtype=torch.float64, attn_implementation=attention).train()
+        for name, attention in (("alone", "eager"), ("ours", None), ("TRL", None))
+    }
+    for model in models.values():
+        model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    select_attention(models["ours"])
+    mark_packed_forwards(models["ours"])
+    flattening = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    batches = {"ours": PackedDataCollator()(documents), "TRL": flattening(documents)}
+    batches["ours"].pop("use_cache")
+
+    row: Row = {"part": "documents", "model": model_type, "dtype": "float64"}
+    with float64_throughout():
+        alone = [logits_and_gradients(models["alone"], flattening([document]))[0] for document in documents]
+        for name, batch in batches.items():
+            packed = logits_and_gradients(models[name], batch)
+            for index, what in enumerate(("logits", "gradients")):
+                pairs = [(ours[index], reference[index]) for ours, reference in zip(packed, alone, strict=True)]
+                row[f"{name}_{what}"] = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    row["in_target"] = max(row["ours_logits"], row["ours_gradients"]) <= DOCUMENT_TARGET
+    return row
+
+
+def table_of(rows: list[Row], keys: tuple[str, ...], figures: list[str]) -> Table:
+    table = Table(*keys, *(name.replace("_", " ") for name in figures), "in target")
+    for row in rows:
+        cells = ["yes" if row[key] is True else "no" if row[key] is False else str(row[key]) for key in keys]
+        table.add_row(*cells, *(f"{row[name]:.1e}" for name in figures), "yes" if row["in_target"] else "NO")
+    return table
+
+
+def worst(rows: list[Row], figures: list[str]) -> list[Row]:
+    """One row per model and dtype: the largest of every figure."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["dtype"], row["model"]), []).append(row)
+    return [
+        {"dtype": dtype, "model": model, "cases": len(group), "in_target": all(row["in_target"] for row in group)}
+        | {name: max(row[name] for row in group) for name in figures}
+        for (dtype, model), group in groups.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a dozen cases that still meet every setting")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(describe())
+
+    documents = [document_errors(model) for model in MODELS]
+    figures = [f"{name}_{what}" for name in ("ours", "TRL") for what in ("logits", "gradients")]
+    console.print("[bold]Documents[/], packed against alone in float64, relative; target 1e-10")
+    console.print(table_of(documents, ("model",), figures))
+
+    cases = quick_cases() if args.quick else all_cases()
+    progress = Console(stderr=True)
+    training = [training_errors(case) for case in track(cases, "training", console=progress, transient=True)]
+    figures = [f"{name}_{what}" for name in COMPARED.values() for what in ("loss", "weights")]
+    console.print("[bold]Training[/], against the unpacked run; targets: loss 1e-6, weights 1e-5, in float64 1e-6")
+    console.print(table_of(training, ("dtype", "model", "adapter", "micro_batches", "checkpointing"), figures))
+    console.print("[bold]Largest error[/] over the cases")
+    console.print(table_of(worst(training, figures), ("dtype", "model", "cases"), figures))
+    in_target = sum(row["in_target"] for row in training)
+    console.print(f"{in_target} of {len(training)} cases within the targets")
+
+    if args.csv:
+        write_csv(args.csv, documents + training)
+        console.print(f"wrote {args.csv.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Planning packs: CPU seconds, memory, and packs beside the lower bound, for ours, TRL's and axolotl's.
+
+    python benchmarks/planning.py                                       # synthetic lengths, about 5 minutes
+    python benchmarks/planning.py --data DIR --csv planning.csv         # and the JSONL files of a folder
+    python benchmarks/planning.py --num 1000000 --repeats 5
+
+What is compared, on the same lengths in the same process:
+  stream       `plan_stream`, documents visited in a random order, buffer of 1000
+  bfd          `plan_packs(..., "bfd")`: validation, random exchange of equal lengths, sort, plan, documents to packs
+  bfd loop     of that, only best-fit decreasing on the histogram (counting the lengths included)
+  trl map      TRL's `pack_dataset(strategy="bfd")` as its trainer runs it, in `map` batches of 1000 documents
+  trl all      TRL's `_pack_bfd` on one table with every document; the tokens are one-byte zeros, so little is copied
+  trl loop     of that, only the best-fit loop: clocked from the making of its segment tree to its first call of `take`
+  axolotl      axolotl's `pack_parallel` with its trainer's defaults (100,000 documents a group, at most 200 in a pack),
+               in one process and after its compilation; only where axolotl can be imported
+
+`bound/packs` is the Martello-Toth lower bound over the packs needed: 1.0 is proved to be best, less may still be best.
+`p99 moved` is the 99th percentile of |place in the plan - place in the visiting order|, in documents. CPU seconds are
+`time.process_time`, median of --repeats. `peak MiB` is what tracemalloc sees on top of the lengths, in a run of its own.
+Files are cut at the capacity, as truncation does. Synthetic lengths are lognormal, clipped to [1, capacity].
+"""
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import trl.data_utils
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from trl_packfix.planning import PackPlan, _pour, plan_packs, plan_stream
+
+CAPACITIES = (2048, 8192, 32768)
+SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma
+MOST_FOR_STREAM = 1_000_000  # documents; beyond, a row takes minutes and says nothing new
+MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
+MOST_TOKENS_FOR_TRL = 1_000_000_000  # its table holds the tokens
+
+Row = dict[str, Any]
+
+
+def cpu_seconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    """Median CPU seconds, and what the function returned."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        result = function()
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds), result
+
+
+def peak_mib(function: Callable[[], Any]) -> float:
+    tracemalloc.start()
+    function()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 2**20
+
+
+def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
+    order = np.random.default_rng(0).permutation(len(lengths))
+    methods: dict[str, Callable[[], PackPlan]] = {"bfd": lambda: plan_packs(lengths, capacity, "bfd")}
+    if len(lengths) <= MOST_FOR_STREAM:
+        methods["stream"] = lambda: plan_stream(lengths, order, capacity)
+    for method, plan_once in methods.items():
+        seconds, plan = cpu_seconds(plan_once, repeats)
+        row = {"method": method, "packs": plan.num_packs, "cpu_s": seconds, "peak_mib": peak_mib(plan_once)}
+        if method == "stream":
+            place = np.empty(len(order), dtype=np.int64)
+            place[order] = np.arange(len(order))
+            row["moved_p99"] = float(np.percentile(np.abs(place[plan.order] - np.arange(len(order))), 99))
+        else:
+            row["loop_s"] = cpu_seconds(lambda: _pour(np.bincount(lengths), capacity), repeats)[0]
+        yield row
+
+
+def one_byte_tokens(lengths: np.ndarray) -> pa.Table:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = pa.ListArray.from_arrays(offsets, pa.array(np.zeros(offsets[-1], dtype=np.int8)))
+    return pa.table({"input_ids": tokens})
+
+
+@contextmanager
+def clock_of_trl_loop(seconds: list[float]) -> Iterator[None]:
+    """Appends the CPU seconds of the best-fit loop of every `_pack_bfd` inside, without touching the loop."""
+    started = 0.0
+    arrow = trl.data_utils.pc
+
+    class Tree(trl.data_utils._SegmentTree):
+        def __init__(self, longest: int):
+            nonlocal started
+            started = time.process_time()
+            super().__init__(longest)
+
+    class Compute:
+        def __getattr__(self, name: str) -> Any:
+            if name == "take":
+                seconds.append(time.process_time() - started)
+            return getattr(arrow, name)
+
+    with mock.patch.object(trl.data_utils, "_SegmentTree", Tree), mock.patch.object(trl.data_utils, "pc", Compute()):
+        yield
+
+
+def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
+    order = np.random.default_rng(0).permutation(len(lengths))
+    if lengths.sum() <= MOST_TOKENS_FOR_TRL:
+        table = one_byte_tokens(lengths[order])
+        loops: list[float] = []
+        with clock_of_trl_loop(loops):
+            seconds, packed = cpu_seconds(lambda: trl.data_utils._pack_bfd(table, capacity), repeats)
+        loop = statistics.median(loops)
+        yield {"method": "trl all", "packs": len(packed), "cpu_s": seconds, "loop_s": loop}
+        dataset = datasets.Dataset(table)
+        seconds, packed = cpu_seconds(lambda: trl.data_utils.pack_dataset(dataset, capacity, "bfd"), 1)
+        yield {"method": "trl map", "packs": len(packed), "cpu_s": seconds}
+    if importlib.util.find_spec("axolotl") and len(lengths) <= MOST_FOR_AXOLOTL:
+        from axolotl.utils.samplers.multipack import pack_parallel
+
+        settings = {"group_size": 100_000, "bin_size": 200, "num_processes": 1}
+        pack_parallel(lengths[:10], capacity, **settings)  # compiles
+        seconds, packs = cpu_seconds(lambda: pack_parallel(lengths[order], capacity, **settings), 1)
+        yield {"method": "axolotl", "packs": len(packs), "cpu_s": seconds}
+
+
+def file_lengths(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
+
+    The template knows no tools: a row's tool definitions become a system message, calls follow the message's text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2_tokenizer")
+
+    def text(row: Row) -> str:
+        if "prompt" in row:
+            return row["prompt"] + row["completion"] + tokenizer.eos_token
+        messages = [{"role": "system", "content": row["tools"]}] if row.get("tools") else []
+        for message in row["messages"]:
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            messages.append({"role": message["role"], "content": (message.get("content") or "") + calls})
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open() as rows:
+            texts = [text(json.loads(row)) for row in rows]
+        yield file.stem, np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids])
+
+
+def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int, np.ndarray]]:
+    if args.data is None or not args.data.is_dir():
+        console.print(f"Files skipped: {'no --data DIR given' if args.data is None else f'{args.data} is no folder'}.")
+    else:
+        for name, lengths in file_lengths(args.data):
+            for capacity in CAPACITIES:
+                yield name, capacity, np.minimum(lengths, capacity)
+    for num in args.num:
+        for capacity in CAPACITIES:
+            for share, sigma in SHAPES:
+                drawn = np.random.default_rng(0).lognormal(np.log(share * capacity), sigma, num)
+                lengths = np.clip(drawn, 1, capacity).astype(np.int64)
+                yield f"lognormal({share * capacity:.0f}, {sigma})", capacity, lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser.add_argument(
+        "--num", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000], help="documents of synthetic lengths"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    args = parser.parse_args()
+    if args.repeats < 1 or any(num < 1 for num in args.num):
+        parser.error("--repeats and --num must be 1 or more: a median of nothing, or of no documents, does not exist")
+
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    console = Console(width=None if os.isatty(1) else 160)
+    if not importlib.util.find_spec("axolotl"):
+        console.print("axolotl skipped: the package cannot be imported here.")
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "trl": importlib.metadata.version("trl"),
+        "axolotl": importlib.metadata.version("axolotl") if importlib.util.find_spec("axolotl") else "",
+    }
+    console.print(", ".join(f"{name} {value}" for name, value in about.items() if value))
+    columns = ["packs", "bound/packs", "efficiency", "CPU s", "loop s", "peak MiB", "p99 moved"]
+    table = Table("lengths", "capacity", "documents", "docs/pack", "bound", "method", *columns)
+    rows: list[Row] = []
+    for name, capacity, lengths in cases(args, console):
+        bound = plan_packs(lengths, capacity, "bfd").lower_bound
+        for measure in (ours, theirs):
+            for row in measure(lengths, capacity, args.repeats):
+                packs = row["packs"]
+                row |= {"lengths": name, "capacity": capacity, "documents": len(lengths), "lower_bound": bound}
+                row |= {"docs_per_pack": len(lengths) / packs, "bound_over_packs": bound / packs}
+                row |= {"efficiency": int(lengths.sum()) / (packs * capacity)} | about
+                rows.append(row)
+                table.add_row(*cells(row))
+        table.add_section()
+    console.print(table)
+    if args.csv and rows:
+        with args.csv.open("w", newline="") as file:
+            fields = ["lengths", "capacity", "documents", "docs_per_pack", "lower_bound", "method", "packs"]
+            fields += ["bound_over_packs", "efficiency", "cpu_s", "loop_s", "peak_mib", "moved_p99", *about]
+            writer = csv.DictWriter(file, fields, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def cells(row: Row) -> list[str]:
+    def optional(name: str, form: str) -> str:
+        return format(row[name], form) if name in row else ""
+
+    return [
+        row["lengths"],
+        str(row["capacity"]),
+        f"{row['documents']:,}",
+        f"{row['docs_per_pack']:.2f}",
+        f"{row['lower_bound']:,}",
+        row["method"],
+        f"{row['packs']:,}",
+        f"{row['bound_over_packs']:.5f}",
+        f"{row['efficiency']:.5f}",
+        f"{row['cpu_s']:.3f}",
+        optional("loop_s", ".4f"),
+        optional("peak_mib", ".1f"),
+        optional("moved_p99", ".0f"),
+    ]
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The probe sees every leak that we know how to make, passes exact models, and leaves no trace."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import build_tiny_model
+from peft import LoraConfig, get_peft_model
+from test_trainer import texts, trainer
+
+from trl_packfix import PackingLeakError, check_isolation
+from trl_packfix.attention import select_attention
+
+
+def judged(model, **kwargs):
+    select_attention(model)
+    return check_isolation(model, **kwargs)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral", "gpt2", "stablelm", "afmoe"])
+def test_exact_models_pass(model):
+    report = judged(build_tiny_model(model), max_length=64)
+    assert report.isolated and report.equal
+    assert report.max_change == 0 and report.max_gradient == 0 and 0 < report.max_difference <= report.tolerance
+    report.raise_if_leaking()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_the_models_own_masks_pass_too(model, attention):
+    report = check_isolation(build_tiny_model(model, attn_implementation=attention), max_length=64)
+    assert report.isolated and report.equal and report.attention == attention
+
+
+@pytest.mark.parametrize(
+    "model, where",
+    [
+        ("mamba", "mixer"),
+        ("bloom", "self_attention"),
+        ("mpt", "attn"),
+        ("falcon", "self_attention"),
+        ("jamba", "mamba"),
+        ("rwkv", "time_shift"),
+    ],
+)
+def test_architectures_that_ignore_boundaries_are_found_with_the_place(model, where):
+    report = judged(build_tiny_model(model), max_length=64)
+    assert not report.isolated and report.max_gradient > 0
+    assert where in report.leaks[0].name
+    with pytest.raises(PackingLeakError, match=f"(?s)moved others by .*Information crosses in .*{where}.*Set `packing=F"):
+        report.raise_if_leaking()
+
+
+class PreviousToken(torch.nn.Module):
+    """Adds the state of the token before, whichever document it belongs to."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        return self.inner(states) + torch.nn.functional.pad(states, (0, 0, 1, 0))[:, :-1] * 1e-3
+
+
+def test_a_module_that_looks_at_the_previous_token_is_found():
+    model = build_tiny_model()
+    model.model.layers[1].mlp = PreviousToken(model.model.layers[1].mlp)
+    report = judged(model, max_length=64)
+    assert not report.isolated and [leak.name for leak in report.leaks] == ["model.layers.1.mlp"]
+    assert report.leaks[0].module == "PreviousToken"
+
+
+def test_positions_that_do_not_restart_are_wrong_though_isolated():
+    model = build_tiny_model("gpt2")
+
+    def shift(module, args, kwargs):
+        tokens = args[0] if args else kwargs["input_ids"]
+        kwargs["position_ids"] = torch.arange(tokens.shape[1])[None]
+        return args, kwargs
+
+    select_attention(model)
+    model.transformer.register_forward_pre_hook(shift, with_kwargs=True)
+    report = check_isolation(model, max_length=64)
+    assert not report.equal
+    with pytest.raises(PackingLeakError):
+        report.raise_if_leaking()
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rope_that_depends_on_length_is_found_through_length_only(rope_type):
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        parameters |= {
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 48,
+        }
+    positions = 48 if rope_type == "dynamic" else 256
+    model = build_tiny_model("llama", rope_parameters=parameters, max_position_embeddings=positions)
+    report = judged(model, max_length=200)
+    assert report.max_gradient == 0, "the tokens of one document do not reach another"
+    assert not report.isolated, "its length does"
+    beyond = judged(copy.deepcopy(model), max_length=32)
+    assert beyond.isolated and list(beyond.unreachable.values()) == [48]
+
+
+def test_thresholds_beyond_max_length_are_named_and_not_tested():
+    model = build_tiny_model("gemma3", sliding_window=512)
+    assert judged(model, max_length=64).unreachable == {"sliding_window": 512}
+    assert judged(model, max_length=1024).unreachable == {}
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_probe_leaves_no_trace(wrap):
+    model = build_tiny_model("gpt2", attn_pdrop=0.3, resid_pdrop=0.2, embd_pdrop=0.1)
+    if wrap:
+        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear"))
+    select_attention(model)
+    model.train()
+    model.get_input_embeddings().eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    report = check_isolation(model, max_length=64)
+    assert report.isolated and report.equal, "dropout was on"
+    assert torch.equal(state, torch.get_rng_state())
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.base_model.model.transformer.h[0].attn.attn_dropout.p == 0.3 if wrap else True
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
+def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path):
+    results = []
+    for probed in (True, False):
+        run = trainer(tmp_path, texts(), max_steps=3, learning_rate=1e-2, **settings)
+        if not probed:
+            run.callback_handler.callbacks = [
+                c for c in run.callback_handler.callbacks if type(c).__name__ != "_BeforeFirstStep"
+            ]
+        run.train()
+        assert (run.packing_report.isolation is not None) is probed
+        results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):
+    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True)
+    with pytest.raises(PackingLeakError, match="Information crosses in transformer.h.0.self_attention"):
+        run.train()
+    assert run.state.global_step == 0
+    assert "LEAK: a document moves another" in capsys.readouterr().out
+    assert json.loads((tmp_path / "packing_report.json").read_text())["isolation"]["isolated"] is False
+
+
+def test_the_trainer_shows_the_proof(tmp_path, capsys):
+    run = trainer(tmp_path, texts(), max_steps=1, packing_report=True)
+    run.train()
+    assert "proved on this model" in capsys.readouterr().out
+    assert isinstance(run.args, transformers.TrainingArguments)
