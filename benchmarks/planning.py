@@ -16,7 +16,7 @@ What is compared, on the same lengths in the same process:
 
 `bound/packs` is the Martello-Toth lower bound over the packs needed: 1.0 is proved to be best, less may still be best.
 `p99 moved` is the 99th percentile of |place in the plan - place in the visiting order|, in documents. CPU seconds are
-`time.process_time`, median of --repeats. `peak MiB` is what tracemalloc sees on top of the lengths, in a run of its own.
+`time.process_time`, median of --repeats. `peak MiB` is what tracemalloc sees on top of the lengths, in its own run.
 Files are cut at the capacity, as truncation does. Synthetic lengths are lognormal, clipped to [1, capacity].
 """
 

@@ -62,9 +62,10 @@ def conversations(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     num = args.num_documents + num_held_out
     dataset = load_dataset("json", data_files=args.dataset, split="train") if args.dataset else word_problems(num)
     if len(dataset) < num:
+        most = min(len(dataset) - 4, len(dataset) * 10 // 11)
         raise SystemExit(
             f"{args.dataset} has {len(dataset)} conversations; {num} are needed ({args.num_documents} to train on and "
-            f"{num_held_out} to hold out). Set --num_documents to {len(dataset) * 9 // 10} or less."
+            f"{num_held_out} to hold out). Set --num_documents to {most} or less."
         )
     dataset = dataset.shuffle(seed=0).select(range(num))
     return dataset.select(range(num_held_out, num)), dataset.select(range(num_held_out))

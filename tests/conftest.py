@@ -56,6 +56,7 @@ ARCHITECTURES = {
         "moe_intermediate_size": 32,
         "router_aux_loss_coef": 0.0,
     },
+    "bart": {"dropout": 0.0, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
 }
 ALIASES = {"gemma3": "gemma3_text"}

@@ -118,11 +118,10 @@ def test_bfd_without_rng_visits_by_earliest_document():
 
 
 def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
-    lengths = [5] * 40 + [3] * 40
-    first, second = (plan_bfd(lengths, 8, np.random.default_rng(seed)) for seed in (0, 1))
-    assert {frozenset(pack) for pack in packs_of(first)} != {frozenset(pack) for pack in packs_of(second)}
-    earliest = [min(pack) for pack in packs_of(first)]
-    assert earliest != sorted(earliest)
+    for lengths, exchanged in (([5] * 40 + [3] * 40, True), (range(30, 60), False)):
+        first, second = (packs_of(plan_bfd(lengths, 60, np.random.default_rng(seed))) for seed in (0, 1))
+        assert first != second
+        assert ({frozenset(pack) for pack in first} != {frozenset(pack) for pack in second}) == exchanged
 
 
 # --- stream -----------------------------------------------------------------------------------------------------------
@@ -151,6 +150,22 @@ def test_stream_does_not_reach_beyond_the_buffer():
     lengths = [4, 2, 2, 3] + [1] * 30
     assert packs_of(plan_stream(lengths, np.arange(34), capacity=7, buffer_size=2))[0] == [0, 1]
     assert packs_of(plan_stream(lengths, np.arange(34), capacity=7, buffer_size=3))[0] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "lengths, packs",
+    [
+        ([8, 3, 3, 10, 11, 3, 2], 2),  # only arrival order finds this many,
+        ([5, 8, 9, 3, 9, 5], 2),  # only exact fills from the longest down,
+        ([8, 2, 3, 11, 7, 6, 8, 7, 7], 3),  # only best-fit decreasing
+    ],
+)
+def test_stream_packs_the_last_buffer_by_the_best_of_three(lengths, packs):
+    order = np.arange(len(lengths))
+    plan = plan_stream(lengths, order, capacity=20)
+    check(plan, lengths, 20)
+    assert plan.num_packs == packs
+    check_oldest_first(plan, order, len(lengths), every_pack=True)
 
 
 def test_stream_packs_may_hold_more_documents_than_the_buffer():

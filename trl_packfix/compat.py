@@ -2,6 +2,8 @@
 
 import trl
 from packaging.version import Version
+from torch import nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 TRL_FLOOR = "1.16.0"
 
@@ -17,3 +19,20 @@ def require_trl(installed: str = trl.__version__) -> None:
             f"trl {installed} is installed. trl_packfix builds on the dataset preparation and the loss of "
             f"trl {TRL_FLOOR}, which earlier versions do not have. Run `pip install 'trl>={TRL_FLOOR}'`."
         )
+
+
+def gather_lm_head_with_model(model: nn.Module) -> None:
+    """Tell DeepSpeed ZeRO-3 that this transformers model reads the weights of its LM head itself, in TRL's fused loss.
+
+    DeepSpeed finds that out at the first fused forward, but not if forwards that call the head came before, as the
+    probe's do: it then fetches the head ahead of its call, TRL gathers it meanwhile, and DeepSpeed 0.19 stops with
+    "Cannot partition a param in flight". Can go when TRL's `maybe_gather_lm_head_ctx` waits for such parameters.
+    https://deepspeed.readthedocs.io/en/latest/zero3.html#registering-external-parameters
+    """
+    head = model.get_output_embeddings()
+    if head is None or not is_deepspeed_zero3_enabled():
+        return
+    from deepspeed.zero import register_external_parameter
+
+    for parameter in head.parameters(recurse=False):
+        register_external_parameter(model, parameter)

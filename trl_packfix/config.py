@@ -12,6 +12,7 @@ from .loading import IMPLIED_OVERLONG
 STRATEGIES = tuple(IMPLIED_OVERLONG)
 OVERLONG = ("truncate", "split", "drop", "raise")
 BALANCE = ("step", "none")
+ON_LEAK = ("unpack", "raise")
 
 
 @dataclass
@@ -32,6 +33,10 @@ class SFTConfig(trl.SFTConfig):
             What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
             says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
             `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
+        on_leak (`str`, *optional*, defaults to `"unpack"`):
+            What to do when the probe finds, before the first step, that documents influence each other on this model:
+            `"unpack"` trains on the same documents as rows of padded batches (right, slower, and said so), `"raise"`
+            stops.
         balance (`str`, *optional*, defaults to `"step"`):
             `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
@@ -57,6 +62,14 @@ class SFTConfig(trl.SFTConfig):
             "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
             "Unset: 'split' for 'bfd_split' and 'wrapped', else 'truncate'.",
             "choices": list(OVERLONG),
+        },
+    )
+    on_leak: str = field(
+        default="unpack",
+        metadata={
+            "help": "What to do when documents in a pack influence each other on this model: 'unpack' trains on the "
+            "same documents as rows of padded batches (right, but slower), 'raise' stops.",
+            "choices": list(ON_LEAK),
         },
     )
     balance: str = field(
@@ -116,7 +129,13 @@ def check_config(args: SFTConfig) -> None:
     Raises:
         ValueError: with what was given, why it cannot work, and what to set.
     """
-    for name, choices in (("packing_strategy", STRATEGIES), ("overlong", (None, *OVERLONG)), ("balance", BALANCE)):
+    known_choices = {
+        "packing_strategy": STRATEGIES,
+        "overlong": (None, *OVERLONG),
+        "on_leak": ON_LEAK,
+        "balance": BALANCE,
+    }
+    for name, choices in known_choices.items():
         value = getattr(args, name)
         if value not in choices:
             known = ", ".join(repr(choice) for choice in choices if choice is not None)

@@ -5,14 +5,11 @@ The loss is the negative log-likelihood whatever the training loss is (dft, labe
 enter it); only with `compute_loss_func` the numbers are TRL's own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from .attention import mark_packed_forwards, select_attention, set_attention
 from .collator import IGNORE_INDEX
 
 
@@ -50,15 +47,3 @@ class EvaluationTotals:
             return {}
         return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
 
-
-@contextmanager
-def packed_attention(model: Any, enforce_flash_attention: bool, dtype: torch.dtype) -> Iterator[None]:
-    """Packed evaluation of a model that trains unpacked: its attention hears of boundaries only in here."""
-    choice = select_attention(model, enforce_flash_attention, dtype)
-    guard = mark_packed_forwards(model)
-    try:
-        yield
-    finally:
-        guard.remove()
-        if choice.name != choice.previous:
-            set_attention(model, choice.previous)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class IsolationReport:
         leaks: the smallest modules where information crosses.
         unreachable: thresholds of the model that lie above `max_length`, not tested.
         attention: the implementation that was tested.
+        error: what the model raised on a pack; it cannot be packed then.
     """
 
     isolated: bool
@@ -66,22 +68,40 @@ class IsolationReport:
     attention: str
     leaks: list[Leak] = field(default_factory=list)
     unreachable: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    def summary(self) -> str:
+        """What was found, in one line."""
+        if self.error is not None:
+            return f"the model refuses a pack: {self.error}"
+        if not self.isolated:
+            where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
+            return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"
+        if not self.equal:
+            return f"documents are not what they are alone, by {self.max_difference:.1e}"
+        return f"documents move each other by {self.max_change:.1e} and are equal to themselves alone"
 
     def raise_if_leaking(self) -> None:
         """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone."""
         if self.isolated and self.equal:
             return
+        if self.error is not None:
+            raise PackingLeakError(
+                f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
+                f"{self.error} So it cannot be trained on packs. Set `on_leak=\"unpack\"`, or `packing=False` and "
+                "`padding_free=False`."
+            )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
-            given = f"moved others by {self.max_change:.1e} (rounding explains {self.tolerance:.1e}{gradient})"
+            given = f"moved others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
             why = f"Information crosses in {where}." if where else "Packed training would mix documents."
         else:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document moves another, but the model computes something else in a pack, e.g. other positions."
         raise PackingLeakError(
-            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} Set `packing=False` "
-            "and `padding_free=False`, or use a model whose layers take document boundaries."
+            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} Set "
+            '`on_leak="unpack"` (right, but padded), or `packing=False` and `padding_free=False`.'
         )
 
 
@@ -99,8 +119,15 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     inner = base_model(_unwrapped(model))
     probe = _Probe(model, inner)
     with _undisturbed(inner), _marked(inner):
-        report = probe.run(max_length)
-    return report
+        try:
+            return probe.run(max_length)
+        except _CannotRun as error:
+            attention = probe.config._attn_implementation or "its own"
+            return IsolationReport(False, False, inf, inf, None, 0.0, attention, error=str(error.__cause__))
+
+
+class _CannotRun(Exception):
+    """The model raised on a pack."""
 
 
 class _Probe:
@@ -191,7 +218,10 @@ class _Probe:
     def packed(self, documents: list[Tensor], large: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each."""
         with torch.no_grad():
-            states = self._states(self._batch(documents), large)
+            try:
+                states = self._states(self._batch(documents), large)
+            except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
+                raise _CannotRun from error
         return list(states[0].split([len(ids) for ids in documents]))
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
@@ -245,6 +275,8 @@ class _Probe:
                 for own in range(len(documents)):
                     weights = torch.randn(states[own].shape, generator=self.generator).to(states[own])
                     (gradient,) = torch.autograd.grad((states[own] * weights).sum(), embedded[0], retain_graph=True)
+                    if gradient[..., 0].numel() != sum(lengths):
+                        return None  # the backbone sees documents as padded rows, not the pack
                     parts = gradient.reshape(-1, gradient.shape[-1]).split(lengths)
                     others = [part.abs().max().item() for i, part in enumerate(parts) if i != own]
                     largest = max(largest, *others)

@@ -395,7 +395,7 @@ def _close_packs(
         if oldest < 0 or (arrived == len(lengths) and not until_empty):
             break
         gap, position, fill = capacity, oldest, ()
-        longest = buffer.longest_up_to(capacity)
+        longest = buffer.longest_up_to(capacity)  # of those waiting now; the search for fills stops there
         while position >= 0:
             # It is the oldest of its length: an older one would have fitted and been placed.
             length = lengths[position]
@@ -441,7 +441,6 @@ def _carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
             starts = np.cumsum(sizes) - sizes
             tokens = np.add.reduceat(arriving[members], starts)
             due = np.minimum.reduceat(members, starts) < arrived - 2 * window
-            due[0] = True  # the oldest document
             fullest = np.lexsort((-tokens, ~due))
             half = int(np.searchsorted(np.cumsum(sizes[fullest]), window / 2)) + 1
             chosen = np.zeros(len(sizes), dtype=bool)

@@ -39,8 +39,8 @@ class PackingReport:
     num_steps: int
     documents_per_step: float
     documents_not_reached: int
-    attention: str
     ledger: Ledger
+    attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
 
     def to_dict(self) -> dict:
@@ -122,6 +122,8 @@ class PackingReport:
 
 
 def _verdict(isolation: IsolationReport) -> str:
+    if isolation.error is not None:
+        return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
     if not isolation.isolated:
         return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
     gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
@@ -132,8 +134,8 @@ def _verdict(isolation: IsolationReport) -> str:
     return text
 
 
-def make_report(planner: EpochPlanner, overlong: str, num_rows: int, attention: str) -> PackingReport:
-    """The report of a run that trains with this planner; `attention` says what packed batches run on."""
+def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingReport:
+    """The report of a run that trains with this planner."""
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
     plan = planner.first_plan
@@ -156,7 +158,6 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int, attention: 
         num_steps=planner.num_steps,
         documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
         documents_not_reached=schedule.num_skipped,
-        attention=attention,
         ledger=documents.ledger,
     )
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +25,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
 from . import checks
-from .attention import mark_packed_forwards, select_attention
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
 from .documents import Documents, drop_untrained, make_documents
-from .evaluation import EvaluationTotals, packed_attention
-from .isolation import check_isolation
+from .evaluation import EvaluationTotals
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
+from .proving import PackedModel
 from .reader import TokenReader
 from .report import PackingReport, make_report
 
@@ -52,8 +50,11 @@ class _BeforeFirstStep(TrainerCallback):
     def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
-            isolation = check_isolation(trainer.model_wrapped, args.max_length)
-        trainer.packing_report = replace(trainer.packing_report, isolation=isolation)
+            isolation = trainer.packed_model.prove(trainer.model_wrapped)
+        attention = trainer.packed_model.attention
+        trainer.packing_report = replace(
+            trainer.packing_report, isolation=isolation, attention=f"{attention.name}: {attention.reason}"
+        )
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
@@ -156,8 +157,7 @@ class SFTTrainer(trl.SFTTrainer):
                 args.truncation_mode,
                 wrapped=args.packing_strategy == "wrapped",
             )
-            self.attention = select_attention(self.model, args.enforce_flash_attention, self._compute_dtype())
-            mark_packed_forwards(self.model)
+            self.packed_model = self._packed_model()
             self.add_callback(_BeforeFirstStep(self))
 
     # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
@@ -196,8 +196,7 @@ class SFTTrainer(trl.SFTTrainer):
         if not self.args.packing:
             return super().get_train_dataloader()
         planner = self._planner(self._documents, self.args.packing_strategy)
-        attention = f"{self.attention.name}: {self.attention.reason}"
-        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader), attention)
+        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader))
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
 
@@ -240,7 +239,15 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-        return packing and (not needs_logits or self.args.prediction_loss_only)
+        if not packing or (needs_logits and not self.args.prediction_loss_only):
+            return False
+        if not self.args.packing:
+            return True  # the model hears of boundaries, and is proved, only while it is evaluated
+        # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
+        if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            with self.compute_loss_context_manager():
+                self.packed_model.prove(self.model)
+        return self.packed_model.is_proved
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
@@ -282,6 +289,9 @@ class SFTTrainer(trl.SFTTrainer):
 
     # Attention
 
+    def _packed_model(self) -> PackedModel:
+        return PackedModel(self.model, self.args, self._compute_dtype())
+
     def _compute_dtype(self) -> torch.dtype:
         """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
         if self.args.bf16:
@@ -293,12 +303,16 @@ class SFTTrainer(trl.SFTTrainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._totals = EvaluationTotals(self.accelerator.device)
         packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
-        # `eval_packing=True` with `packing=False`: the model hears of boundaries only while it is evaluated
-        attention = nullcontext()
+        packed_model = None
         if packed and not self.args.packing:
-            attention = packed_attention(self.model, self.args.enforce_flash_attention, self._compute_dtype())
-        with attention:
+            packed_model = self._packed_model()
+            with self.compute_loss_context_manager():
+                packed_model.prove(self.model).raise_if_leaking()
+        try:
             output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            if packed_model is not None:
+                packed_model.release()
         prefix = kwargs.get("metric_key_prefix", "eval")
         metrics = self._totals.metrics(self.accelerator)
         if metrics:
