@@ -3,20 +3,19 @@
     python examples/with_transformers.py
 
 Two things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch, and
-attention that reads them, which `select_attention` sets on the model.
+attention that reads them, which `select_attention` sets on the model. `check_isolation` proves that it did.
 """
 
-from accelerate.data_loader import prepare_data_loader
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from trl_packfix import packed_dataloader
+from trl_packfix import check_isolation, packed_dataloader
 from trl_packfix.attention import mark_packed_forwards, select_attention
 
 
 class PackedTrainer(Trainer):
     def get_train_dataloader(self):
-        loader = packed_dataloader(
+        return packed_dataloader(
             self.train_dataset,
             max_length=1024,
             batch_size=self.args.train_batch_size,  # 8: micro-batches of 8 x 1024 tokens
@@ -25,9 +24,6 @@ class PackedTrainer(Trainer):
             world_size=self.args.world_size,
             seed=self.args.seed,
         )
-        # One process, as far as accelerate knows: the sampler has shared the packs out already, and each goes to one
-        # rank only. What accelerate adds is that the sampler hears of every new epoch.
-        return prepare_data_loader(loader, num_processes=1, process_index=0, rng_types=None)
 
 
 def tokenise(row):
@@ -42,5 +38,6 @@ args = TrainingArguments(output_dir="output", bf16=True, learning_rate=2e-5, num
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="bfloat16").to(args.device)
 select_attention(model)
 mark_packed_forwards(model)
+check_isolation(model).raise_if_leaking()
 trainer = PackedTrainer(model=model, args=args, train_dataset=dataset)
 trainer.train()

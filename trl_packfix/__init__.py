@@ -16,8 +16,8 @@ _ROOM = {
     "PackPlan": "planning",
     "plan_packs": "planning",
     "PackedDataCollator": "collator",
-    "IsolationReport": "isolation",
-    "PackingLeakError": "isolation",
+    "IsolationReport": "verdict",
+    "PackingLeakError": "verdict",
     "check_isolation": "isolation",
     "PackingReport": "report",
     "packed_dataloader": "loading",
@@ -39,11 +39,12 @@ __all__ = [
 if TYPE_CHECKING:
     from .collator import PackedDataCollator
     from .config import SFTConfig
-    from .isolation import IsolationReport, PackingLeakError, check_isolation
+    from .isolation import check_isolation
     from .loading import packed_dataloader
     from .planning import PackPlan, plan_packs
     from .report import PackingReport
     from .trainer import SFTTrainer
+    from .verdict import IsolationReport, PackingLeakError
 
 
 def __getattr__(name: str) -> Any:

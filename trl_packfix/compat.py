@@ -32,7 +32,7 @@ def gather_lm_head_with_model(model: nn.Module) -> None:
     head = model.get_output_embeddings()
     if head is None or not is_deepspeed_zero3_enabled():
         return
-    from deepspeed.zero import register_external_parameter
+    import deepspeed
 
     for parameter in head.parameters(recurse=False):
-        register_external_parameter(model, parameter)
+        deepspeed.zero.register_external_parameter(model, parameter)

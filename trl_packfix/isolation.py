@@ -8,7 +8,6 @@ alone; and the gradient of one document's outputs with respect to the embeddings
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from .attention import base_model, mark_packed_forwards, text_config
 from .collator import PackedDataCollator
-from .tracing import Leak, find_leaks
+from .tracing import find_leaks
 from .varlen import ATTENTION_NAME
+from .verdict import IsolationReport
 
-NUM_SHOWN = 5  # modules that a message names
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 SPARE = 3  # tokens by which a document passes a threshold
 
@@ -35,74 +34,6 @@ THRESHOLDS = (
     "mamba_d_conv",
     "conv_L_cache",
 )
-
-
-class PackingLeakError(ValueError):
-    """Documents of a pack influence each other on this model."""
-
-
-@dataclass(frozen=True)
-class IsolationReport:
-    """What the probe saw.
-
-    Attributes:
-        isolated: no document moved another.
-        equal: and each document was what it is alone (a model can be isolated and still wrong, e.g. by positions that
-            do not restart).
-        max_change: largest change of a document when another changed, relative to the largest hidden state.
-        max_difference: largest difference of a document in the pack from itself alone, relative likewise.
-        max_gradient: largest gradient of one document's outputs by another's embeddings; None where not tested.
-        tolerance: what rounding explains, relative likewise; from the dtype and from a repeated run.
-        leaks: the smallest modules where information crosses.
-        unreachable: thresholds of the model that lie above `max_length`, not tested.
-        attention: the implementation that was tested.
-        error: what the model raised on a pack; it cannot be packed then.
-    """
-
-    isolated: bool
-    equal: bool
-    max_change: float
-    max_difference: float
-    max_gradient: float | None
-    tolerance: float
-    attention: str
-    leaks: list[Leak] = field(default_factory=list)
-    unreachable: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
-
-    def summary(self) -> str:
-        """What was found, in one line."""
-        if self.error is not None:
-            return f"the model refuses a pack: {self.error}"
-        if not self.isolated:
-            where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
-            return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"
-        if not self.equal:
-            return f"documents are not what they are alone, by {self.max_difference:.1e}"
-        return f"documents move each other by {self.max_change:.1e} and are equal to themselves alone"
-
-    def raise_if_leaking(self) -> None:
-        """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone."""
-        if self.isolated and self.equal:
-            return
-        if self.error is not None:
-            raise PackingLeakError(
-                f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
-                f"{self.error} So it cannot be trained on packs. Set `on_leak=\"unpack\"`, or `packing=False` and "
-                "`padding_free=False`."
-            )
-        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
-        if not self.isolated:
-            gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
-            given = f"moved others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
-            why = f"Information crosses in {where}." if where else "Packed training would mix documents."
-        else:
-            given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
-            why = "No document moves another, but the model computes something else in a pack, e.g. other positions."
-        raise PackingLeakError(
-            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} Set "
-            '`on_leak="unpack"` (right, but padded), or `packing=False` and `padding_free=False`.'
-        )
 
 
 def check_isolation(model: nn.Module, max_length: int | None = None) -> IsolationReport:

@@ -238,7 +238,7 @@ def document_loader(
     dataset: DocumentDataset,
     batch_sampler: PackedBatchSampler | PaddedBatchSampler,
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    device: torch.device,
+    device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
     """A loader that accelerate moves to the device and otherwise leaves alone: the sampler knows the ranks already.
@@ -277,8 +277,9 @@ def packed_dataloader(
 ) -> DataLoader:
     """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
 
-    Call `loader.batch_sampler.set_epoch(epoch)` before each epoch. The batches of all ranks together hold every kept
-    document once per epoch. The model must hear of the boundaries: see `trl_packfix.attention.select_attention`.
+    Each pass over the loader is the next epoch, with a plan of its own; `loader.set_epoch(epoch)` chooses one. The
+    batches of all ranks together hold every kept document once per epoch. The model must hear of the boundaries: see
+    `trl_packfix.attention.select_attention`, and prove it with `check_isolation`.
 
     Args:
         dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.
@@ -307,9 +308,10 @@ def packed_dataloader(
         shuffle,
         hidden_size=hidden_size,
     )
-    return DataLoader(
+    return document_loader(
         DocumentDataset(reader, documents),
-        batch_sampler=PackedBatchSampler(planner, rank),
-        collate_fn=collate or PackedDataCollator(),
+        PackedBatchSampler(planner, rank),
+        collate or PackedDataCollator(),
+        device=None,  # the caller moves batches
         **dataloader_kwargs,
     )

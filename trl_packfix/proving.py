@@ -1,15 +1,18 @@
 """A model and its packs: attention is chosen, isolation is proved, and what leaks is unpacked."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from .attention import base_model, mark_packed_forwards, select_attention, set_attention
 from .compat import gather_lm_head_with_model
 from .config import SFTConfig
-from .isolation import IsolationReport, check_isolation
+from .isolation import check_isolation
 from .repair import UnpackedForward
+from .verdict import IsolationReport
 
 
 class PackedModel:
@@ -22,7 +25,8 @@ class PackedModel:
 
     def __init__(self, model: nn.Module, args: SFTConfig, dtype: torch.dtype):
         self.model, self.args = model, args
-        self.attention = select_attention(model, args.enforce_flash_attention, dtype)
+        device_type = args.device.type  # the model may not be there yet
+        self.attention = select_attention(model, args.enforce_flash_attention, dtype, device_type=device_type)
         self.isolation: IsolationReport | None = None
         self._guard = mark_packed_forwards(model)
         self._unpacked: UnpackedForward | None = None
@@ -52,3 +56,23 @@ class PackedModel:
             self._unpacked.remove()
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
+
+
+class BeforeFirstStep(TrainerCallback):
+    """Proves isolation on the model as it will train, on all ranks together, and shows the report."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            isolation = trainer.packed_model.prove(trainer.model_wrapped)
+        attention = trainer.packed_model.attention
+        trainer.packing_report = replace(
+            trainer.packing_report, isolation=isolation, attention=f"{attention.name}: {attention.reason}"
+        )
+        if args.packing_report and trainer.is_world_process_zero():
+            trainer.packing_report.show()
+            trainer.packing_report.save(args.output_dir)
+        isolation.raise_if_leaking()

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .documents import Ledger
-from .isolation import IsolationReport
 from .loading import EpochPlanner
+from .verdict import IsolationReport
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -30,7 +29,7 @@ from .config import SFTConfig, adopt
 from .documents import Documents, drop_untrained, make_documents
 from .evaluation import EvaluationTotals
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
-from .proving import PackedModel
+from .proving import BeforeFirstStep, PackedModel
 from .reader import TokenReader
 from .report import PackingReport, make_report
 
@@ -39,26 +38,6 @@ if TYPE_CHECKING:
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
-
-
-class _BeforeFirstStep(TrainerCallback):
-    """Proves isolation on the model as it will train, on all ranks together, and shows the report."""
-
-    def __init__(self, trainer: "SFTTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        with trainer.compute_loss_context_manager():
-            isolation = trainer.packed_model.prove(trainer.model_wrapped)
-        attention = trainer.packed_model.attention
-        trainer.packing_report = replace(
-            trainer.packing_report, isolation=isolation, attention=f"{attention.name}: {attention.reason}"
-        )
-        if args.packing_report and trainer.is_world_process_zero():
-            trainer.packing_report.show()
-            trainer.packing_report.save(args.output_dir)
-        isolation.raise_if_leaking()
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -158,7 +137,7 @@ class SFTTrainer(trl.SFTTrainer):
                 wrapped=args.packing_strategy == "wrapped",
             )
             self.packed_model = self._packed_model()
-            self.add_callback(_BeforeFirstStep(self))
+            self.add_callback(BeforeFirstStep(self))
 
     # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
 
