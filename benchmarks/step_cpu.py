@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a Llama with heads of 64 and a feed-forward layer of 8/3 of its hidden size."""
+    """Of a Llama with heads of 64 and the proportions of Llama-2-7B (11008 / 4096) in its feed-forward layers."""
 
     hidden: int
     layers: int
@@ -70,7 +70,7 @@ class Size:
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden,
-            intermediate_size=self.hidden * 8 // 3,
+            intermediate_size=self.hidden * 43 // 16,
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,

@@ -8,6 +8,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",  # tiny matrices: threads that wait for each other make the suite many times slower
     WANDB_MODE="disabled",
     TRACKIO_DISABLED="1",
 )

@@ -153,17 +153,17 @@ def test_stream_does_not_reach_beyond_the_buffer():
 
 
 @pytest.mark.parametrize(
-    "lengths, packs",
+    "lengths, capacity, packs",
     [
-        ([8, 3, 3, 10, 11, 3, 2], 2),  # only arrival order finds this many,
-        ([5, 8, 9, 3, 9, 5], 2),  # only exact fills from the longest down,
-        ([8, 2, 3, 11, 7, 6, 8, 7, 7], 3),  # only best-fit decreasing
+        ([8, 3, 3, 10, 11, 3, 2], 20, 2),  # only arrival order finds this many,
+        ([5, 8, 9, 3, 9, 5], 20, 2),  # only exact fills from the longest down,
+        ([3, 3, 4, 4, 2, 2, 5, 4, 2, 2, 4, 2, 4, 4], 15, 3),  # only best-fit decreasing
     ],
 )
-def test_stream_packs_the_last_buffer_by_the_best_of_three(lengths, packs):
+def test_stream_packs_the_last_buffer_by_the_best_of_three(lengths, capacity, packs):
     order = np.arange(len(lengths))
-    plan = plan_stream(lengths, order, capacity=20)
-    check(plan, lengths, 20)
+    plan = plan_stream(lengths, order, capacity)
+    check(plan, lengths, capacity)
     assert plan.num_packs == packs
     check_oldest_first(plan, order, len(lengths), every_pack=True)
 

@@ -195,8 +195,10 @@ class _Probe:
         embedded: list[Tensor] = []
 
         def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            embedded.append(output.detach().requires_grad_() if not embedded else output)
-            return embedded[-1]
+            if embedded:
+                return output
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()  # some models write into what the embedding returns
 
         handle = self.inner.get_input_embeddings().register_forward_hook(catch)
         lengths, largest = [len(ids) for ids in documents], 0.0
