@@ -26,6 +26,7 @@ def cpu_model() -> str:
 def about() -> dict[str, str]:
     """Columns that are the same in every row of one run."""
     script = Path(sys.argv[0])
+    allocator = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")]
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores",
@@ -33,7 +34,7 @@ def about() -> dict[str, str]:
         **{name: importlib.metadata.version(name) for name in PACKAGES},
         # a folder of data is named by its last part only: where it lies is this machine's affair
         "command": shlex.join(
-            ["python", f"{script.parent.name}/{script.name}"]
+            [*allocator, "python", f"{script.parent.name}/{script.name}"]
             + [Path(word).name if "/" in word else word for word in sys.argv[1:]]
         ),
     }

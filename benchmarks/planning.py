@@ -47,7 +47,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from trl_packfix.planning import PackPlan, _pour, plan_packs, plan_stream
+from trl_packfix.decreasing import pour
+from trl_packfix.planning import PackPlan, plan_packs, plan_stream
 
 CAPACITIES = (2048, 8192, 32768)
 SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma
@@ -89,7 +90,7 @@ def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
             place[order] = np.arange(len(order))
             row["moved_p99"] = float(np.percentile(np.abs(place[plan.order] - np.arange(len(order))), 99))
         else:
-            row["loop_s"] = cpu_seconds(lambda: _pour(np.bincount(lengths), capacity), repeats)[0]
+            row["loop_s"] = cpu_seconds(lambda: pour(np.bincount(lengths), capacity), repeats)[0]
         yield row
 
 

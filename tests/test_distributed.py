@@ -74,6 +74,7 @@ def free_port() -> str:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
     build_tiny_model().save_pretrained(folder / "model")
+    build_tiny_model(tie_word_embeddings=True).save_pretrained(folder / "tied")
     return folder
 
 
@@ -111,8 +112,8 @@ def launch(request) -> Launch:
 def one_process(folder) -> dict[str, dict]:
     """The five steps on one rank: the same 8 documents in each, as 4 x 2 and not as 2 x 2 on 2 ranks."""
     results = {"evaluate_first": two_ranks.evaluate_first(folder)}
-    for kind in ("full", "lora"):
-        settings = {"per_device_train_batch_size": 4, "lora": kind == "lora"}
+    for kind, settings in two_ranks.KINDS.items():
+        settings = {"per_device_train_batch_size": 4} | settings
         results[f"unpacked_{kind}"] = two_ranks.five_steps_unpacked(folder, f"one/unpacked_{kind}", **settings)
         results[f"packed_{kind}"] = two_ranks.five_steps(folder, f"one/packed_{kind}", **settings)
     assert all(result["world_size"] == 1 for result in results.values())
@@ -195,7 +196,13 @@ def test_fewer_documents_than_ranks_times_accumulation(launch, strategy):
 # Equal to one process
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(launch):
+    """Forwards of the probe, which call the LM head, and fused steps after them must agree with ZeRO-3's prefetching."""
+    for name in ("epochs_stream", *(f"five_{kind}" for kind in two_ranks.KINDS)):
+        assert launch[name]["isolation"] == (True, True, "packfix_varlen")
+
+
+@pytest.mark.parametrize("kind", two_ranks.KINDS)
 def test_packed_on_two_ranks_equals_unpacked_on_one(launch, one_process, folder, kind):
     result, expected = launch[f"five_{kind}"], one_process[f"unpacked_{kind}"]
     assert result["engine"] == ENGINES[launch.engine]
@@ -206,7 +213,7 @@ def test_packed_on_two_ranks_equals_unpacked_on_one(launch, one_process, folder,
     assert relative_difference(folder, name, unpacked, start=f"{unpacked}/start") < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", two_ranks.KINDS)
 def test_evaluation_on_two_ranks_equals_one(launch, one_process, kind):
     results, expected = launch[f"five_{kind}"]["evaluation"], one_process[f"packed_{kind}"]["evaluation"]
     check_evaluation(results, expected["packed"])

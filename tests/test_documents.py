@@ -25,9 +25,7 @@ def table(lengths, untrained=lambda row, position: False):
 
 def read(dataset, documents):
     reader = TokenReader(dataset)
-    return [
-        reader.read(*span) for span in zip(documents.row, documents.start, documents.stop, strict=True)
-    ]
+    return [reader.read(*span) for span in zip(documents.row, documents.start, documents.stop, strict=True)]
 
 
 def contents(dataset, **kwargs):
@@ -92,9 +90,7 @@ def test_nothing_left_is_an_error_with_the_numbers():
 
 
 def test_packed_rows_stay_the_documents_that_they_are():
-    data = Dataset.from_dict(
-        {"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], "seq_lengths": [[2, 3], [2], [3]]}
-    )
+    data = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], "seq_lengths": [[2, 3], [2], [3]]})
     assert contents(data, max_length=8)[0] == [[1, 2], [3, 4, 5], [6, 7], [8, 9, 10]]
 
 

@@ -306,9 +306,7 @@ def test_compute_loss_func_and_callbacks(tmp_path):
 
     steps = Steps()
     with pytest.warns(FutureWarning, match="compute_loss_func"):
-        run = trainer(
-            tmp_path, texts(), max_steps=2, trainer_kwargs={"compute_loss_func": loss, "callbacks": [steps]}
-        )
+        run = trainer(tmp_path, texts(), max_steps=2, trainer_kwargs={"compute_loss_func": loss, "callbacks": [steps]})
     run.train()
     assert steps.count == 2 and seen[0][0] == seen[0][1] and seen[0][0][0] == 1
 

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 2 tests/two_ranks.py ddp FOLDER
     deepspeed --num_gpus 2 tests/two_ranks.py zero3 FOLDER
 
-FOLDER holds `model`, a tiny Llama. One process pair runs all scenarios of an engine, because starting one takes longer
+FOLDER holds `model` and `tied`, tiny Llamas, the second with one matrix for embeddings and LM head. One process pair runs all scenarios of an engine, because starting one takes longer
 than the scenarios. Each returns a dictionary that the main process saves as FOLDER/ENGINE/NAME.pt; the first that
 raises ends the launch. A test calls the same functions in its own process for the numbers of one rank.
 """
@@ -14,6 +14,9 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
 import numpy as np
 import torch
@@ -77,9 +80,9 @@ class Stock(Recorded, trl.SFTTrainer):
 
 
 def make_trainer(
-    folder: Path, name: str, cls: type = Packed, num_documents: int = 97, lora: bool = False, **settings
+    folder: Path, name: str, cls: type = Packed, model: str = "model", num_documents: int = 97, lora=False, **settings
 ) -> Packed | Stock:
-    """A trainer on `folder / "model"` that writes to `folder / name`."""
+    """A trainer on `folder / model` that writes to `folder / name`."""
     config = trl.SFTConfig
     if cls is Packed:
         config = trl_packfix.SFTConfig
@@ -103,7 +106,7 @@ def make_trainer(
     args = config(str(folder / name), **(defaults | settings))
     torch.manual_seed(0)  # for the adapters, which TRL makes before it sets the seed
     trainer = cls(
-        str(folder / "model"),
+        str(folder / model),
         args,
         train_dataset=documents(num_documents),
         eval_dataset=documents(NUM_EVALUATED, seed=1),
@@ -115,13 +118,16 @@ def make_trainer(
 
 
 def outcome(trainer: Packed | Stock, **further) -> dict:
-    """What every scenario tells; `seen` is [rank][micro-batch][document]."""
+    """What every scenario tells; `seen` is [rank][micro-batch][document], `isolation` the verdict of the leak probe."""
+    report = getattr(trainer, "packing_report", None)  # made when training starts; stock TRL has none
+    isolation = report.isolation if report else None
     return {
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
         "seen": gather_object([trainer.seen]),
         "num_steps": trainer.state.global_step,
+        "isolation": isolation and (isolation.isolated, isolation.equal, isolation.attention),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
     } | further
@@ -197,6 +203,7 @@ def restart(folder: Path, name: str, **settings) -> dict:
 
 
 STRATEGIES = ("stream", "minibatch")
+KINDS = {"full": {}, "lora": {"lora": True}, "tied": {"model": "tied"}}
 EPOCHS = {f"epochs_{strategy}": partial(epochs, packing_strategy=strategy) for strategy in STRATEGIES}
 FEW = {
     f"few_{strategy}": partial(epochs, packing_strategy=strategy, num_documents=3, gradient_accumulation_steps=4)
@@ -207,8 +214,8 @@ FEW = {
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     """By name, in the order in which they run."""
     five = {
-        f"five_{kind}": partial(five_steps, name=f"{engine}/five_{kind}", lora=kind == "lora")
-        for kind in ("full", "lora")
+        f"five_{kind}": partial(five_steps, name=f"{engine}/five_{kind}", **settings)
+        for kind, settings in KINDS.items()
     }
     restarts = {
         f"restart_{strategy}_{workers}": partial(
@@ -220,10 +227,10 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for strategy in STRATEGIES
         for workers in (0, 2)
     }
+    first = {"evaluate_first": evaluate_first}
     if engine == "zero3":
-        restarts = {"restart_stream_2": restarts["restart_stream_2"]}
-    stock = {"epochs_stock": partial(epochs, cls=Stock)}
-    return EPOCHS | stock | FEW | five | restarts | {"evaluate_first": evaluate_first}
+        return EPOCHS | FEW | five | {"restart_stream_2": restarts["restart_stream_2"]} | first
+    return EPOCHS | {"epochs_stock": partial(epochs, cls=Stock)} | FEW | five | restarts | first
 
 
 def main(engine: str, folder: Path) -> None:

@@ -29,9 +29,7 @@ def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
     return config.get_text_config()
 
 
-def check_before_loading(
-    args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any
-) -> None:
+def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:
     """What can be refused before a model is loaded or a token is made. Only called with packing.
 
     Raises:
@@ -146,9 +144,7 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
     """
     reader = TokenReader(dataset)
     if "attention_mask" in dataset.column_names:
-        mask = TokenReader(
-            dataset.select_columns("attention_mask").rename_column("attention_mask", "input_ids")
-        )
+        mask = TokenReader(dataset.select_columns("attention_mask").rename_column("attention_mask", "input_ids"))
         row = mask.first_row_outside(1, 2)
         if row is not None:
             raise ValueError(

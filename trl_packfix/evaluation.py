@@ -46,4 +46,3 @@ class EvaluationTotals:
         if not tokens:
             return {}
         return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
-

@@ -160,9 +160,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def plan_blocks(
-    documents: Documents, batch_size: int, capacity: int, rng: np.random.Generator | None
-) -> PackPlan:
+def plan_blocks(documents: Documents, batch_size: int, capacity: int, rng: np.random.Generator | None) -> PackPlan:
     """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
     assert documents.block is not None
     _, first = np.unique(documents.block, return_index=True)

@@ -6,19 +6,17 @@ Integers and numpy only; no token is read, and nothing here knows of torch or da
     lengths  [5, 3, 4, 2]   capacity 7   ->   order [0, 3, 2, 1], offsets [0, 2, 4]:   packs {5, 2} and {4, 3}
 
 Two plans are made here. `stream` keeps the order in which documents are visited, up to a bounded buffer. `bfd` is
-best-fit decreasing over all documents at once. In the code below a *position* is a document's place in visiting order.
+best-fit decreasing over all documents at once.
 """
 
-from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
-Packs = tuple[Int64Array, Int64Array]  # members pack after pack, and how many each pack has
+from .decreasing import Int64Array, best_fit_decreasing, by_earliest
+from .exact_fill import carry_over, fill_exactly
 
 STRATEGIES = ("stream", "bfd")
 NEEDS_MORE_THAN_LENGTHS = {
@@ -27,7 +25,6 @@ NEEDS_MORE_THAN_LENGTHS = {
     "minibatch": "use the trainer or packed_dataloader with packing_strategy='minibatch'",
 }
 NUM_SHOWN = 10  # offenders that an error message names
-MAX_PASSED_OVER = 32  # documents too long for the gap that `stream` looks past: bounds its work per pack
 FEW_PER_PACK = 4  # below this, 1000 documents seldom hold an exact fill: there `stream` may look further ahead
 LOOK_AHEAD = 16  # and by how many buffers
 
@@ -139,9 +136,9 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     [1, 0, 3, 2]
     """
     lengths = _checked(lengths, capacity)
-    members, sizes = _best_fit_decreasing(lengths, capacity, rng)
+    members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
-        members, sizes = _by_earliest(members, sizes)
+        members, sizes = by_earliest(members, sizes)
     return _plan(members, sizes, lengths, capacity)
 
 
@@ -181,305 +178,20 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buf
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
         window = LOOK_AHEAD * buffer_size
         pilot = arriving[:window]
-        packs = _fill_exactly(pilot, capacity, buffer_size)
-        decreasing = _carry_over(pilot, capacity, window)
+        packs = fill_exactly(pilot, capacity, buffer_size)
+        decreasing = carry_over(pilot, capacity, window)
         if len(decreasing[1]) < len(packs[1]):
-            packs = decreasing if len(pilot) == len(arriving) else _carry_over(arriving, capacity, window)
+            packs = decreasing if len(pilot) == len(arriving) else carry_over(arriving, capacity, window)
         elif len(pilot) < len(arriving):
             packs = None
-    members, sizes = packs or _fill_exactly(arriving, capacity, buffer_size)
+    members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
     return _plan(order[members], sizes, lengths, capacity)
-
-
-# --- best-fit decreasing ----------------------------------------------------------------------------------------------
-
-
-def _best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
-    """Packs in the order in which best-fit decreasing opens them, or with `rng` as random as `plan_bfd` says."""
-    if len(lengths) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    longest = int(lengths.max())
-    # numpy sorts 16-bit keys by counting, in linear time
-    key = (longest - lengths).astype(np.uint16 if longest < 2**16 else np.int64)
-    if rng is None:
-        by_length = np.argsort(key, kind="stable")
-    else:
-        shuffled = rng.permutation(len(lengths))
-        by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
-    first_pack, num_packs, each, filled = _pour(np.bincount(lengths), capacity).T
-    # Row by row, `each` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
-    documents = num_packs * each
-    index = np.arange(len(lengths)) - np.repeat(np.cumsum(documents) - documents, documents)
-    each = np.repeat(each, documents)
-    pack = index // each
-    index -= pack * each  # place among the row's documents in this pack
-    del each
-    pack += np.repeat(first_pack, documents)
-    if rng is not None:
-        pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
-    sizes = np.bincount(pack)
-    index += np.repeat(filled, documents)
-    index += (np.cumsum(sizes) - sizes)[pack]
-    del pack
-    members = np.empty_like(by_length)
-    members[index] = by_length
-    return members, sizes
-
-
-def _pour(counts: Int64Array, capacity: int) -> Int64Array:
-    """Best-fit decreasing on a histogram: rows (first_pack, num_packs, each, filled), longest documents first.
-
-    Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
-    at once. Best fit makes this exact: after a document, the tightest pack is still the tightest for the next of the
-    same length until it has no more room. Runs with equal space are served first come, first served.
-    """
-    runs: dict[int, deque[tuple[int, int, int]]] = {}  # space -> runs (first_pack, num_packs, filled)
-    spaces: list[int] = []  # keys of `runs`, ascending
-    rows: list[tuple[int, int, int, int]] = []
-    opened = 0
-
-    def put(first: int, num: int, each: int, filled: int, space: int) -> None:
-        rows.append((first, num, each, filled))
-        if space in runs:
-            runs[space].append((first, num, filled + each))
-        elif space:
-            runs[space] = deque([(first, num, filled + each)])
-            insort(spaces, space)
-
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            tightest = bisect_left(spaces, length)
-            if tightest == len(spaces):  # open as many packs as the rest needs
-                space, num, filled = capacity, -(-left // (capacity // length)), 0
-                first, opened = opened, opened + num
-            else:
-                space = spaces[tightest]
-                first, num, filled = runs[space].popleft()
-                if not runs[space]:
-                    del runs[space], spaces[tightest]
-            most = space // length  # documents of this length that one of these packs takes
-            full = min(num, left // most)
-            if full:
-                put(first, full, most, filled, space - most * length)
-                left -= full * most
-            if full < num:
-                if left:
-                    put(first + full, 1, left, filled, space - left * length)
-                    full, left = full + 1, 0
-                if full < num:  # untouched packs stay ahead of later ones with the same space
-                    if space not in runs:
-                        runs[space] = deque()
-                        insort(spaces, space)
-                    runs[space].appendleft((first + full, num - full, filled))
-    return np.array(rows, dtype=np.int64)
-
-
-# --- stream -----------------------------------------------------------------------------------------------------------
-
-
-class _Buffer:
-    """Waiting documents by length, with the searches that closing a pack needs.
-
-    `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
-    to a gap are then the ones in the bitwise "and" of two slices.
-    """
-
-    def __init__(self, longest: int):
-        self.longest = longest
-        self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
-        self.present = bytearray(longest + 1)
-        self.mirrored = bytearray(longest + 1)
-        self.forward = np.frombuffer(self.present, dtype=np.uint8)
-        self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
-
-    def add(self, position: int, length: int) -> None:
-        waiting = self.waiting[length]
-        if waiting:
-            waiting.append(position)
-            return
-        if waiting is None:
-            self.waiting[length] = deque((position,))
-        else:
-            waiting.append(position)
-        self.present[length] = self.mirrored[self.longest - length] = 1
-
-    def take(self, length: int) -> int:
-        """Remove the oldest document of this length."""
-        waiting = self.waiting[length]
-        position = waiting.popleft()
-        if not waiting:
-            self.present[length] = self.mirrored[self.longest - length] = 0
-        return position
-
-    def longest_up_to(self, length: int) -> int:
-        """-1 where there is none."""
-        return self.present.rfind(1, 0, min(length, self.longest) + 1)
-
-    def exact_fill(self, gap: int, longest: int) -> tuple[int, ...]:
-        """Lengths of one document, or of the most even pair, that sum to `gap`; () where there are none.
-
-        Even pairs leave the shortest documents for the packs that can be closed with nothing else.
-        """
-        if gap <= longest and self.present[gap]:
-            return (gap,)
-        low, high = (gap + 1) // 2, min(gap - 1, longest)  # the longer one of the pair
-        if low > high:
-            return ()
-        start = self.longest - gap  # mirrored[start + l] is present[gap - l]
-        both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
-        found = both.find(1)
-        if found == 0 and 2 * low == gap and len(self.waiting[low]) < 2:
-            found = both.find(1, 1)
-        return (low + found, gap - low - found) if found >= 0 else ()
-
-    def best_fill(self, gap: int) -> tuple[int, ...]:
-        """Lengths of the one document, or the two of different lengths, that leave least of `gap`; () if none fits."""
-        single = self.longest_up_to(gap)
-        if single < 0:
-            return ()
-        lengths = np.flatnonzero(self.forward[: single + 1])
-        partner = np.searchsorted(lengths, gap - lengths, side="right") - 1
-        partner = np.minimum(partner, np.arange(len(lengths)) - 1)
-        total = np.where(partner >= 0, lengths + lengths[partner], 0)
-        best = int(total.argmax())
-        return (int(lengths[best]), int(lengths[partner[best]])) if total[best] > single else (single,)
-
-
-def _fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """Packs of positions in visiting order: oldest first, closed by an exact fill; the last buffer by `_pack_rest`."""
-    if len(arriving) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    members, sizes, rest = _close_packs(arriving, capacity, buffer_size, until_empty=False)
-    if len(rest) == 0:
-        return members, sizes
-    last, last_sizes = _pack_rest(arriving[rest], capacity)
-    return np.concatenate([members, rest[last]]), np.concatenate([sizes, last_sizes])
-
-
-def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
-    """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
-    decreasing = np.argsort(-lengths, kind="stable")
-    arrival = _close_packs(lengths, capacity, len(lengths), until_empty=True)[:2]
-    members, sizes, _ = _close_packs(lengths[decreasing], capacity, len(lengths), until_empty=True)
-    candidates = [arrival, (decreasing[members], sizes), _best_fit_decreasing(lengths, capacity)]
-    return _by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
-
-
-def _close_packs(
-    arriving: Int64Array, capacity: int, buffer_size: int, until_empty: bool
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Members and sizes of packs, and the positions left when the last document has arrived (none if `until_empty`)."""
-    lengths = arriving.tolist()
-    buffer = _Buffer(max(lengths))
-    taken = bytearray(len(lengths))
-    members: list[int] = []
-    ends = [0]
-    oldest = 0
-    arrived = min(buffer_size, len(lengths))
-    for position in range(arrived):
-        buffer.add(position, lengths[position])
-
-    def place(length: int) -> None:
-        """Move the oldest document of this length into the pack; the next one arrives in its stead."""
-        nonlocal arrived
-        position = buffer.take(length)
-        taken[position] = 1
-        members.append(position)
-        if arrived < len(lengths):
-            buffer.add(arrived, lengths[arrived])
-            arrived += 1
-
-    while True:
-        oldest = taken.find(0, oldest, arrived)
-        if oldest < 0 or (arrived == len(lengths) and not until_empty):
-            break
-        gap, position, fill = capacity, oldest, ()
-        longest = buffer.longest_up_to(capacity)  # of those waiting now; the search for fills stops there
-        while position >= 0:
-            # It is the oldest of its length: an older one would have fitted and been placed.
-            length = lengths[position]
-            place(length)
-            gap -= length
-            if gap <= 2 * longest:
-                fill = buffer.exact_fill(gap, longest) if gap else ()
-                if fill or not gap:
-                    break
-            position = _next_that_fits(lengths, taken, position + 1, arrived, gap)
-        while gap and (fill := fill or buffer.best_fill(gap)):
-            for length in fill:
-                place(length)
-                gap -= length
-            fill = ()
-        ends.append(len(members))
-    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0)
-    return np.array(members, dtype=np.int64), np.diff(np.array(ends, dtype=np.int64)), left
-
-
-def _next_that_fits(lengths: list[int], taken: bytearray, start: int, arrived: int, gap: int) -> int:
-    """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
-    position = taken.find(0, start, arrived)
-    for _ in range(MAX_PASSED_OVER):
-        if position < 0 or lengths[position] <= gap:
-            return position
-        position = taken.find(0, position + 1, arrived)
-    return -1
-
-
-def _carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
-    """Best-fit decreasing in a window of waiting positions; the fullest half is emitted, the rest waits on."""
-    emitted: list[Packs] = []
-    waiting = np.zeros(0, np.int64)
-    arrived = 0
-    while arrived < len(arriving) or len(waiting):
-        more = min(window - len(waiting), len(arriving) - arrived)
-        waiting = np.concatenate([waiting, np.arange(arrived, arrived + more)])
-        arrived += more
-        members, sizes = _best_fit_decreasing(arriving[waiting], capacity)
-        members, sizes = _by_earliest(waiting[members], sizes)
-        if arrived < len(arriving):
-            starts = np.cumsum(sizes) - sizes
-            tokens = np.add.reduceat(arriving[members], starts)
-            due = np.minimum.reduceat(members, starts) < arrived - 2 * window
-            fullest = np.lexsort((-tokens, ~due))
-            half = int(np.searchsorted(np.cumsum(sizes[fullest]), window / 2)) + 1
-            chosen = np.zeros(len(sizes), dtype=bool)
-            chosen[fullest[: max(half, int(due.sum()))]] = True
-            waiting = np.sort(_select(members, sizes, np.flatnonzero(~chosen))[0])
-            members, sizes = _select(members, sizes, np.flatnonzero(chosen))
-        else:
-            waiting = waiting[:0]
-        emitted.append((members, sizes))
-    return np.concatenate([members for members, _ in emitted]), np.concatenate([sizes for _, sizes in emitted])
-
-
-# --- packs ------------------------------------------------------------------------------------------------------------
-
-
-def _select(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:
-    """The packs with these numbers, in this order."""
-    starts = (np.cumsum(sizes) - sizes)[packs]
-    sizes = sizes[packs]
-    index = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    index += np.arange(len(index))
-    return members[index], sizes
-
-
-def _by_earliest(members: Int64Array, sizes: Int64Array) -> Packs:
-    """The same packs in the order of the earliest document in each."""
-    if len(sizes) == 0:
-        return members, sizes
-    earliest = np.minimum.reduceat(members, np.cumsum(sizes) - sizes)
-    return _select(members, sizes, np.argsort(earliest))
 
 
 def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, capacity: int) -> PackPlan:
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return PackPlan(members, offsets, lengths, int(capacity))
-
-
-# --- input ------------------------------------------------------------------------------------------------------------
 
 
 def _is_integer(value: object) -> bool:

@@ -183,4 +183,3 @@ class TokenReader:
             if length and (tokens.min() < low or tokens.max() >= high):
                 return row
         return None
-

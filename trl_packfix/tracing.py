@@ -21,7 +21,11 @@ Records = dict[str, tuple[Tensor | None, Tensor | None]]
 
 
 def find_leaks(
-    model: nn.Module, run: Callable[[list[Tensor]], Any], documents: list[Tensor], changed: int, variant: list[Tensor],
+    model: nn.Module,
+    run: Callable[[list[Tensor]], Any],
+    documents: list[Tensor],
+    changed: int,
+    variant: list[Tensor],
     tolerance: float,
 ) -> list[Leak]:
     """The smallest modules whose input outside document `changed` stays while their output does not.
@@ -54,9 +58,7 @@ def _record(model: nn.Module, run: Callable[[list[Tensor]], Any], documents: lis
 
         return record
 
-    handles = [
-        module.register_forward_hook(recorder(name), with_kwargs=True) for name, module in model.named_modules()
-    ]
+    handles = [module.register_forward_hook(recorder(name), with_kwargs=True) for name, module in model.named_modules()]
     try:
         run(documents)
     finally:

@@ -58,7 +58,7 @@ class IsolationReport:
         if self.error is not None:
             raise PackingLeakError(
                 f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
-                f"{self.error} So it cannot be trained on packs. Set `on_leak=\"unpack\"`, or `packing=False` and "
+                f'{self.error} So it cannot be trained on packs. Set `on_leak="unpack"`, or `packing=False` and '
                 "`padding_free=False`."
             )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])

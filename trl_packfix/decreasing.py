@@ -1,0 +1,111 @@
+"""Best-fit decreasing on the histogram of lengths, and packs as two arrays.
+
+Packs are (members, sizes): the documents, pack after pack, and how many each pack has.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+Packs = tuple[Int64Array, Int64Array]
+
+
+def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
+    """Packs in the order in which best-fit decreasing opens them, or with `rng` as random as `plan_bfd` says."""
+    if len(lengths) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    longest = int(lengths.max())
+    # numpy sorts 16-bit keys by counting, in linear time
+    key = (longest - lengths).astype(np.uint16 if longest < 2**16 else np.int64)
+    if rng is None:
+        by_length = np.argsort(key, kind="stable")
+    else:
+        shuffled = rng.permutation(len(lengths))
+        by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
+    first_pack, num_packs, each, filled = pour(np.bincount(lengths), capacity).T
+    # Row by row, `each` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
+    documents = num_packs * each
+    index = np.arange(len(lengths)) - np.repeat(np.cumsum(documents) - documents, documents)
+    each = np.repeat(each, documents)
+    pack = index // each
+    index -= pack * each  # place among the row's documents in this pack
+    del each
+    pack += np.repeat(first_pack, documents)
+    if rng is not None:
+        pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
+    sizes = np.bincount(pack)
+    index += np.repeat(filled, documents)
+    index += (np.cumsum(sizes) - sizes)[pack]
+    del pack
+    members = np.empty_like(by_length)
+    members[index] = by_length
+    return members, sizes
+
+
+def pour(counts: Int64Array, capacity: int) -> Int64Array:
+    """Best-fit decreasing on a histogram: rows (first_pack, num_packs, each, filled), longest documents first.
+
+    Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
+    at once. Best fit makes this exact: after a document, the tightest pack is still the tightest for the next of the
+    same length until it has no more room. Runs with equal space are served first come, first served.
+    """
+    runs: dict[int, deque[tuple[int, int, int]]] = {}  # space -> runs (first_pack, num_packs, filled)
+    spaces: list[int] = []  # keys of `runs`, ascending
+    rows: list[tuple[int, int, int, int]] = []
+    opened = 0
+
+    def put(first: int, num: int, each: int, filled: int, space: int) -> None:
+        rows.append((first, num, each, filled))
+        if space in runs:
+            runs[space].append((first, num, filled + each))
+        elif space:
+            runs[space] = deque([(first, num, filled + each)])
+            insort(spaces, space)
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            tightest = bisect_left(spaces, length)
+            if tightest == len(spaces):  # open as many packs as the rest needs
+                space, num, filled = capacity, -(-left // (capacity // length)), 0
+                first, opened = opened, opened + num
+            else:
+                space = spaces[tightest]
+                first, num, filled = runs[space].popleft()
+                if not runs[space]:
+                    del runs[space], spaces[tightest]
+            most = space // length  # documents of this length that one of these packs takes
+            full = min(num, left // most)
+            if full:
+                put(first, full, most, filled, space - most * length)
+                left -= full * most
+            if full < num:
+                if left:
+                    put(first + full, 1, left, filled, space - left * length)
+                    full, left = full + 1, 0
+                if full < num:  # untouched packs stay ahead of later ones with the same space
+                    if space not in runs:
+                        runs[space] = deque()
+                        insort(spaces, space)
+                    runs[space].appendleft((first + full, num - full, filled))
+    return np.array(rows, dtype=np.int64)
+
+
+def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:
+    """The packs with these numbers, in this order."""
+    starts = (np.cumsum(sizes) - sizes)[packs]
+    sizes = sizes[packs]
+    index = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    index += np.arange(len(index))
+    return members[index], sizes
+
+
+def by_earliest(members: Int64Array, sizes: Int64Array) -> Packs:
+    """The same packs in the order of the earliest document in each."""
+    if len(sizes) == 0:
+        return members, sizes
+    earliest = np.minimum.reduceat(members, np.cumsum(sizes) - sizes)
+    return select_packs(members, sizes, np.argsort(earliest))

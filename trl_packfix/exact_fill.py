@@ -1,0 +1,187 @@
+"""Packs in visiting order: a bounded buffer, oldest documents first, each pack closed by an exact fill.
+
+A *position* is a document's place in visiting order.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from .decreasing import Int64Array, Packs, best_fit_decreasing, by_earliest, select_packs
+
+MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
+
+
+class _Buffer:
+    """Waiting documents by length, with the searches that closing a pack needs.
+
+    `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
+    to a gap are then the ones in the bitwise "and" of two slices.
+    """
+
+    def __init__(self, longest: int):
+        self.longest = longest
+        self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
+        self.present = bytearray(longest + 1)
+        self.mirrored = bytearray(longest + 1)
+        self.forward = np.frombuffer(self.present, dtype=np.uint8)
+        self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
+
+    def add(self, position: int, length: int) -> None:
+        waiting = self.waiting[length]
+        if waiting:
+            waiting.append(position)
+            return
+        if waiting is None:
+            self.waiting[length] = deque((position,))
+        else:
+            waiting.append(position)
+        self.present[length] = self.mirrored[self.longest - length] = 1
+
+    def take(self, length: int) -> int:
+        """Remove the oldest document of this length."""
+        waiting = self.waiting[length]
+        position = waiting.popleft()
+        if not waiting:
+            self.present[length] = self.mirrored[self.longest - length] = 0
+        return position
+
+    def longest_up_to(self, length: int) -> int:
+        """-1 where there is none."""
+        return self.present.rfind(1, 0, min(length, self.longest) + 1)
+
+    def exact_fill(self, gap: int, longest: int) -> tuple[int, ...]:
+        """Lengths of one document, or of the most even pair, that sum to `gap`; () where there are none.
+
+        Even pairs leave the shortest documents for the packs that can be closed with nothing else.
+        """
+        if gap <= longest and self.present[gap]:
+            return (gap,)
+        low, high = (gap + 1) // 2, min(gap - 1, longest)  # the longer one of the pair
+        if low > high:
+            return ()
+        start = self.longest - gap  # mirrored[start + l] is present[gap - l]
+        both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
+        found = both.find(1)
+        if found == 0 and 2 * low == gap and len(self.waiting[low]) < 2:
+            found = both.find(1, 1)
+        return (low + found, gap - low - found) if found >= 0 else ()
+
+    def best_fill(self, gap: int) -> tuple[int, ...]:
+        """Lengths of the one document, or the two of different lengths, that leave least of `gap`; () if none fits."""
+        single = self.longest_up_to(gap)
+        if single < 0:
+            return ()
+        lengths = np.flatnonzero(self.forward[: single + 1])
+        partner = np.searchsorted(lengths, gap - lengths, side="right") - 1
+        partner = np.minimum(partner, np.arange(len(lengths)) - 1)
+        total = np.where(partner >= 0, lengths + lengths[partner], 0)
+        best = int(total.argmax())
+        return (int(lengths[best]), int(lengths[partner[best]])) if total[best] > single else (single,)
+
+
+def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
+    """Packs of positions in visiting order: oldest first, closed by an exact fill; the last buffer by `_pack_rest`."""
+    if len(arriving) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    members, sizes, rest = _close_packs(arriving, capacity, buffer_size, until_empty=False)
+    if len(rest) == 0:
+        return members, sizes
+    last, last_sizes = _pack_rest(arriving[rest], capacity)
+    return np.concatenate([members, rest[last]]), np.concatenate([sizes, last_sizes])
+
+
+def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
+    """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
+    decreasing = np.argsort(-lengths, kind="stable")
+    arrival = _close_packs(lengths, capacity, len(lengths), until_empty=True)[:2]
+    members, sizes, _ = _close_packs(lengths[decreasing], capacity, len(lengths), until_empty=True)
+    candidates = [arrival, (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
+    return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
+
+
+def _close_packs(
+    arriving: Int64Array, capacity: int, buffer_size: int, until_empty: bool
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Members and sizes of packs, and the positions left when the last document has arrived (none if `until_empty`)."""
+    lengths = arriving.tolist()
+    buffer = _Buffer(max(lengths))
+    taken = bytearray(len(lengths))
+    members: list[int] = []
+    ends = [0]
+    oldest = 0
+    arrived = min(buffer_size, len(lengths))
+    for position in range(arrived):
+        buffer.add(position, lengths[position])
+
+    def place(length: int) -> None:
+        """Move the oldest document of this length into the pack; the next one arrives in its stead."""
+        nonlocal arrived
+        position = buffer.take(length)
+        taken[position] = 1
+        members.append(position)
+        if arrived < len(lengths):
+            buffer.add(arrived, lengths[arrived])
+            arrived += 1
+
+    while True:
+        oldest = taken.find(0, oldest, arrived)
+        if oldest < 0 or (arrived == len(lengths) and not until_empty):
+            break
+        gap, position, fill = capacity, oldest, ()
+        longest = buffer.longest_up_to(capacity)  # of those waiting now; the search for fills stops there
+        while position >= 0:
+            # It is the oldest of its length: an older one would have fitted and been placed.
+            length = lengths[position]
+            place(length)
+            gap -= length
+            if gap <= 2 * longest:
+                fill = buffer.exact_fill(gap, longest) if gap else ()
+                if fill or not gap:
+                    break
+            position = _next_that_fits(lengths, taken, position + 1, arrived, gap)
+        while gap and (fill := fill or buffer.best_fill(gap)):
+            for length in fill:
+                place(length)
+                gap -= length
+            fill = ()
+        ends.append(len(members))
+    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0)
+    return np.array(members, dtype=np.int64), np.diff(np.array(ends, dtype=np.int64)), left
+
+
+def _next_that_fits(lengths: list[int], taken: bytearray, start: int, arrived: int, gap: int) -> int:
+    """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
+    position = taken.find(0, start, arrived)
+    for _ in range(MAX_PASSED_OVER):
+        if position < 0 or lengths[position] <= gap:
+            return position
+        position = taken.find(0, position + 1, arrived)
+    return -1
+
+
+def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
+    """Best-fit decreasing in a window of waiting positions; the fullest half is emitted, the rest waits on."""
+    emitted: list[Packs] = []
+    waiting = np.zeros(0, np.int64)
+    arrived = 0
+    while arrived < len(arriving) or len(waiting):
+        more = min(window - len(waiting), len(arriving) - arrived)
+        waiting = np.concatenate([waiting, np.arange(arrived, arrived + more)])
+        arrived += more
+        members, sizes = best_fit_decreasing(arriving[waiting], capacity)
+        members, sizes = by_earliest(waiting[members], sizes)
+        if arrived < len(arriving):
+            starts = np.cumsum(sizes) - sizes
+            tokens = np.add.reduceat(arriving[members], starts)
+            due = np.minimum.reduceat(members, starts) < arrived - 2 * window
+            fullest = np.lexsort((-tokens, ~due))
+            half = int(np.searchsorted(np.cumsum(sizes[fullest]), window / 2)) + 1
+            chosen = np.zeros(len(sizes), dtype=bool)
+            chosen[fullest[: max(half, int(due.sum()))]] = True
+            waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~chosen))[0])
+            members, sizes = select_packs(members, sizes, np.flatnonzero(chosen))
+        else:
+            waiting = waiting[:0]
+        emitted.append((members, sizes))
+    return np.concatenate([members for members, _ in emitted]), np.concatenate([sizes for _, sizes in emitted])
