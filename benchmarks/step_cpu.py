@@ -143,7 +143,8 @@ class Contender:
 class LargestTensor(TorchDispatchMode):
     """The largest tensor that any operation fills, forward and backward, and how many were (..., T, T).
 
-    Scratch memory of `empty` does not count: TRL's LM head asks for tiles of 32,768 columns, whatever the vocabulary.
+    Scratch memory of `empty` and views of it do not count: TRL's LM head asks for tiles of 32,768 columns, whatever the
+    vocabulary.
     """
 
     def __init__(self, num_tokens: int):
@@ -152,7 +153,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format:
+        if func is torch.ops.aten.empty.memory_format or func.is_view:
             return result
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, see above")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with t0_p3_sample.jsonl and a tokenizer")
     parser.add_argument("--parts", nargs="+", choices=["pack", "batch"], default=["pack", "batch"])
-    parser.add_argument("--tokens", type=int, default=8192, help="of the one pack")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the one pack; no size of the model")
     parser.add_argument("--max-length", type=int, default=1024, help="with batch size 8")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
