@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 DATA ?=
-DATA_FLAG := $(if $(wildcard $(DATA)),--data $(DATA))
+DATA_FLAG := $(if $(wildcard $(DATA)),--data=$(DATA))
 
 # Nothing here may reach for a hub or a logging service.
 export HF_HUB_OFFLINE := 1

@@ -4,9 +4,9 @@
     deepspeed --num_gpus 2 tests/two_ranks.py zero3 FOLDER
 
 FOLDER holds `model` and `tied`, tiny Llamas, the second with one matrix for embeddings and LM head. One process pair
-runs all scenarios of an engine, because starting one takes longer than the scenarios. Each returns a dictionary that the
-main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions in its
-own process for the numbers of one rank.
+runs all scenarios of an engine, because starting one takes longer than the scenarios. Each returns a dictionary that
+the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions
+in its own process for the numbers of one rank.
 """
 
 import os
