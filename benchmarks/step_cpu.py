@@ -5,8 +5,9 @@
 
 A step is what the trainers do: the next batches of the trainer's own dataloader (collation included), its
 `get_batch_samples` and `training_step` (forward, loss, metrics, backward), then SGD. The loop around it is this
-script's, so that the contenders take turns, round after round, in one process. Gradient checkpointing is off. The model
-is a random Llama with heads of 64 and a small vocabulary (2048), so that attention and layers decide, not the LM head.
+script's, so that the contenders take turns, round after round, in one process; what a trainer does once, before its
+first step, is not in it. Gradient checkpointing is off. The model is a random Llama with heads of 64 and a small
+vocabulary (2048), so that attention and layers decide, not the LM head.
 
 pack     One pack of T tokens, batch size 1: ours (`stream`) against TRL's packing (`bfd`, sdpa with its (T, T) mask),
          on the same documents. Llama 512 x 8 layers, T = 8192, 3 rounds, with --quick 1; the target is 4 times TRL's
