@@ -1,6 +1,6 @@
 """Planning packs: CPU seconds, memory, and packs beside the lower bound, for ours, TRL's and axolotl's.
 
-    python benchmarks/planning.py                                       # synthetic lengths, about 5 minutes
+    python benchmarks/planning.py                                       # synthetic lengths, about 15 minutes
     python benchmarks/planning.py --data DIR --csv planning.csv         # and the JSONL files of a folder
     python benchmarks/planning.py --num 1000000 --repeats 5
 
@@ -21,13 +21,10 @@ Files are cut at the capacity, as truncation does. Synthetic lengths are lognorm
 """
 
 import argparse
-import csv
-import datetime
 import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import time
 import tracemalloc
@@ -43,6 +40,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import trl.data_utils
+from about import describe, write_csv
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -54,6 +52,7 @@ CAPACITIES = (2048, 8192, 32768)
 SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma
 MOST_FOR_STREAM = 1_000_000  # documents; beyond, a row takes minutes and says nothing new
 MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
+MOST_FOR_TRL = 1_000_000  # documents; its loop takes each by itself
 MOST_TOKENS_FOR_TRL = 1_000_000_000  # its table holds the tokens
 
 Row = dict[str, Any]
@@ -124,7 +123,7 @@ def clock_of_trl_loop(seconds: list[float]) -> Iterator[None]:
 
 def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
     order = np.random.default_rng(0).permutation(len(lengths))
-    if lengths.sum() <= MOST_TOKENS_FOR_TRL:
+    if len(lengths) <= MOST_FOR_TRL and lengths.sum() <= MOST_TOKENS_FOR_TRL:
         table = one_byte_tokens(lengths[order])
         loops: list[float] = []
         with clock_of_trl_loop(loops):
@@ -197,37 +196,28 @@ def main() -> None:
     console = Console(width=None if os.isatty(1) else 160)
     if not importlib.util.find_spec("axolotl"):
         console.print("axolotl skipped: the package cannot be imported here.")
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "trl": importlib.metadata.version("trl"),
-        "axolotl": importlib.metadata.version("axolotl") if importlib.util.find_spec("axolotl") else "",
+    versions = {
+        name: importlib.metadata.version(name) for name in ("numpy", "axolotl") if importlib.util.find_spec(name)
     }
-    console.print(", ".join(f"{name} {value}" for name, value in about.items() if value))
+    console.print(describe(), ", ".join(f"{name} {version}" for name, version in versions.items()), sep=", ")
     columns = ["packs", "bound/packs", "efficiency", "CPU s", "loop s", "peak MiB", "p99 moved"]
     table = Table("lengths", "capacity", "documents", "docs/pack", "bound", "method", *columns)
     rows: list[Row] = []
     for name, capacity, lengths in cases(args, console):
+        console.print(f"{name}: {len(lengths):,} documents, capacity {capacity}")
         bound = plan_packs(lengths, capacity, "bfd").lower_bound
         for measure in (ours, theirs):
             for row in measure(lengths, capacity, args.repeats):
                 packs = row["packs"]
                 row |= {"lengths": name, "capacity": capacity, "documents": len(lengths), "lower_bound": bound}
                 row |= {"docs_per_pack": len(lengths) / packs, "bound_over_packs": bound / packs}
-                row |= {"efficiency": int(lengths.sum()) / (packs * capacity)} | about
+                row |= {"efficiency": int(lengths.sum()) / (packs * capacity)} | versions
                 rows.append(row)
                 table.add_row(*cells(row))
         table.add_section()
     console.print(table)
     if args.csv and rows:
-        with args.csv.open("w", newline="") as file:
-            fields = ["lengths", "capacity", "documents", "docs_per_pack", "lower_bound", "method", "packs"]
-            fields += ["bound_over_packs", "efficiency", "cpu_s", "loop_s", "peak_mib", "moved_p99", *about]
-            writer = csv.DictWriter(file, fields, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 def cells(row: Row) -> list[str]:
@@ -249,12 +239,6 @@ def cells(row: Row) -> list[str]:
         optional("peak_mib", ".1f"),
         optional("moved_p99", ".0f"),
     ]
-
-
-def cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ EXACT = ["llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral", "gpt2", "stabl
 def test_exact_models_pass(model):
     report = judged(build_tiny_model(model), max_length=64)
     assert report.isolated and report.equal
-    assert report.max_change == 0 and report.max_gradient == 0 and 0 < report.max_difference <= report.tolerance
+    assert report.max_gradient == 0 and report.max_change <= report.tolerance < 1e-5
+    assert 0 < report.max_difference <= report.tolerance, "packed and alone were the same forward"
     report.raise_if_leaking()
 
 
@@ -159,6 +160,20 @@ def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, ca
     assert run.state.global_step == 0
     assert "LEAK: a document moves another" in capsys.readouterr().out
     assert json.loads((tmp_path / "packing_report.json").read_text())["isolation"]["isolated"] is False
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
+    """fp32 weights under bf16 autocast round like bf16, and nothing outside the model's forward says so."""
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    run = trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
+    run.train()
+    found = run.packing_report.isolation
+    assert found.isolated and found.equal and run.packed_model.attention.name == "packfix_varlen"
+    assert 1e-3 < found.tolerance < 0.1, "the rounding of fp32 is below 1e-5"
+    leaking = trainer(tmp_path, texts(), model=build_tiny_model("falcon", dtype=weights), max_steps=1, bf16=True)
+    leaking.train()
+    assert "UNPACKED" in leaking.packed_model.attention.reason
 
 
 def test_the_trainer_shows_the_proof(tmp_path, capsys):

@@ -39,8 +39,8 @@ THRESHOLDS = (
 def check_isolation(model: nn.Module, max_length: int | None = None) -> IsolationReport:
     """Judge the model as it stands: its attention implementation, adapters, dtype and wrapping.
 
-    Parameters, gradients, buffers, random state and training mode are as before when it returns. Costs about eight
-    forwards of 47 tokens and one backward, and twice a pack just longer than the largest threshold below `max_length`
+    Parameters, gradients, buffers, random state and training mode are as before when it returns. Costs about ten
+    forwards of 47 tokens and four backwards, and twice a pack just longer than the largest threshold below `max_length`
     where the model has one. Wrapped models (DDP, DeepSpeed, FSDP) are judged by forwards alone; all ranks must call.
 
     Args:
@@ -78,10 +78,11 @@ class _Probe:
         base, repeat = self.packed(documents), self.packed(documents)
         scale = max(states.abs().max().item() for states in base)
         noise = self._distance(base, repeat, range(len(base))) / scale
-        tolerance = 8 * noise + self._rounding()
+        tolerance = 8 * noise + self._rounding(documents)
 
         change, worst = 0.0, None  # the largest, and what to look at if it is a leak
-        for changed in range(len(documents)):
+        # The first document can move those behind it, the third those on both sides; the gradient asks all pairs.
+        for changed in (0, 2):
             others = [i for i in range(len(documents)) if i != changed]
             same_length = [*documents]
             same_length[changed] = self._tokens(lengths[changed])
@@ -115,14 +116,25 @@ class _Probe:
             unreachable=unreachable,
         )
 
-    def _rounding(self) -> float:
+    def _rounding(self, documents: list[Tensor]) -> float:
         """What another grouping of the same sums may change, relative: 32 roundings in fp32, 4 in half precision.
 
-        The coarsest dtype that takes part counts: that of autocast, and those of the weights.
+        The coarsest dtype that any module puts out counts. Weights do not tell: accelerate runs fp32 weights under
+        autocast inside the model's own forward.
         """
-        dtypes = {parameter.dtype for parameter in self.inner.parameters() if parameter.is_floating_point()}
-        if torch.is_autocast_enabled(self.device.type):
-            dtypes.add(torch.get_autocast_dtype(self.device.type))
+        dtypes: set[torch.dtype] = set()
+
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            for value in output if isinstance(output, tuple) else [output]:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    dtypes.add(value.dtype)
+
+        handles = [module.register_forward_hook(note) for module in self.inner.modules()]
+        try:
+            self.packed(documents)
+        finally:
+            for handle in handles:
+                handle.remove()
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return (4 if eps > 1e-4 else 32) * eps
 
