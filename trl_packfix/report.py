@@ -127,10 +127,10 @@ def _verdict(isolation: IsolationReport) -> str:
     if not isolation.isolated:
         return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
     gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
-    alone = "each is what it is alone"
     if not isolation.equal:
-        alone = f"they are NOT what they are alone (by {isolation.max_difference:.1e})"
-    text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; {alone}"
+        return f"WRONG: documents in a pack are not what they are alone, by {isolation.max_difference:.1e}"
+    text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; "
+    text += "each is what it is alone"
     if isolation.unreachable:
         text += f"; beyond max_length and not tested: {', '.join(isolation.unreachable)}"
     return text
