@@ -11,7 +11,6 @@ reached when only the causal pairs within documents count as work.
 """
 
 import argparse
-import csv
 import json
 import statistics
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from about import describe, write_csv
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -196,11 +196,9 @@ def main() -> None:
         rows += [{"case": name, "T": n, "ours": s} for n, s in zip(tokens, seconds, strict=True)]
     console.print("[bold]Features[/] on one document of T tokens", table)
 
+    console.print(describe())
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
         console.print(f"wrote {args.csv}")
 
 
