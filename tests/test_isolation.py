@@ -176,6 +176,12 @@ def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     assert "UNPACKED" in leaking.packed_model.attention.reason
 
 
+def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
+    run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
+    run.train()
+    assert run.packing_report.isolation.isolated and run.packing_report.isolation.tolerance < 1e-5
+
+
 def test_the_trainer_shows_the_proof(tmp_path, capsys):
     run = trainer(tmp_path, texts(), max_steps=1, packing_report=True)
     run.train()

@@ -37,7 +37,7 @@ def config(folder, **kwargs):
     return SFTConfig(str(folder), **(defaults | kwargs))
 
 
-def trainer(folder, dataset, model="llama", collect=None, trainer_kwargs=None, **kwargs):
+def trainer(folder, dataset, model="llama", trainer_kwargs=None, **kwargs):
     model = build_tiny_model(model) if isinstance(model, str) else model
     return SFTTrainer(
         model,

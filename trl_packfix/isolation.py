@@ -258,7 +258,7 @@ def _marked(inner: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(inner: nn.Module) -> Iterator[None]:
-    """Train mode with every dropout off; buffers, random state and modes as before afterwards."""
+    """Train mode with every dropout and NEFTune's noise off; buffers, random state and modes as before afterwards."""
     modes = [(module, module.training) for module in inner.modules()]
     rates = [
         (module, name, rate)
@@ -272,6 +272,7 @@ def _undisturbed(inner: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         try:
             inner.train()
+            inner.get_input_embeddings().eval()  # NEFTune's noise, under which no document is what it was
             for module, name, _ in rates:
                 setattr(module, name, 0.0)
             yield

@@ -51,10 +51,9 @@ class _ListColumn:
         base = self.start[row]
         return self.values[self.chunk[row]][base + start : base + stop]
 
-    def flat(self, row: int | slice = slice(None)) -> np.ndarray:
+    def flat(self) -> np.ndarray:
         """Values of all rows, row after row: shape (sum of lengths,). For short columns such as `seq_lengths`."""
-        rows = range(len(self.length))[row]
-        parts = [self.read(r, 0, self.length[r]) for r in rows]
+        parts = [self.read(row, 0, length) for row, length in enumerate(self.length)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
