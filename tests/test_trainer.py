@@ -66,6 +66,8 @@ def documents_of(batch):
 
 # The drop-in
 
+OURS = [cls for cls in SFTTrainer.__mro__ if cls.__module__.startswith("trl_packfix")]
+
 
 def test_arguments_are_those_of_trl():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (SFTTrainer, trl.SFTTrainer))
@@ -89,12 +91,12 @@ def test_arguments_are_those_of_trl():
 def test_what_is_overridden_has_not_changed_in_trl(method, parameters):
     """The overrides stand on these signatures of TRL and transformers; a change must be looked at, not inherited."""
     assert list(inspect.signature(getattr(trl.SFTTrainer, method)).parameters) == parameters.split()
-    assert method in vars(SFTTrainer)
+    assert method in {name for cls in OURS for name in vars(cls)}
 
 
 def test_nothing_else_is_overridden():
     inherited = {name for cls in trl.SFTTrainer.__mro__ for name in vars(cls)}
-    overridden = {name for name in vars(SFTTrainer) if name in inherited and not name.startswith("__")}
+    overridden = {name for cls in OURS for name in vars(cls) if name in inherited and not name.startswith("__")}
     assert overridden == {
         "_prepare_dataset",
         "get_train_dataloader",

@@ -5,12 +5,23 @@ The loss is the negative log-likelihood whatever the training loss is (dft, labe
 enter it); only with `compute_loss_func` the numbers are TRL's own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import datasets
 import torch
+import trl
+from datasets import Dataset
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from .collator import IGNORE_INDEX
+from .collator import IGNORE_INDEX, PackedDataCollator
+from .documents import make_documents
+from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
+from .proving import PackedModel
+from .reader import TokenReader
 
 
 class EvaluationTotals:
@@ -46,3 +57,115 @@ class EvaluationTotals:
         if not tokens:
             return {}
         return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+
+
+class ExactEvaluation(trl.SFTTrainer):
+    """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
+
+    packed_model: PackedModel
+    _padded_collator: Any  # what an unpacked run collates with
+    _packed_collator: Callable[[], PackedDataCollator]
+    _packed_model: Callable[[], PackedModel]
+    _loader: Callable[..., DataLoader]
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if not self._evaluates_documents(dataset):
+            return super().get_eval_dataloader(eval_dataset)
+        return self._evaluation_loader(dataset, needs_logits=self.compute_metrics is not None)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        if not self._evaluates_documents(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+        return self._evaluation_loader(test_dataset, needs_logits=True)
+
+    def _evaluates_documents(self, dataset: Any) -> bool:
+        """Whether the loader of this dataset can be ours: a table of tokens, and no collator of the user's."""
+        return (
+            isinstance(dataset, datasets.Dataset)
+            and "input_ids" in dataset.column_names
+            and isinstance(self._padded_collator, DataCollatorForLanguageModeling)
+        )
+
+    def _packs_evaluation(self, needs_logits: bool) -> bool:
+        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        if not packing or (needs_logits and not self.args.prediction_loss_only):
+            return False
+        if not self.args.packing:
+            return True  # the model hears of boundaries, and is proved, only while it is evaluated
+        # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
+        if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            with self.compute_loss_context_manager():
+                self.packed_model.prove(self.model)
+        return self.packed_model.is_proved
+
+    def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
+        args = self.args
+        reader = TokenReader(dataset)
+        # One result per row: evaluation never splits or drops, whatever training does.
+        overlong = "raise" if args.overlong == "raise" else "truncate"
+        documents = make_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
+        if not self._packs_evaluation(needs_logits):
+            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
+            return self._loader(rows, sampler, self._padded_collator)
+        planner = EpochPlanner(
+            documents,
+            "bfd",
+            batch_size=args.eval_batch_size,
+            max_length=args.max_length or int(documents.lengths.max()),
+            world_size=args.world_size,
+            shuffle=False,
+            hidden_size=self._hidden_size,
+        )
+        return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._totals = EvaluationTotals(self.accelerator.device)
+        packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
+        packed_model = None
+        if packed and not self.args.packing:
+            packed_model = self._packed_model()
+            with self.compute_loss_context_manager():
+                packed_model.prove(self.model).raise_if_leaking()
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            if packed_model is not None:
+                packed_model.release()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        metrics = self._totals.metrics(self.accelerator)
+        if metrics:
+            output.metrics[f"{prefix}_loss"] = metrics.pop("loss")
+            # TRL's `log` averages these lists and adds them to what is logged
+            logged = self._metrics["eval"]
+            logged.update({key: [value] for key, value in metrics.items()})
+            logged["num_tokens"] = [self._total_train_tokens]
+        return output
+
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if self.compute_loss_func is not None or self._is_vision_dataset:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        inputs["use_cache"] = False
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                if self.aux_loss_enabled:
+                    inputs["output_router_logits"] = True
+                outputs = model(**inputs, fused_lm_head=True)
+                if self.aux_loss_enabled:
+                    aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
+                    self._metrics["eval"]["aux_loss"].append(aux_loss)
+                return self._totals.add_fused(outputs).float(), None, None
+            labels = inputs.pop("labels", None)
+            logits = model(**inputs).logits
+            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+        return loss, logits, labels
