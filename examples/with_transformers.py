@@ -10,7 +10,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from trl_packfix import check_isolation, packed_dataloader
-from trl_packfix.attention import mark_packed_forwards, select_attention
+from trl_packfix.attention import select_attention
+from trl_packfix.forwards import mark_packed_forwards
 
 
 class PackedTrainer(Trainer):

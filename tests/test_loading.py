@@ -7,7 +7,8 @@ from conftest import build_tiny_model
 from datasets import Dataset
 
 from trl_packfix import packed_dataloader, plan_packs
-from trl_packfix.attention import mark_packed_forwards, select_attention
+from trl_packfix.attention import select_attention
+from trl_packfix.forwards import mark_packed_forwards
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix import kernels
+from trl_packfix.forwards import PackedForward, packed_forwards
 from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
-from trl_packfix.varlen import PackedForward, packed_forwards, varlen_attention, varlen_mask
+from trl_packfix.varlen import varlen_attention, varlen_mask
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
 T = sum(LENGTHS)

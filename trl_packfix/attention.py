@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .varlen import ATTENTION_NAME, FEED_A_PACK, PackedForward, packed_forwards
+from .forwards import base_model, text_config
+from .varlen import ATTENTION_NAME
 
 CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
 
@@ -101,61 +102,6 @@ def set_attention(model: nn.Module, name: str) -> None:
     assert text._attn_implementation == name, f"attention is {text._attn_implementation}, not {name}"
 
 
-def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
-    """Watch the model's forwards: those that get `cu_seq_lens_q` are packed, and no (T, T) mask is built in them.
-
-    Such a forward raises ValueError if it also gets an `attention_mask`, `past_key_values` or `use_cache=True` (the
-    config's default counts where none is given), more than one row, or boundaries that do not belong together. It
-    works with every attention implementation; `remove()` on the result ends it.
-    """
-    return PackedForwardGuard(base_model(model))
-
-
-class PackedForwardGuard:
-    """The pair of hooks behind `mark_packed_forwards`."""
-
-    def __init__(self, model: PreTrainedModel):
-        self._entered: list[bool] = []  # per running forward of this model: whether it was packed
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: a forward that raises must not leave the next one marked
-            model.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-        is_packed = kwargs.get("cu_seq_lens_q") is not None
-        if is_packed:
-            running = _check_packed_batch(model, args, kwargs)
-            packed_forwards.append(running)
-        self._entered.append(is_packed)
-
-    def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
-        # empty if the pre-hook raised: torch calls this hook then, too
-        if self._entered and self._entered.pop():
-            packed_forwards.pop()
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, or the model itself."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"packing got a {type(model).__name__}: attention is chosen through transformers' interface, which only "
-            "its models have. Pass a PreTrainedModel, or one that PEFT wraps, before DDP, FSDP or DeepSpeed wrap it."
-        )
-    return model
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that reads the pack: of a multimodal model its text decoder's, else the model's own."""
-    return model.config.get_text_config(decoder=True)
-
-
 def _path_to(config: Any, target: Any) -> list[str]:
     """Names of the nested configs that lead to `target`; [] for the config itself."""
     if config is target:
@@ -228,44 +174,3 @@ def cuda_varlen_problem() -> str | None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))} is below 8.0"
     return None
-
-
-def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    missing = [name for name in names if kwargs.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
-            "and with fewer transformers ignores the boundaries. Collate with PackedDataCollator, which makes them."
-        )
-    running = PackedForward(*(kwargs[name] for name in names))
-    for name in ("attention_mask", "past_key_values"):
-        if (given := kwargs.get(name)) is not None:
-            shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
-            raise ValueError(
-                f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
-                f"would trust it over the boundaries, and documents would see each other. {FEED_A_PACK}"
-            )
-    use_cache = kwargs.get("use_cache")
-    if getattr(text_config(model), "use_cache", False) if use_cache is None else use_cache:
-        source = "the config's use_cache=True" if use_cache is None else "use_cache=True"
-        raise ValueError(
-            f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {source}: with a cache "
-            "transformers no longer looks for boundaries, and documents would see each other. Set use_cache=False in "
-            "the batch."
-        )
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is not None and tokens.shape[0] != 1:
-        raise ValueError(
-            f"a packed batch came with {tokens.shape[0]} rows: boundaries belong to one row, so it is unknown which "
-            f"row they mean. {FEED_A_PACK}"
-        )
-    # Comparing values on a GPU would make the host wait for it.
-    cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
-    if cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
-        raise ValueError(
-            f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack a "
-            "document's queries and keys are the same tokens. Pass the same tensor twice."
-        )
-    return running

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import base_model, mark_packed_forwards, text_config
 from .collator import PackedDataCollator
+from .forwards import base_model, mark_packed_forwards, text_config
 from .tracing import find_leaks
 from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from .attention import base_model, mark_packed_forwards, select_attention, set_attention
+from .attention import select_attention, set_attention
 from .compat import gather_lm_head_with_model
 from .config import SFTConfig
+from .forwards import base_model, mark_packed_forwards
 from .isolation import check_isolation
 from .repair import UnpackedForward
 from .verdict import IsolationReport

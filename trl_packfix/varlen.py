@@ -4,14 +4,13 @@ Registered with transformers' attention and mask interfaces; `attention.py` deci
 computes. No (T, T) mask is ever built.
 
 A call is *packed* if its module is training, if `cu_seq_lens_q` reached it, or inside a forward that
-`attention.mark_packed_forwards` watches. A packed call without boundaries, with a mask, a cache or several rows is an
+`forwards.mark_packed_forwards` watches. A packed call without boundaries, with a mask, a cache or several rows is an
 error, never a guess. Every other call (`generate` with its cache, a padded evaluation batch) is answered as
 transformers' `sdpa` answers it; sinks and softcap, which `sdpa` lacks, are then computed in plain torch.
 
 T tokens, H query heads, G key/value heads, D head dimension.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,29 +19,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, in_backward, packed_forwards
 from .kernels import attend_on_cpu, attend_on_cuda, math_attention, visible_keys
 
 # Not "flash", "sdpa" or "flex_attention": transformers takes other paths for names that contain these.
 ATTENTION_NAME = "packfix_varlen"
 
-FEED_A_PACK = (
-    "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
-    "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
-)
 
-
-@dataclass(frozen=True)
-class PackedForward:
-    """Boundaries of a packed forward that is running, for models that do not hand them to their attention."""
-
-    cu_seq_lens_q: Tensor
-    cu_seq_lens_k: Tensor
-    max_length_q: int
-    max_length_k: int
-
-
-# The packed forwards that are running, the innermost last. `attention.mark_packed_forwards` pushes and pops.
-packed_forwards: list[PackedForward] = []
+class OwnMaskError(ValueError):
+    """A packed forward met a mask of the model's own, which no kernel takes."""
 
 
 def varlen_attention(
@@ -73,13 +58,23 @@ def varlen_attention(
     """
     running = packed_forwards[-1] if packed_forwards else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not (module.training or running or kwargs.get("cu_seq_lens_q") is not None):
+    is_repaired = running is not None and running.rows is not None
+    if is_repaired:
+        # Each row is one document: with a mask of its own this is an unpacked call like any other.
+        is_packed = attention_mask is None and _is_causal(module, kwargs)
+    else:
+        is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+    if not is_packed:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         out = _unpacked_math(module, query, key, value, attention_mask, kwargs, scale, dropout, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
 
-    _check_packed_call(module, query, key, attention_mask, kwargs)
+    batch = query.shape[0]
+    if is_repaired:
+        query, key, value = (_end_to_end(states, running) for states in (query, key, value))
+        kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+    _check_packed_call(module, query, key, attention_mask, kwargs, running)
     query, key, value = _autocast(query, key, value)
     window, chunk = _local_pattern(module, kwargs)
     num_tokens = query.shape[2]
@@ -99,7 +94,7 @@ def varlen_attention(
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
         options = {"window": window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
         out = attend_on_cpu(query, key, value, lengths, scale=scale, **options)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
 def varlen_mask(
@@ -109,16 +104,17 @@ def varlen_mask(
 
     Raises ValueError if a packed forward asks for padding, a cache, several rows, or a mask pattern of the model's own.
     """
-    if not packed_forwards:
+    running = packed_forwards[-1] if packed_forwards else None
+    if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
         return sdpa_mask(batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **kwargs)
-    if attention_mask is not None or batch_size != 1 or q_length != kv_length:
+    if attention_mask is not None or batch_size != (running.rows or 1) or q_length != kv_length:
         given = "an attention_mask, " if attention_mask is not None else ""
         raise ValueError(
             f"a packed forward has {given}{batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
             f"document attends to itself only, without padding or cache. {FEED_A_PACK}"
         )
-    if kwargs.get("use_vmap"):
-        raise ValueError(
+    if kwargs.get("use_vmap") and not running.ignores_masks:
+        raise OwnMaskError(
             f"the model lays a mask of its own over the causal one (pack of {q_length} tokens): {ATTENTION_NAME} "
             "builds no mask and would lose it. Set enforce_flash_attention=False with attn_implementation='sdpa'."
         )
@@ -134,13 +130,26 @@ def _is_causal(module: nn.Module, kwargs: dict) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _check_packed_call(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict) -> None:
-    name = type(module).__name__
-    if mask is not None:
+def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
+    """Rows (B, H, L, D) of a repaired module as one row (1, H, B * L, D); `running` holds the boundaries."""
+    if states.shape[0] != running.rows or states.shape[2] != running.max_length_q:
         raise ValueError(
+            f"a repaired module was given {running.rows} documents of {running.max_length_q} tokens, and its attention "
+            f"{states.shape[0]} rows of {states.shape[2]}: which rows are which documents is unknown. Set "
+            'on_leak="unpack".'
+        )
+    return states.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _check_packed_call(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict, running: PackedForward | None
+) -> None:
+    name = type(module).__name__
+    if mask is not None and not (running is not None and running.ignores_masks):
+        raise OwnMaskError(
             f"{name} got an attention_mask of shape {tuple(mask.shape)} in a packed or training forward: the "
             f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (In eval mode "
-            "transformers builds this mask itself unless trl_packfix.attention.mark_packed_forwards(model) was "
+            "transformers builds this mask itself unless trl_packfix.forwards.mark_packed_forwards(model) was "
             "called.)"
         )
     if query.shape[0] != 1:
@@ -231,17 +240,12 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
             f"2, ... within each document: they show no boundaries. {FEED_A_PACK}"
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
-    if len(starts) == 2 and num_tokens > 1 and not _in_backward():
+    if len(starts) == 2 and num_tokens > 1 and not in_backward():
         raise ValueError(
             f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, as models make "
             f"them up when they are given none: attention never assumes a single document. {FEED_A_PACK}"
         )
     return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-
-
-def _in_backward() -> bool:
-    """Whether a checkpointed layer is being recomputed: its forward has passed the checks, so one document is one."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | None]:

@@ -1,0 +1,193 @@
+"""The packed forward that is running: its boundaries, for modules that are not handed them, and its guard.
+
+Many models do not hand boundaries on to the modules that need them. So the guard at the top of the model keeps them
+while the forward runs, and checkpointed layers carry them into their recomputation.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# What a packed batch says of its boundaries, position_ids aside
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+FEED_A_PACK = (
+    "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
+    "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
+)
+
+
+@dataclass(frozen=True)
+class PackedForward:
+    """Boundaries of a packed forward that is running.
+
+    Inside a repaired module documents are `rows` rows of a batch, right-padded to `max_length_q`; `cu_seq_lens_q` are
+    then the boundaries of these rows laid end to end. `ignores_masks`: masks that the model makes itself are dropped,
+    because the boundaries say all that they say (for the leak probe to confirm).
+    """
+
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+    rows: int | None = None
+    ignores_masks: bool = False
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, on the host; the first use waits for the device."""
+        return self.cu_seq_lens_q.diff().tolist()
+
+
+# The packed forwards that are running, the innermost last.
+packed_forwards: list[PackedForward] = []
+
+
+@contextmanager
+def entered(running: PackedForward) -> Iterator[None]:
+    """While it runs, `running` is the packed forward that modules ask for boundaries."""
+    packed_forwards.append(running)
+    try:
+        yield
+    finally:
+        packed_forwards.pop()
+
+
+def in_backward() -> bool:
+    """Whether a checkpointed layer is being recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def carry_boundaries(model: nn.Module) -> None:
+    """Make checkpointed layers recompute in the packed forward that they first ran in; calling it again is harmless.
+
+    Call after gradient checkpointing was enabled: transformers gives each layer its checkpoint function then.
+    """
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
+            module._gradient_checkpointing_func = CarryingCheckpoint(checkpoint)
+
+
+class CarryingCheckpoint:
+    """A checkpoint function whose recomputation sees the packed forward of the first run."""
+
+    def __init__(self, checkpoint: Callable):
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if packed_forwards:
+            function = _InForward(function, packed_forwards[-1])
+        return self.checkpoint(function, *args, **kwargs)
+
+
+class _InForward:
+    def __init__(self, function: Callable, running: PackedForward):
+        self.function, self.running = function, running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with entered(self.running):
+            return self.function(*args, **kwargs)
+
+
+def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
+    """Watch the model's forwards: those that get `cu_seq_lens_q` are packed, and no (T, T) mask is built in them.
+
+    Such a forward raises ValueError if it also gets an `attention_mask`, `past_key_values` or `use_cache=True` (the
+    config's default counts where none is given), more than one row, or boundaries that do not belong together. It
+    works with every attention implementation; `remove()` on the result ends it.
+    """
+    return PackedForwardGuard(base_model(model))
+
+
+class PackedForwardGuard:
+    """The pair of hooks behind `mark_packed_forwards`."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.ignores_masks = False
+        self._entered: list[bool] = []  # per running forward of this model: whether it was packed
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # always_call: a forward that raises must not leave the next one marked
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+        is_packed = kwargs.get("cu_seq_lens_q") is not None
+        if is_packed:
+            running = _check_packed_batch(model, args, kwargs)
+            packed_forwards.append(replace(running, ignores_masks=self.ignores_masks))
+        self._entered.append(is_packed)
+
+    def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
+        # empty if the pre-hook raised: torch calls this hook then, too
+        if self._entered and self._entered.pop():
+            packed_forwards.pop()
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside PEFT's wrapper, or the model itself."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"packing got a {type(model).__name__}: attention is chosen through transformers' interface, which only "
+            "its models have. Pass a PreTrainedModel, or one that PEFT wraps, before DDP, FSDP or DeepSpeed wrap it."
+        )
+    return model
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that reads the pack: of a multimodal model its text decoder's, else the model's own."""
+    return model.config.get_text_config(decoder=True)
+
+
+def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    missing = [name for name in names if kwargs.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
+            "and with fewer transformers ignores the boundaries. Collate with PackedDataCollator, which makes them."
+        )
+    running = PackedForward(*(kwargs[name] for name in names))
+    for name in ("attention_mask", "past_key_values"):
+        if (given := kwargs.get(name)) is not None:
+            shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
+            raise ValueError(
+                f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
+                f"would trust it over the boundaries, and documents would see each other. {FEED_A_PACK}"
+            )
+    use_cache = kwargs.get("use_cache")
+    if getattr(text_config(model), "use_cache", False) if use_cache is None else use_cache:
+        source = "the config's use_cache=True" if use_cache is None else "use_cache=True"
+        raise ValueError(
+            f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {source}: with a cache "
+            "transformers no longer looks for boundaries, and documents would see each other. Set use_cache=False in "
+            "the batch."
+        )
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is not None and tokens.shape[0] != 1:
+        raise ValueError(
+            f"a packed batch came with {tokens.shape[0]} rows: boundaries belong to one row, so it is unknown which "
+            f"row they mean. {FEED_A_PACK}"
+        )
+    # Comparing values on a GPU would make the host wait for it.
+    cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
+    if cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+        raise ValueError(
+            f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack a "
+            "document's queries and keys are the same tokens. Pass the same tensor twice."
+        )
+    return running
