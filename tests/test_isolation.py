@@ -173,7 +173,7 @@ def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     assert 1e-3 < found.tolerance < 0.1, "the rounding of fp32 is below 1e-5"
     leaking = trainer(tmp_path, texts(), model=build_tiny_model("falcon", dtype=weights), max_steps=1, bf16=True)
     leaking.train()
-    assert "UNPACKED" in leaking.packed_model.attention.reason
+    assert [repair.module for repair in leaking.packing_report.isolation.repaired] == ["FalconAttention"]
 
 
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):

@@ -8,7 +8,7 @@ from test_trainer import texts, trainer
 
 from trl_packfix import check_isolation
 from trl_packfix.collator import PackedDataCollator
-from trl_packfix.repair import UnpackedForward
+from trl_packfix.unpacking import UnpackedForward
 
 LEAKING = ["falcon", "bloom", "mpt", "mamba", "jamba", "bart", "qwen3_next"]
 
@@ -87,7 +87,7 @@ def test_router_logits_come_without_padding():
 
 
 def test_the_report_says_that_and_why(tmp_path, capsys):
-    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True)
+    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True, on_leak="unpack")
     run.train()
     shown = capsys.readouterr().out
     assert "UNPACKED, documents as rows of padded batches, because documents move each other by" in shown

@@ -1,5 +1,6 @@
 """The varlen attention function and its kernels, against attention written out with a dense mask."""
 
+import dataclasses
 import math
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from trl_packfix import kernels
 from trl_packfix.forwards import PackedForward, packed_forwards
 from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
-from trl_packfix.varlen import varlen_attention, varlen_mask
+from trl_packfix.varlen import OwnMaskError, varlen_attention, varlen_mask
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
 T = sum(LENGTHS)
@@ -436,8 +437,13 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
         assert varlen_mask(1, 5, 5, mask_function=causal_mask_function) is None  # as sdpa, which then uses is_causal
     finally:
         packed_forwards.append(running)
-    for wrong in ({"batch_size": 2}, {"kv_length": 9}, {"attention_mask": torch.ones(1, 5)}):
+    for wrong in ({"batch_size": 2}, {"kv_length": 9}):
         with pytest.raises(ValueError, match=r"row\(s\), 5 queries and \d keys.*without padding or cache.*Feed one"):
             varlen_mask(**{"batch_size": 1, "q_length": 5, "kv_length": 5, **common, **wrong})
-    with pytest.raises(ValueError, match=r"mask of its own.*would lose it.*enforce_flash_attention=False"):
-        varlen_mask(1, 5, 5, use_vmap=True, **common)
+    for own in ({"attention_mask": torch.ones(1, 5)}, {"use_vmap": True}):
+        with pytest.raises(OwnMaskError, match=r"mask.*on a pack of 5 tokens.*would lose it.*Feed one") as raised:
+            varlen_mask(1, 5, 5, **own, **common)
+        assert raised.value.is_boundary
+        packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
+        assert varlen_mask(1, 5, 5, **own, **common) is None
+        packed_forwards[-1] = running

@@ -12,7 +12,7 @@ from .loading import IMPLIED_OVERLONG
 STRATEGIES = tuple(IMPLIED_OVERLONG)
 OVERLONG = ("truncate", "split", "drop", "raise")
 BALANCE = ("step", "none")
-ON_LEAK = ("unpack", "raise")
+ON_LEAK = ("repair", "raise", "unpack")
 
 
 @dataclass
@@ -33,10 +33,11 @@ class SFTConfig(trl.SFTConfig):
             What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
             says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
             `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
-        on_leak (`str`, *optional*, defaults to `"unpack"`):
+        on_leak (`str`, *optional*, defaults to `"repair"`):
             What to do when the probe finds, before the first step, that documents influence each other on this model:
-            `"unpack"` trains on the same documents as rows of padded batches (right, slower, and said so), `"raise"`
-            stops.
+            `"repair"` makes the modules where information crosses see each document by itself, and unpacks where that
+            does not help; `"unpack"` trains on the same documents as rows of padded batches (right, slower, and said
+            so); `"raise"` stops.
         balance (`str`, *optional*, defaults to `"step"`):
             `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
@@ -65,10 +66,11 @@ class SFTConfig(trl.SFTConfig):
         },
     )
     on_leak: str = field(
-        default="unpack",
+        default="repair",
         metadata={
-            "help": "What to do when documents in a pack influence each other on this model: 'unpack' trains on the "
-            "same documents as rows of padded batches (right, but slower), 'raise' stops.",
+            "help": "What to do when documents in a pack influence each other on this model: 'repair' makes the "
+            "modules where information crosses see each document by itself (and unpacks where that does not help), "
+            "'unpack' trains on the same documents as rows of padded batches (right, but slower), 'raise' stops.",
             "choices": list(ON_LEAK),
         },
     )

@@ -6,13 +6,15 @@ while the forward runs, and checkpointed layers carry them into their recomputat
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from .rows import DocumentRows, Group
 
 # What a packed batch says of its boundaries, position_ids aside
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -38,11 +40,45 @@ class PackedForward:
     max_length_k: int
     rows: int | None = None
     ignores_masks: bool = False
+    _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each document, on the host; the first use waits for the device."""
         return self.cu_seq_lens_q.diff().tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def documents(self, budget: float) -> "DocumentBatches":
+        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`); made once per pack."""
+        if budget not in self._batches:
+            device = self.cu_seq_lens_q.device
+            rows = DocumentRows(self.lengths, device, budget)
+            batches = []
+            for group in rows.groups:
+                bounds = torch.arange(group.num_rows + 1, dtype=torch.int32, device=device) * group.longest
+                running = PackedForward(bounds, bounds, group.longest, group.longest, rows=group.num_rows)
+                batches.append(DocumentBatch(group, running))
+            self._batches[budget] = DocumentBatches(rows, batches)
+        return self._batches[budget]
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Documents that a repaired module sees in one call, and the packed forward that is running meanwhile."""
+
+    group: Group
+    forward: PackedForward
+
+
+@dataclass(frozen=True)
+class DocumentBatches:
+    """All documents of a pack, in the batches that a repaired module sees."""
+
+    rows: DocumentRows
+    batches: list[DocumentBatch]
 
 
 # The packed forwards that are running, the innermost last.
@@ -125,8 +161,11 @@ class PackedForwardGuard:
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
-            running = _check_packed_batch(model, args, kwargs)
-            packed_forwards.append(replace(running, ignores_masks=self.ignores_masks))
+            running = packed_forwards[-1] if packed_forwards else None
+            if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard was here
+                running = _check_packed_batch(model, args, kwargs)
+                running = replace(running, ignores_masks=self.ignores_masks)
+            packed_forwards.append(running)
         self._entered.append(is_packed)
 
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:

@@ -10,9 +10,11 @@ from transformers import TrainerCallback
 from .attention import select_attention, set_attention
 from .compat import gather_lm_head_with_model
 from .config import SFTConfig
-from .forwards import base_model, mark_packed_forwards
+from .forwards import base_model, carry_boundaries, mark_packed_forwards
 from .isolation import check_isolation
-from .repair import UnpackedForward
+from .probe import Probe
+from .search import RepairSearch
+from .unpacking import UnpackedForward
 from .verdict import IsolationReport
 
 
@@ -30,6 +32,7 @@ class PackedModel:
         self.attention = select_attention(model, args.enforce_flash_attention, dtype, device_type=device_type)
         self.isolation: IsolationReport | None = None
         self._guard = mark_packed_forwards(model)
+        self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | None = None
 
     @property
@@ -38,23 +41,52 @@ class PackedModel:
         return self.isolation is not None and self.isolation.isolated and self.isolation.equal
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe the model as it is `wrapped`; on a leak, with `on_leak="unpack"`, unpack it and probe again."""
+        """Probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
         gather_lm_head_with_model(base_model(self.model))
-        self.isolation = found = check_isolation(wrapped, self.args.max_length)
-        if not self.is_proved and self.args.on_leak == "unpack" and self._unpacked is None:
-            self._guard.remove()
-            set_attention(self.model, self.attention.previous)
-            self._unpacked = UnpackedForward(self.model)
-            self.isolation = check_isolation(wrapped, self.args.max_length)
+        carry_boundaries(base_model(self.model))
+        self.isolation = found = self._check(wrapped)
+        if not self.is_proved and self.args.on_leak == "repair" and self._search is None and self._unpacked is None:
+            self._repair(wrapped)
+        if not self.is_proved and self.args.on_leak != "raise" and self._unpacked is None:
+            self._unpack()
+            self.isolation = self._check(wrapped)
             reason = f"UNPACKED, documents as rows of padded batches, because {found.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
+    def _check(self, wrapped: nn.Module) -> IsolationReport:
+        found = check_isolation(wrapped, self.args.max_length)
+        return found if self._search is None else replace(found, repaired=self._search.repairs)
+
+    def _repair(self, wrapped: nn.Module) -> None:
+        """Repair on the attention chosen, else on the model's own, whose masks may say more than boundaries."""
+        for name in dict.fromkeys((self.attention.name, self.attention.previous)):
+            if name != self.attention.name:
+                set_attention(self.model, name)
+            probe = Probe(wrapped)
+            search = RepairSearch(probe, self._guard, self.args.max_length)
+            with probe.undisturbed():
+                found = search.run()
+            if found.isolated and found.equal:
+                self._search = search
+                self.isolation = replace(found, repaired=search.repairs)
+                if name != self.attention.name:
+                    reason = f"the model's own, for {self.attention.name} cannot say what its masks say"
+                    self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)
+                return
+            search.remove()
+
+    def _unpack(self) -> None:
+        self._guard.remove()
+        set_attention(self.model, self.attention.previous)
+        self._unpacked = UnpackedForward(self.model)
+
     def release(self) -> None:
         """Give the model back as it was."""
         self._guard.remove()
-        if self._unpacked is not None:
-            self._unpacked.remove()
+        for installed in (self._search, self._unpacked):
+            if installed is not None:
+                installed.remove()
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
 

@@ -1,124 +1,157 @@
-"""Right on models that cannot be packed: the documents of a pack as rows of right-padded batches.
+"""A module that leaks sees each document of a pack by itself: as rows of a padded batch, or one after the other.
 
-The batches, their documents and the loss stay those of packed training; only the backbone sees rows. Later padding
-cannot reach earlier tokens of a causal model, so each document is computed as it is alone. It costs the padding.
+Everything around the module stays packed. One call for all documents keeps the calls of all ranks equal where
+parameters are sharded (ZeRO-3, FSDP); elsewhere documents of similar length share a call, and padding stays bounded.
+`search.py` finds the modules and the way; only the leak probe says whether it helped.
 """
 
+import inspect
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from .forwards import base_model
+from .axes import ModuleAxes
+from .forwards import DocumentBatch, DocumentBatches, PackedForward, in_backward, packed_forwards
 
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids")
+# What models call boundaries on the way to their kernels; a document by itself has none
+BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
 
-class UnpackedForward:
-    """Makes the backbone of `model` see each document of a packed row as a row of its own; `remove()` ends it.
+@dataclass(frozen=True)
+class Way:
+    """How a module sees the documents: in batches of rows or alone; with the positions of the pack, or its own."""
 
-    A forward without boundaries is left alone. Documents of similar length go together, in calls of no more padded
-    tokens than the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents go in one call, so that
-    all ranks gather the same parameters in the same order.
+    rows: bool
+    positions: bool
 
-    Attributes:
-        num_tokens, num_padded: tokens of the packs so far, and tokens that the backbone saw for them.
+    def __str__(self) -> str:
+        text = "as rows of a padded batch" if self.rows else "one after the other"
+        return text if self.positions else text + ", with its own positions"
+
+
+WAYS = (Way(True, True), Way(True, False), Way(False, True), Way(False, False))
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was repaired: the class of the modules, the first of them by name, how many, and the way."""
+
+    module: str
+    first: str
+    count: int
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.module} ({self.first}) {self.way}"
+
+
+class RepairedModule:
+    """Makes `module` see documents by themselves in packed forwards, and only there; `remove()` ends it.
+
+    Raises ValueError if the way is a loop over documents and the module's parameters are sharded: ranks that hold other
+    numbers of documents would gather parameters at other times.
     """
 
-    def __init__(self, model: nn.Module):
-        self.num_tokens = self.num_padded = 0
-        self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
-        self._running: list[_Documents | None] = []  # of each call of the backbone
-        inner = base_model(model)
-        # Of bart-like models the causal LM calls the decoder inside its base model.
-        decoder = inner.get_decoder()
-        backbone = inner.base_model if decoder is None or decoder is inner else decoder
-        # always_call: a forward that raises must not leave its documents to the next one
+    def __init__(self, module: nn.Module, axes: ModuleAxes, way: Way):
+        if not way.rows and is_sharded(module):
+            raise ValueError(
+                f"{type(module).__name__} was to see documents one after the other, but its parameters are sharded "
+                "(ZeRO-3 or FSDP): ranks with other numbers of documents would wait for each other forever. Set "
+                'on_leak="unpack".'
+            )
+        self.axes, self.way = axes, way
+        self._names = list(inspect.signature(module.forward).parameters)
+        self._running: list[tuple[PackedForward, tuple, dict[str, Any]] | None] = []
         self._handles = [
-            inner.register_forward_pre_hook(self._hear, with_kwargs=True),
-            inner.register_forward_hook(self._forget, always_call=True),
-            backbone.register_forward_pre_hook(self._enter, with_kwargs=True),
-            backbone.register_forward_hook(self._leave, always_call=True),
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # always_call: a forward that raises must not leave its documents to the next one
+            module.register_forward_hook(self._leave, always_call=True),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Many models do not hand boundaries on to their backbone.
-        self._boundaries.append(kwargs.get("cu_seq_lens_q"))
-
-    def _forget(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._boundaries:
-            self._boundaries.pop()
-
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        boundaries = kwargs.get("cu_seq_lens_q")
-        if boundaries is None:
-            boundaries = self._boundaries[-1] if self._boundaries else None
-        if boundaries is None:
+        running = packed_forwards[-1] if packed_forwards else None
+        if running is None and module.training and in_backward():
+            raise ValueError(
+                f"{type(module).__name__} is repaired for packing and is recomputed in backward, but the packed "
+                "forward it belongs to was not carried there: gradient checkpointing was enabled after the leak probe "
+                "had run. Call trl_packfix.forwards.carry_boundaries(model) after enabling it."
+            )
+        if running is None or running.rows is not None:  # not a pack, or inside a repaired module
             self._running.append(None)
             return None
-        tokens = args[0] if args else kwargs["input_ids"]
-        rest = {key: value for key, value in kwargs.items() if key not in (*BOUNDARIES, "input_ids", "attention_mask")}
-        documents = _Documents(tokens, boundaries.diff().tolist(), rest, _is_sharded(module))
-        self._running.append(documents)
-        self.num_tokens += tokens.shape[1]
-        self.num_padded += documents.num_padded
-        return (), documents.inputs(0)
+        self._running.append((running, args, kwargs))
+        first = self._documents(running, module).batches[0]
+        packed_forwards.append(first.forward)
+        return self._inputs(args, kwargs, first)
+
+    def _documents(self, running: PackedForward, module: nn.Module) -> DocumentBatches:
+        if not self.way.rows:
+            return running.documents(0)
+        return running.documents(inf if is_sharded(module) else running.num_tokens)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        documents = self._running.pop() if self._running else None
-        if documents is None or output is None:
+        state = self._running.pop() if self._running else None
+        if state is None:
             return output
-        outputs = [output] + [module.forward(**documents.inputs(i)) for i in range(1, len(documents.groups))]
-        if isinstance(output, tuple):
-            return (documents.flatten([each[0] for each in outputs])[None], *output[1:])
-        output["last_hidden_state"] = documents.flatten([each["last_hidden_state"] for each in outputs])[None]
-        if output.get("router_logits") is not None:
-            layers = zip(*(each["router_logits"] for each in outputs), strict=True)
-            output["router_logits"] = tuple(documents.flatten(list(layer)) for layer in layers)
-        return output
+        packed_forwards.pop()
+        if output is None:
+            return None
+        running, args, kwargs = state
+        documents = self._documents(running, module)
+        outputs = [output]
+        for batch in documents.batches[1:]:
+            packed_forwards.append(batch.forward)
+            try:
+                args_here, kwargs_here = self._inputs(args, kwargs, batch)
+                outputs.append(module.forward(*args_here, **kwargs_here))
+            finally:
+                packed_forwards.pop()
+        leaves = [tree_flatten_with_path(each)[0] for each in outputs]
+        joined = [
+            self._join(keystr(places[0][0]), [value for _, value in places], documents)
+            for places in zip(*leaves, strict=True)
+        ]
+        return tree_unflatten(joined, tree_flatten_with_path(output)[1])
+
+    def _inputs(self, args: tuple, kwargs: dict[str, Any], batch: DocumentBatch) -> tuple[tuple, dict[str, Any]]:
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        given = []
+        for path, value in leaves:
+            place = keystr(path)
+            name = path[1].key if path[0].idx == 1 else self._names[min(path[1].idx, len(self._names) - 1)]
+            if name.startswith(BOUNDARY_NAMES) or (name == "position_ids" and not self.way.positions):
+                value = None
+            elif isinstance(value, Tensor):
+                if place not in self.axes.inputs:
+                    raise ValueError(
+                        f"a repaired module was given a tensor of shape {tuple(value.shape)} at {place}, where the "
+                        'leak probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
+                    )
+                axes = self.axes.inputs[place]
+                value = value if axes is None else batch.group.split(value, axes)
+            elif place in self.axes.numbers:
+                value = batch.group.longest
+            given.append(value)
+        return tree_unflatten(given, tree)
+
+    def _join(self, place: str, values: list[Any], documents: DocumentBatches) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        axes = self.axes.outputs.get(place)
+        # States at the end of a row and attention weights have no place in a pack; whoever needs them will say so.
+        if axes is None or len(axes.tokens) != 1:
+            return values[0] if values[0].dim() == 0 and len(values) == 1 else None
+        return documents.rows.join(values, axes)
 
 
-class _Documents:
-    """The documents of one pack, grouped into right-padded batches."""
-
-    def __init__(self, tokens: Tensor, lengths: list[int], rest: dict[str, Any], is_sharded: bool):
-        self.lengths, self.rest = lengths, rest
-        self.parts = tokens[0].split(lengths)
-        self.groups: list[list[int]] = []
-        budget = float("inf") if is_sharded else sum(lengths)
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            group = self.groups[-1] if self.groups else None
-            if group is None or (len(group) + 1) * lengths[group[0]] > budget:
-                self.groups.append([i])
-            else:
-                group.append(i)
-
-    @property
-    def num_padded(self) -> int:
-        return sum(len(group) * self.lengths[group[0]] for group in self.groups)
-
-    def inputs(self, number: int) -> dict[str, Any]:
-        rows = [self.parts[i] for i in self.groups[number]]
-        return {
-            **self.rest,
-            "input_ids": nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        }
-
-    def flatten(self, batches: list[Tensor]) -> Tensor:
-        """Values of each group, (rows, length, ...) or (rows * length, ...), as (T, ...) without padding, in order."""
-        found: dict[int, Tensor] = {}
-        for group, values in zip(self.groups, batches, strict=True):
-            shape = (len(group), self.lengths[group[0]], values.shape[-1])
-            found.update(zip(group, values.reshape(shape), strict=True))
-        return torch.cat([found[i][: self.lengths[i]] for i in range(len(self.lengths))])
-
-
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether parameters are gathered per call: DeepSpeed ZeRO-3 marks them with `ds_id`, FSDP2 makes DTensors."""
     return any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in module.parameters())

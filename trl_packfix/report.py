@@ -103,6 +103,9 @@ class PackingReport:
             rows.append(("warning", f"{lost / given:.1%} of the trained tokens are lost: {remedy}"))
         rows.append(("attention", self.attention))
         if self.isolation is not None:
+            if self.isolation.repaired:
+                repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
+                rows.append(("repaired", f"{repairs}: these see each document by itself, which costs some padding"))
             rows.append(("isolation", _verdict(self.isolation)))
         return rows
 

@@ -1,11 +1,15 @@
 """Where information crosses: the smallest modules that let one document of a pack change another."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from .probe import CannotRun, Probe
 
 
 @dataclass(frozen=True)
@@ -17,74 +21,133 @@ class Leak:
     change: float
 
 
-Records = dict[str, tuple[Tensor | None, Tensor | None]]
+@dataclass(frozen=True)
+class Evidence:
+    """Two runs of the same document that should agree and do not.
 
-
-def find_leaks(
-    model: nn.Module,
-    run: Callable[[list[Tensor]], Any],
-    documents: list[Tensor],
-    changed: int,
-    variant: list[Tensor],
-    tolerance: float,
-) -> list[Leak]:
-    """The smallest modules whose input outside document `changed` stays while their output does not.
-
-    `run` feeds documents to the model as one pack; `variant` are the documents with one of them changed, of the same
-    lengths. Values are compared relative to the largest of each tensor.
+    `documents` as one pack, against `variant`, a pack in which some of them are other ones, or against the document
+    number `alone` in a forward of its own.
     """
-    lengths = [len(ids) for ids in documents]
-    outside = torch.ones(sum(lengths), dtype=torch.bool)
-    outside[sum(lengths[:changed]) : sum(lengths[: changed + 1])] = False
-    before, after = _record(model, run, documents), _record(model, run, variant)
+
+    documents: list[Tensor]
+    variant: list[Tensor] | None = None
+    alone: int | None = None
+    large: bool = False
+
+
+# Per module and call: inputs and outputs by the place where they were given, as (T, rest)
+Values = dict[str, Tensor]
+Records = dict[str, list[tuple[Values, Values]]]
+
+
+def find_leaks(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
+    """The smallest modules that get the same of a document in both runs and put out something else.
+
+    Values are compared relative to the largest of each tensor.
+    """
+    lengths = [len(ids) for ids in evidence.documents]
+    with recording(probe.inner, sum(lengths)) as first:
+        probe.packed(evidence.documents, evidence.large)
+    if evidence.variant is None:
+        assert evidence.alone is not None
+        ids = evidence.documents[evidence.alone]
+        with recording(probe.inner, len(ids)) as second:
+            probe.alone(ids, evidence.large)
+        pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
+    else:
+        others = [len(ids) for ids in evidence.variant]
+        with recording(probe.inner, sum(others)) as second:
+            probe.packed(evidence.variant, evidence.large)
+        same = [i for i, ids in enumerate(evidence.documents) if ids is evidence.variant[i]]
+        pairs = [(_span(lengths, i), _span(others, i)) for i in same]
     leaks = []
-    for name, module in model.named_modules():
-        if name in before and name in after:
-            came_in, went_out = (_moved(a, b, outside) for a, b in zip(before[name], after[name], strict=True))
+    for name, module in probe.inner.named_modules():
+        for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
+            came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
             if came_in <= tolerance < went_out:
                 leaks.append(Leak(name, type(module).__name__, went_out))
+                break
     names = [leak.name for leak in leaks]
     return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
 
 
-def _record(model: nn.Module, run: Callable[[list[Tensor]], Any], documents: list[Tensor]) -> Records:
-    """First input and first output with a token axis of every module, as (T, rest)."""
-    records: Records = {}
-    num_tokens = sum(len(ids) for ids in documents)
+def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
+    """The innermost module that was running when the model raised on this pack; None if it does not raise."""
+    running: list[str] = []
+    handles = []
 
-    def recorder(name: str) -> Callable:
-        def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            records[name] = (_by_token([*args, *kwargs.values()], num_tokens), _by_token(output, num_tokens))
+    def leave(*args: Any) -> None:  # what a forward hook returns would replace the output
+        running.pop()
 
-        return record
-
-    handles = [module.register_forward_hook(recorder(name), with_kwargs=True) for name, module in model.named_modules()]
+    for name, module in probe.inner.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
+        handles.append(module.register_forward_hook(leave))
     try:
-        run(documents)
+        probe.packed(documents)
+    except CannotRun:
+        return running[-1]
     finally:
         for handle in handles:
             handle.remove()
-    return records
+    return None
+
+
+@contextmanager
+def recording(model: nn.Module, num_tokens: int) -> Iterator[Records]:
+    """What goes into and comes out of every module, where it has an axis of `num_tokens`.
+
+    A module that repairs itself is seen from outside: its inputs before its own hooks, its outputs after them.
+    """
+    records: Records = {}
+    inputs: dict[str, list[Values]] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            inputs.setdefault(name, []).append(_by_token((args, kwargs), num_tokens))
+
+        def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+            records.setdefault(name, []).append((inputs[name].pop(), _by_token(output, num_tokens)))
+
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _inside(name: str, parent: str) -> bool:
     return not parent or name.startswith(parent + ".")
 
 
-def _by_token(values: Any, num_tokens: int) -> Tensor | None:
-    """The first floating tensor with a token axis, as (T, rest), in fp32."""
-    if isinstance(values, dict):
-        values = list(values.values())
-    for value in values if isinstance(values, list | tuple) else [values]:
-        if isinstance(value, Tensor) and value.is_floating_point() and num_tokens in value.shape[:3]:
+def _span(lengths: list[int], index: int) -> slice:
+    return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+
+
+def _by_token(values: Any, num_tokens: int) -> Values:
+    found = {}
+    for path, value in tree_flatten_with_path(values)[0]:
+        if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
-            return value.detach().movedim(axis, 0).reshape(num_tokens, -1).float().cpu()
-    return None
+            found[keystr(path)] = value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu()
+    return found
 
 
-def _moved(before: Tensor | None, after: Tensor | None, outside: Tensor) -> float:
-    """Largest change outside the changed document, relative to the largest value; 0 where there is nothing to see."""
-    if before is None or after is None or before.shape != after.shape:
-        return 0.0
-    gap = (before[outside] - after[outside]).abs().max().item()
-    return gap / max(before.abs().max().item(), 1e-30)
+def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
+    """Largest change of these spans, relative to the largest value of each tensor; 0 where there is nothing to see."""
+    largest = 0.0
+    for place in before.keys() & after.keys():
+        one, other = before[place], after[place]
+        if one.shape[1] != other.shape[1]:  # a mask (T, T) of another T
+            continue
+        if one.is_complex():
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        one, other = one.double(), other.double()
+        scale = one.abs().max().clamp(min=1e-30)
+        for here, there in pairs:
+            gap = (one[here] - other[there]).abs()
+            if gap.numel():
+                largest = max(largest, (gap.max() / scale).item())
+    return largest

@@ -27,7 +27,14 @@ ATTENTION_NAME = "packfix_varlen"
 
 
 class OwnMaskError(ValueError):
-    """A packed forward met a mask of the model's own, which no kernel takes."""
+    """A packed forward met a mask of the model's own, which no kernel takes.
+
+    `is_boundary`: it only says who sees whom, so boundaries may stand for it; a bias or a learned mask says more.
+    """
+
+    def __init__(self, message: str, mask: Tensor | None):
+        super().__init__(message)
+        self.is_boundary = mask is None or (not mask.requires_grad and len(mask.unique()) <= 2)
 
 
 def varlen_attention(
@@ -107,16 +114,17 @@ def varlen_mask(
     running = packed_forwards[-1] if packed_forwards else None
     if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
         return sdpa_mask(batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **kwargs)
-    if attention_mask is not None or batch_size != (running.rows or 1) or q_length != kv_length:
-        given = "an attention_mask, " if attention_mask is not None else ""
+    if batch_size != (running.rows or 1) or q_length != kv_length:
         raise ValueError(
-            f"a packed forward has {given}{batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
+            f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
             f"document attends to itself only, without padding or cache. {FEED_A_PACK}"
         )
-    if kwargs.get("use_vmap") and not running.ignores_masks:
+    if (attention_mask is not None or kwargs.get("use_vmap")) and not running.ignores_masks:
+        given = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
         raise OwnMaskError(
-            f"the model lays a mask of its own over the causal one (pack of {q_length} tokens): {ATTENTION_NAME} "
-            "builds no mask and would lose it. Set enforce_flash_attention=False with attn_implementation='sdpa'."
+            f"the model lays {given} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
+            f"it. {FEED_A_PACK}",
+            attention_mask,
         )
     return None
 
@@ -150,7 +158,8 @@ def _check_packed_call(
             f"{name} got an attention_mask of shape {tuple(mask.shape)} in a packed or training forward: the "
             f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (In eval mode "
             "transformers builds this mask itself unless trl_packfix.forwards.mark_packed_forwards(model) was "
-            "called.)"
+            "called.)",
+            mask,
         )
     if query.shape[0] != 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from .repair import Repair
 from .tracing import Leak
 
 NUM_SHOWN = 5  # modules that a message names
@@ -27,6 +28,7 @@ class IsolationReport:
         unreachable: thresholds of the model that lie above `max_length`, not tested.
         attention: the implementation that was tested.
         error: what the model raised on a pack; it cannot be packed then.
+        repaired: what was repaired before this verdict, and how.
     """
 
     isolated: bool
@@ -39,6 +41,7 @@ class IsolationReport:
     leaks: list[Leak] = field(default_factory=list)
     unreachable: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    repaired: list[Repair] = field(default_factory=list)
 
     def summary(self) -> str:
         """What was found, in one line."""

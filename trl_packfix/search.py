@@ -1,0 +1,159 @@
+"""The search for a repair: which modules must see documents by themselves, and how, until the leak probe is content.
+
+Nothing is known about a model in advance. The probe shows two runs that should agree; the smallest module where they
+part is repaired, together with all others of its class; and so on. Where no way of dividing its arguments helps, its
+parent takes its place, up to the backbone.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from .axes import ModuleAxes, NotLearned, learn_axes
+from .forwards import PackedForwardGuard
+from .isolation import LENGTHS, judge, refused
+from .probe import CannotRun, Probe
+from .repair import WAYS, Repair, RepairedModule, Way
+from .tracing import Evidence, find_leaks, find_raising
+from .varlen import OwnMaskError
+from .verdict import IsolationReport
+
+MAX_ROUNDS = 40  # more than any model took by far; each costs a probe
+
+
+@dataclass
+class _Site:
+    """Modules of one class, repaired alike."""
+
+    names: list[str]
+    ways: Iterator[Way]
+    way: Way | None = None
+    repaired: list[RepairedModule] | None = None
+
+    def remove(self) -> None:
+        for module in self.repaired or []:
+            module.remove()
+        self.repaired = None
+
+
+class RepairSearch:
+    """Repairs the model of a probe; `remove()` gives it back as it was.
+
+    Args:
+        probe: of the model as it trains; call inside `probe.undisturbed()`.
+        guard: of the model, which may be told to drop masks that the model makes itself.
+        max_length: the longest document of the run, in tokens.
+    """
+
+    def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
+        self.probe, self.guard, self.max_length = probe, guard, max_length
+        self._sites: dict[type[nn.Module], _Site] = {}
+        self._modules = dict(probe.inner.named_modules())
+
+    def run(self) -> IsolationReport:
+        """Repair until documents are isolated and equal to themselves alone, or nothing is left to try."""
+        for _ in range(MAX_ROUNDS):
+            try:
+                report, evidence = judge(self.probe, self.max_length)
+            except CannotRun as error:
+                report = refused(self.probe, error)
+                if not self.guard.ignores_masks and self._masks_are_boundaries():
+                    self.guard.ignores_masks = True
+                    continue
+                name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
+            else:
+                if evidence is None:
+                    return report
+                name = self._locate(report, evidence)
+            if name is None or not self._repair(self._outermost(name)):
+                break
+        return report
+
+    def remove(self) -> None:
+        for site in self._sites.values():
+            site.remove()
+        self._sites.clear()
+        self.guard.ignores_masks = False
+
+    @property
+    def repairs(self) -> list[Repair]:
+        """What is repaired now."""
+        return [
+            Repair(kind.__name__, site.names[0], len(site.names), str(site.way)) for kind, site in self._sites.items()
+        ]
+
+    def _masks_are_boundaries(self) -> bool:
+        """Whether the model raises over a mask that says no more than the boundaries, seen with gradients."""
+        try:
+            self.probe.packed([self.probe.tokens(n) for n in LENGTHS], gradient=True)
+        except CannotRun as error:
+            return isinstance(error.__cause__, OwnMaskError) and error.__cause__.is_boundary
+        return False
+
+    def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
+        """The smallest module where the two runs part."""
+        # What only the gradient shows is below the tolerance of the forwards
+        tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
+        leaks = find_leaks(self.probe, evidence, tolerance)
+        return leaks[0].name if leaks else None
+
+    def _outermost(self, name: str) -> str:
+        """The repaired module around this one, else the smallest that is not torch's: those mix nothing alone."""
+        outer = [other for other in self._repaired() if name == other or name.startswith(other + ".")]
+        if outer:
+            return min(outer, key=len)
+        while type(self._modules[name]).__module__.startswith("torch.") and "." in name:
+            name = name.rpartition(".")[0]
+        return name
+
+    def _repaired(self) -> list[str]:
+        return [name for site in self._sites.values() for name in site.names]
+
+    def _repair(self, name: str) -> bool:
+        """Repair this module and all of its class in the next way that there is, else its parent; False at the top."""
+        while name:
+            kind = type(self._modules[name])
+            if kind not in self._sites:
+                names = [other for other, module in self._modules.items() if type(module) is kind]
+                self._drop_inside(names)
+                self._sites[kind] = _Site(names, iter(WAYS))
+            if self._next_way(self._sites[kind]):
+                return True
+            self._sites.pop(kind).remove()
+            name = self._parent(name)
+        return False
+
+    def _next_way(self, site: _Site) -> bool:
+        site.remove()
+        for way in site.ways:
+            try:
+                axes = learn_axes(self.probe, site.names)
+                if not way.positions and not _takes_positions(axes.values()):
+                    continue
+                if not axes:
+                    return False
+                # A run that raises ends before the last of them: those are called as the others of their class.
+                known = next(iter(axes.values()))
+                site.repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
+            except (NotLearned, ValueError):
+                continue
+            site.way = way
+            return True
+        return False
+
+    def _drop_inside(self, names: list[str]) -> None:
+        for kind, site in list(self._sites.items()):
+            if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
+                self._sites.pop(kind).remove()
+
+    def _parent(self, name: str) -> str:
+        """The next module above that is called: lists of modules are not."""
+        name = name.rpartition(".")[0]
+        while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):
+            name = name.rpartition(".")[0]
+        return name
+
+
+def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
+    return any("position_ids" in place for each in axes for place in each.inputs)
