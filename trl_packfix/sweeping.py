@@ -1,0 +1,115 @@
+"""One model type after another: what packing does on a tiny random model of it, and whether its verdict is true."""
+
+import tempfile
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import zoo
+from .config import SFTConfig
+from .judging import Judge, Judgement, packed_by_trl
+from .proving import PackedModel
+from .verdict import IsolationReport
+
+MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
+VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for one model type: the columns of docs/compatibility.csv.
+
+    Attributes:
+        kind: "causal" or "image-text": the auto class that loads it.
+        verdict: on what it trains packed: "native" (its own attention is right, too), "varlen" (only ours is),
+            "repaired", "unpack only" (documents as rows of padded batches), "refused", or "no text" (it cannot be built
+            or takes no text alone).
+        error: largest relative difference of this training from each document alone, by the judge; where it is.
+        stock_trl: the untouched model on TRL's own batches: "isolated", "leaks" or "refuses"; by how much.
+        false_negatives: probes that found nothing where the judge did: silent leaks. Of up to three: the model's own
+            attention, ours, and after the repair.
+        false_positives: probes that found something where the judge did not.
+        reason: why it is not packed as it is.
+    """
+
+    model_type: str
+    kind: str
+    verdict: str
+    attention: str = ""
+    error: float = 0.0
+    where: str = ""
+    stock_trl: str = ""
+    stock_error: float = 0.0
+    probes: int = 0
+    false_negatives: int = 0
+    false_positives: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    report: IsolationReport
+    judgement: Judgement
+    attention: str
+    repaired: Any
+
+    @property
+    def proved(self) -> bool:
+        return self.report.isolated and self.report.equal
+
+
+def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None, seed: int = 0) -> Row:
+    """Judge one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig` (None: its default)."""
+    try:
+        pristine = zoo.build_model(model_type, kind, seed)
+        judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    except Exception as error:  # anything a model's own code raises is its reason
+        return Row(model_type, kind, "no text", reason=_message(error))
+    stock = judge.judge(pristine, packed_by_trl)
+
+    def attempt(**settings: Any) -> _Attempt:
+        model = zoo.build_model(model_type, kind, seed)
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # enforce_flash_attention=False warns of its price
+            args = SFTConfig(folder, packing=True, max_length=MAX_LENGTH, use_cpu=True, bf16=False, **settings)
+            packed = PackedModel(model, args, torch.float32)
+            report = packed.prove(model)
+            return _Attempt(report, judge.judge(model), packed.attention.name, getattr(packed, "repaired", None))
+
+    attempts = [attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")]
+    own, ours = attempts
+    final, verdict = ours, "native" if own.proved else "varlen"
+    if not ours.proved:
+        final = attempt(**({} if on_leak is None else {"on_leak": on_leak}))
+        attempts.append(final)
+        verdict = "refused" if not final.proved else "repaired" if final.repaired else "unpack only"
+    return Row(
+        model_type,
+        kind,
+        verdict,
+        attention=final.attention,
+        error=final.judgement.error,
+        where=final.judgement.where,
+        stock_trl="refuses" if stock.refusal else "isolated" if stock.right else "leaks",
+        stock_error=stock.error,
+        probes=len(attempts),
+        false_negatives=sum(each.proved and not each.judgement.right for each in attempts),
+        false_positives=sum(not each.proved and each.judgement.right for each in attempts),
+        reason=_reason(verdict, own, ours, final),
+    )
+
+
+def _reason(verdict: str, own: _Attempt, ours: _Attempt, final: _Attempt) -> str:
+    if verdict == "native":
+        return ""
+    if verdict == "varlen":
+        return f"its own attention: {own.report.summary()}"
+    if verdict == "refused":
+        return final.report.summary()
+    return ours.report.summary()
+
+
+def _message(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

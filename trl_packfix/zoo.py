@@ -1,0 +1,213 @@
+"""Tiny random models of every causal language model type that the installed transformers knows.
+
+A type's own default config is shrunk field by field: sizes that are known by name become small, of each list with one
+entry per layer one layer of every kind is kept, dropout is off, and everything else stays as the type has it. What
+cannot fit that way is a row of `EXCEPTIONS`. Weights get noise on top of their initialisation, so that what starts at
+zero or one (biases, norms, gates, sinks) takes part.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+VOCABULARY = 128  # tokens; those below FIRST_WORD may mean something to a model
+FIRST_WORD = 16
+WIDTH = 32
+HEADS = 4
+HEAD_DIM = 8
+NOISE = 0.02  # standard deviation; the usual initialisation has the same
+
+# The largest value of a field, by its name; a smaller one of the type's own stays.
+SIZES = {
+    name: size
+    for size, names in {
+        VOCABULARY: "vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input "
+        "unpadded_vocab_size ngram_vocab_size_base text_vocab_size decoder_vocab_size",
+        WIDTH: "hidden_size d_model n_embd emb_dim embed_dim out_hidden_size embedding_size input_embedding_size "
+        "output_embedding_size mamba_d_ssm projection_dim shape_embed_dim pronunciation_embed_dim expand_dim proj_dim "
+        "vision_output_dim projector_hidden_size prompt_mid_dim",
+        48: "intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff decoder_ffn_dim encoder_ffn_dim "
+        "ffn_dim ffn_hidden_size expert_ffn_hidden_size feed_forward_size intermediate_size_mlp mlp_dim "
+        "num_intermediate dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size "
+        "shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size",
+        HEADS: "rotary_dim num_attention_heads_per_layer num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
+        "attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts "
+        "num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
+        "linear_num_heads zero_expert_num",
+        2: "num_experts_per_tok moe_topk moe_k n_group index_n_heads hc_mult hc_count mamba_n_groups "
+        "n_groups o_groups heads_per_ngram linear_num_key_heads num_kv_heads n_mamba_heads num_codebooks",
+        HEAD_DIM: "head_dim swa_head_dim dim_head kv_channels attention_head_size qk_nope_head_dim v_head_dim "
+        "qk_rope_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim d_rel "
+        "mamba_head_dim state_size ssm_state_size mamba_d_state",
+        # Lengths at which a model treats a token in another way: short documents must reach them.
+        HEAD_DIM + 1: "sliding_window attention_chunk_size sliding_window_size local_attention attention_window_size "
+        "window_size keep_window_size chunk_size mamba_chunk_size rel_extent linear_chunk_size",
+        16: "kv_lora_rank q_lora_rank o_lora_rank hc_lowrank ple_embed_dim router_hidden_size laurel_rank "
+        "hidden_size_per_layer_input adapter_rank",
+        6: "index_topk",
+        1: "topk_group num_shared_experts n_shared_experts moe_num_shared_experts",
+        512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
+        "context_length",
+        # of vision and audio parts, which no text reaches
+        24: "image_size",
+        12: "patch_size",
+    }.items()
+    for name in names.split()
+}
+LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+    "num_decoder_layers depth"
+).split()
+KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8},
+    "minimax": {"block_size": 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1],
+        "eos_token_id": 2,
+        "split_ngram_parts": 2,
+        "make_ngram_vocab_size_divisible_by": 8,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    # trained on documents of any length, which axial positions refuse
+    "reformer": {"axial_pos_embds": False, "hash_seed": 0, "num_buckets": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 9},
+}
+
+
+def causal_types() -> list[str]:
+    """Model types that load as causal language models, in alphabetical order."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def image_text_types() -> list[str]:
+    """Model types that load as image-text models, and as such train on text alone, in alphabetical order."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny random model in fp32 on the CPU, the same for the same arguments.
+
+    Args:
+        model_type: of `causal_types()`, or of `image_text_types()` with `kind="image-text"`.
+        changes: fields of the config, over everything else.
+    """
+    auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
+    config_class = CONFIG_MAPPING[model_type]
+    config = config_class(**shrink(config_class(**REFERENCES.get(model_type, {}))) | changes)
+    return random_model(config, auto, seed)
+
+
+def random_model(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights in fp32, noise on all of them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+    return model
+
+
+def shrink(config: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments that make a tiny config of the class of `config`."""
+    given = vars(config)  # not getattr: configs with settings per layer refuse it
+    stored = {
+        name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters
+    }
+    values: dict[str, Any] = {}
+    per_layer: dict[str, Sequence] = {}
+    num_layers = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), None)
+    for name, key in stored.items():
+        value = given.get(key)
+        if isinstance(value, PreTrainedConfig):
+            values[name] = shrink(value) | {"model_type": value.model_type}
+        elif name in KEY_VALUE_HEADS:
+            values[name] = _key_value_heads(value, given.get(name.replace("key_value", "attention")))
+        elif name == "head_dim":
+            values[name] = HEAD_DIM
+        elif name == "is_decoder":
+            values[name] = True
+        elif isinstance(value, bool):
+            continue
+        elif isinstance(value, int) and name in LAYERS:
+            values[name] = 2
+        elif isinstance(value, int) and name in SIZES:
+            values[name] = min(value, SIZES[name])
+        elif isinstance(value, int) and _names_a_token(name) and value >= FIRST_WORD:
+            values[name] = 3 + sum(map(_names_a_token, values))
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            values[name] = 0.0
+        elif name == "eos_token_id" and isinstance(value, list):
+            values[name] = 2
+        elif isinstance(value, list | tuple) and len(value) == num_layers and value != list(range(num_layers)):
+            per_layer[name] = value
+    if per_layer:
+        kinds = list(zip(*per_layer.values(), strict=True))
+        kept = sorted({kinds.index(kind) for kind in kinds})
+        kept = [0, 1] if len(kept) == 1 else kept
+        values |= {name: [SIZES.get(name, value[i]) for i in kept] for name, value in per_layer.items()}
+        values |= {name: len(kept) for name in LAYERS if name in values}
+    return values | EXCEPTIONS.get(config.model_type, {})
+
+
+def _names_a_token(name: str) -> bool:
+    return name.endswith(("token_id", "token_index"))
+
+
+def _key_value_heads(value: int | None, query_heads: int | None) -> int:
+    if value == 1:
+        return 1
+    return HEADS if value is not None and value == query_heads else HEADS // 2
+
+
+REFERENCES: dict[str, dict[str, Any]] = {}
