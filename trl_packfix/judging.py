@@ -54,8 +54,10 @@ class Judge:
     def __init__(self, pristine: nn.Module, hidden_size: int, first_token: int, vocab_size: int, seed: int = 2026):
         self.pristine = pristine.train()
         generator = torch.Generator().manual_seed(seed)
+        # No token twice in a document: models that pick tokens by content (doge) break the tie by the row's length.
+        words = vocab_size - first_token
         self.cases = {
-            name: [torch.randint(first_token, vocab_size, (n,), generator=generator) for n in lengths]
+            name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
         self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}

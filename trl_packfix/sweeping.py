@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -74,8 +75,11 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # enforce_flash_attention=False warns of its price
             args = SFTConfig(folder, packing=True, max_length=MAX_LENGTH, use_cpu=True, bf16=False, **settings)
-            packed = PackedModel(model, args, torch.float32)
-            report = packed.prove(model)
+            try:
+                packed = PackedModel(model, args, torch.float32)
+                report = packed.prove(model)
+            except Exception as error:
+                return _Attempt(_crash(error), judge.judge(model), "", None)
             return _Attempt(report, judge.judge(model), packed.attention.name, getattr(packed, "repaired", None))
 
     attempts = [attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")]
@@ -99,6 +103,10 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         reason=_reason(verdict, own, ours, final),
     )
+
+
+def _crash(error: Exception) -> IsolationReport:
+    return IsolationReport(False, False, inf, inf, None, 0.0, "", error=f"the probe itself raised {_message(error)}")
 
 
 def _reason(verdict: str, own: _Attempt, ours: _Attempt, final: _Attempt) -> str:

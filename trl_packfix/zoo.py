@@ -30,10 +30,10 @@ SIZES = {
     name: size
     for size, names in {
         VOCABULARY: "vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input "
-        "unpadded_vocab_size ngram_vocab_size_base text_vocab_size decoder_vocab_size",
+        "unpadded_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base text_vocab_size decoder_vocab_size",
         WIDTH: "hidden_size d_model n_embd emb_dim embed_dim out_hidden_size embedding_size input_embedding_size "
         "output_embedding_size mamba_d_ssm projection_dim shape_embed_dim pronunciation_embed_dim expand_dim proj_dim "
-        "vision_output_dim projector_hidden_size prompt_mid_dim",
+        "hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size text_hidden_size vision_output_dim projector_hidden_size prompt_mid_dim",
         48: "intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff decoder_ffn_dim encoder_ffn_dim "
         "ffn_dim ffn_hidden_size expert_ffn_hidden_size feed_forward_size intermediate_size_mlp mlp_dim "
         "num_intermediate dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size "
@@ -42,7 +42,7 @@ SIZES = {
         "attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts "
         "num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
         "linear_num_heads zero_expert_num",
-        2: "num_experts_per_tok moe_topk moe_k n_group index_n_heads hc_mult hc_count mamba_n_groups "
+        2: "num_experts_per_tok moe_topk moe_k n_group hc_mult hc_count mamba_n_groups "
         "n_groups o_groups heads_per_ngram linear_num_key_heads num_kv_heads n_mamba_heads num_codebooks",
         HEAD_DIM: "head_dim swa_head_dim dim_head kv_channels attention_head_size qk_nope_head_dim v_head_dim "
         "qk_rope_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim d_rel "
@@ -50,7 +50,8 @@ SIZES = {
         # Lengths at which a model treats a token in another way: short documents must reach them.
         HEAD_DIM + 1: "sliding_window attention_chunk_size sliding_window_size local_attention attention_window_size "
         "window_size keep_window_size chunk_size mamba_chunk_size rel_extent linear_chunk_size",
-        16: "kv_lora_rank q_lora_rank o_lora_rank hc_lowrank ple_embed_dim router_hidden_size laurel_rank "
+        # an indexer of few heads scores many tokens exactly 0 and picks among them by chance
+        16: "index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank ple_embed_dim router_hidden_size laurel_rank "
         "hidden_size_per_layer_input adapter_rank",
         6: "index_topk",
         1: "topk_group num_shared_experts n_shared_experts moe_num_shared_experts",
@@ -118,6 +119,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     # trained on documents of any length, which axial positions refuse
     "reformer": {"axial_pos_embds": False, "hash_seed": 0, "num_buckets": 2},
+    **dict.fromkeys(
+        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text glm_ocr_text paddleocr_vl_text hunyuan_vl_text".split(),
+        {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
+    ),
+    **dict.fromkeys(
+        "glm4v_text glm4v_moe_text".split(),
+        {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+    ),
+    "ernie4_5_vl_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}},
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGA": 5}},
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "glm5_next_text": {"index_kpool": 3},
+    "granite4_vision": {"deepstack_layer_map": []},
+    "step3p5": {"sliding_window": 9},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 9},
@@ -169,7 +185,9 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     num_layers = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), None)
     for name, key in stored.items():
         value = given.get(key)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, dict) and "mrope_section" in value:
+            values[name] = value | {"mrope_section": _mrope_section(value)}
+        elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
         elif name in KEY_VALUE_HEADS:
             values[name] = _key_value_heads(value, given.get(name.replace("key_value", "attention")))
@@ -202,6 +220,13 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _names_a_token(name: str) -> bool:
     return name.endswith(("token_id", "token_index"))
+
+
+def _mrope_section(rope: dict[str, Any]) -> list[int]:
+    """Frequencies of time, height and width: as many as a tiny head rotates, in about the same shares."""
+    wanted, given = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
+    section = [wanted * share // sum(given) for share in given]
+    return [wanted - sum(section[1:]), *section[1:]]
 
 
 def _key_value_heads(value: int | None, query_heads: int | None) -> int:
