@@ -13,6 +13,7 @@ from .config import SFTConfig
 from .forwards import base_model, carry_boundaries, mark_packed_forwards
 from .isolation import check_isolation
 from .probe import Probe
+from .repair import Repair
 from .search import RepairSearch
 from .unpacking import UnpackedForward
 from .verdict import IsolationReport
@@ -40,6 +41,11 @@ class PackedModel:
         """Whether the last probe found documents isolated and equal to themselves alone."""
         return self.isolation is not None and self.isolation.isolated and self.isolation.equal
 
+    @property
+    def repaired(self) -> list[Repair]:
+        """What was repaired, and how; empty where nothing had to be."""
+        return [] if self._search is None else self._search.repairs
+
     def prove(self, wrapped: nn.Module) -> IsolationReport:
         """Probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
         gather_lm_head_with_model(base_model(self.model))
@@ -56,7 +62,7 @@ class PackedModel:
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
         found = check_isolation(wrapped, self.args.max_length)
-        return found if self._search is None else replace(found, repaired=self._search.repairs)
+        return replace(found, repaired=self.repaired)
 
     def _repair(self, wrapped: nn.Module) -> None:
         """Repair on the attention chosen, else on the model's own, whose masks may say more than boundaries."""
