@@ -78,7 +78,10 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         seen.append((gap, Evidence(long, short, large=True)))
 
     gradient = None if probe.is_wrapped else probe.gradient(documents)
-    change, leak = max(seen, key=lambda pair: pair[0])
+    change = max(gap for gap, _ in seen)
+    # Where tokens alone show it, nothing else has moved, and the place can be seen best.
+    leaking = [pair for pair in seen if pair[0] > tolerance] or seen
+    _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
     moved = change > tolerance
     report = IsolationReport(

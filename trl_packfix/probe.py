@@ -50,7 +50,7 @@ class Probe:
         self.attention = self.config._attn_implementation or "its own"
         self._collate = PackedDataCollator()
         self._generator = torch.Generator().manual_seed(0)
-        special = {self.config.pad_token_id, self.config.eos_token_id, self.config.bos_token_id}
+        special = {getattr(self.config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
         self._low = max([t for t in special if isinstance(t, int) and t < self.config.vocab_size // 2], default=0) + 1
 
     def tokens(self, length: int) -> Tensor:

@@ -77,14 +77,8 @@ class RepairedModule:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        running = packed_forwards[-1] if packed_forwards else None
-        if running is None and module.training and in_backward():
-            raise ValueError(
-                f"{type(module).__name__} is repaired for packing and is recomputed in backward, but the packed "
-                "forward it belongs to was not carried there: gradient checkpointing was enabled after the leak probe "
-                "had run. Call trl_packfix.forwards.carry_boundaries(model) after enabling it."
-            )
-        if running is None or running.rows is not None:  # not a pack, or inside a repaired module
+        running = _running(module)
+        if running is None:
             self._running.append(None)
             return None
         self._running.append((running, args, kwargs))
@@ -150,6 +144,44 @@ class RepairedModule:
         if axes is None or len(axes.tokens) != 1:
             return values[0] if values[0].dim() == 0 and len(values) == 1 else None
         return documents.rows.join(values, axes)
+
+
+class RestartedPositions:
+    """Makes positions that `module` is given at `place` start with `first` at each document, in packed forwards.
+
+    For models that count positions over the whole pack (bart), or from another number than the batch does (roberta).
+    """
+
+    def __init__(self, module: nn.Module, place: str, axis: int, first: int):
+        self.place, self.axis, self.first = place, axis, first
+        self._handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        running = _running(module)
+        if running is None:
+            return None
+        starts = running.documents(0).rows.starts
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        given = [
+            value - value.index_select(self.axis, starts) + self.first if keystr(path) == self.place else value
+            for path, value in leaves
+        ]
+        return tree_unflatten(given, tree)
+
+
+def _running(module: nn.Module) -> PackedForward | None:
+    """The packed forward that this module has to divide; None outside of packs and inside a repaired module."""
+    running = packed_forwards[-1] if packed_forwards else None
+    if running is None and module.training and in_backward():
+        raise ValueError(
+            f"{type(module).__name__} is repaired for packing and is recomputed in backward, but the packed forward it "
+            "belongs to was not carried there: gradient checkpointing was enabled after the leak probe had run. Call "
+            "trl_packfix.forwards.carry_boundaries(model) after enabling it."
+        )
+    return None if running is None or running.rows is not None else running
 
 
 def is_sharded(module: nn.Module) -> bool:

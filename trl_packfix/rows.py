@@ -92,6 +92,9 @@ class DocumentRows:
         lengths: tokens of each document.
         device: where the tensors are.
         budget: most padded tokens of a group; 0 makes every document a group of its own, infinity one group of all.
+
+    Attributes:
+        starts: where the document of each token starts, (T,).
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float):
@@ -114,6 +117,8 @@ class DocumentRows:
                 offset[starts[i] : starts[i + 1]] = torch.arange(lengths[i])
             end += len(members) * longest
         self._place, self._offset = place.to(device), offset.to(device)
+        # where the document of each token starts
+        self.starts = (torch.arange(self.num_tokens) - offset).to(device)
 
     @property
     def num_padded(self) -> int:

@@ -14,8 +14,8 @@ from .axes import ModuleAxes, NotLearned, learn_axes
 from .forwards import PackedForwardGuard
 from .isolation import LENGTHS, judge, refused
 from .probe import CannotRun, Probe
-from .repair import WAYS, Repair, RepairedModule, Way
-from .tracing import Evidence, find_leaks, find_raising
+from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
+from .tracing import Evidence, find_leaks, find_raising, find_shifted
 from .varlen import OwnMaskError
 from .verdict import IsolationReport
 
@@ -49,6 +49,7 @@ class RepairSearch:
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe, self.guard, self.max_length = probe, guard, max_length
         self._sites: dict[type[nn.Module], _Site] = {}
+        self._restarted: list[tuple[RestartedPositions, Repair]] = []
         self._modules = dict(probe.inner.named_modules())
 
     def run(self) -> IsolationReport:
@@ -56,6 +57,8 @@ class RepairSearch:
         for _ in range(MAX_ROUNDS):
             try:
                 report, evidence = judge(self.probe, self.max_length)
+                if evidence is not None and not self._restarted and self._restart_positions():
+                    continue
             except CannotRun as error:
                 report = refused(self.probe, error)
                 if not self.guard.ignores_masks and self._masks_are_boundaries():
@@ -74,12 +77,15 @@ class RepairSearch:
         for site in self._sites.values():
             site.remove()
         self._sites.clear()
+        for restarted, _ in self._restarted:
+            restarted.remove()
+        self._restarted.clear()
         self.guard.ignores_masks = False
 
     @property
     def repairs(self) -> list[Repair]:
         """What is repaired now."""
-        return [
+        return [repair for _, repair in self._restarted] + [
             Repair(kind.__name__, site.names[0], len(site.names), str(site.way)) for kind, site in self._sites.items()
         ]
 
@@ -90,6 +96,13 @@ class RepairSearch:
         except CannotRun as error:
             return isinstance(error.__cause__, OwnMaskError) and error.__cause__.is_boundary
         return False
+
+    def _restart_positions(self) -> bool:
+        for each in find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS]):
+            module = self._modules[each.name]
+            repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
+            self._restarted.append((RestartedPositions(module, each.place, each.axis, each.first), repair))
+        return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
         """The smallest module where the two runs part."""

@@ -34,9 +34,13 @@ class Evidence:
     alone: int | None = None
     large: bool = False
 
+    @property
+    def same_length(self) -> bool:
+        return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
 
-# Per module and call: inputs and outputs by the place where they were given, as (T, rest)
-Values = dict[str, Tensor]
+
+# Per module and call: inputs and outputs by the place where they were given: the axis of tokens, and (T, rest)
+Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
 
 
@@ -69,6 +73,43 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]
                 break
     names = [leak.name for leak in leaks]
     return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
+
+
+@dataclass(frozen=True)
+class ShiftedPositions:
+    """Positions that count differently in a pack: what module `name` gets at `place` starts with `first` alone."""
+
+    name: str
+    place: str
+    axis: int
+    first: int
+
+
+def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
+    """Innermost modules whose positions count up in each document, but from another number than in it alone."""
+    lengths = [len(ids) for ids in documents]
+    with recording(probe.inner, sum(lengths)) as packed:
+        probe.packed(documents)
+    alone = []
+    for ids in documents:
+        with recording(probe.inner, len(ids)) as records:
+            probe.alone(ids)
+        alone.append(records)
+    found = []
+    for name in packed:
+        for place, (axis, values) in packed[name][0][0].items():
+            if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
+                continue
+            given = [records[name][0][0].get(place) if name in records else None for records in alone]
+            if any(each is None for each in given):
+                continue
+            counts = [each[1].flatten() for each in given]
+            parts = values.flatten().split(lengths)
+            counts_up = all(torch.equal(part.diff(), torch.ones_like(part[1:])) for part in [*counts, *parts])
+            first = {int(each[0]) for each in counts}
+            if counts_up and len(first) == 1 and any(int(part[0]) not in first for part in parts):
+                found.append(ShiftedPositions(name, place, axis, first.pop()))
+    return [each for each in found if not any(_inside(other.name, each.name) for other in found if other is not each)]
 
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
@@ -131,7 +172,7 @@ def _by_token(values: Any, num_tokens: int) -> Values:
     for path, value in tree_flatten_with_path(values)[0]:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
-            found[keystr(path)] = value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu()
+            found[keystr(path)] = (axis, value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu())
     return found
 
 
@@ -139,8 +180,8 @@ def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> f
     """Largest change of these spans, relative to the largest value of each tensor; 0 where there is nothing to see."""
     largest = 0.0
     for place in before.keys() & after.keys():
-        one, other = before[place], after[place]
-        if one.shape[1] != other.shape[1]:  # a mask (T, T) of another T
+        one, other = before[place][1], after[place][1]
+        if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of another T
             continue
         if one.is_complex():
             one, other = torch.view_as_real(one), torch.view_as_real(other)
