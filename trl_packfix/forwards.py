@@ -186,6 +186,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return model
 
 
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal LM below its head; the model itself where that part cannot be told."""
+    decoder = model.get_decoder()  # of bart-like models the causal LM calls the decoder inside its base model
+    return model.base_model if decoder is None or decoder is model else decoder
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """The config of the part that reads the pack: of a multimodal model its text decoder's, else the model's own."""
     return model.config.get_text_config(decoder=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .collator import PackedDataCollator
-from .forwards import base_model, text_config
+from .forwards import backbone, base_model, text_config
 
 # Lengths at which a model may begin to treat a document in another way, by the name of the config field
 THRESHOLDS = (
@@ -89,10 +89,11 @@ class Probe:
         For a `large` pack what leaves the backbone, and the logits of one token only: all of them would be T x V.
         """
         caught: list[Tensor] = []
-        large = large and "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
-        if large:
+        below = backbone(self.inner)
+        takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
+        if large and takes_few and below is not self.inner:
             batch["logits_to_keep"] = 1
-            handle = self.inner.base_model.register_forward_hook(lambda module, args, out: caught.append(out[0]))
+            handle = below.register_forward_hook(lambda module, args, out: caught.append(out[0]))
         else:
             head = self.inner.get_output_embeddings()
             handle = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .forwards import BOUNDARIES, base_model
+from .forwards import BOUNDARIES, backbone, base_model
 from .repair import is_sharded
 from .rows import Axes, DocumentRows, Group
 
@@ -34,15 +34,13 @@ class UnpackedForward:
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
         self._running: list[tuple[DocumentRows, Tensor, dict[str, Any]] | None] = []  # of each call of the backbone
         inner = base_model(model)
-        # Of bart-like models the causal LM calls the decoder inside its base model.
-        decoder = inner.get_decoder()
-        backbone = inner.base_model if decoder is None or decoder is inner else decoder
+        rows = backbone(inner)
         # always_call: a forward that raises must not leave its documents to the next one
         self._handles = [
             inner.register_forward_pre_hook(self._hear, with_kwargs=True),
             inner.register_forward_hook(self._forget, always_call=True),
-            backbone.register_forward_pre_hook(self._enter, with_kwargs=True),
-            backbone.register_forward_hook(self._leave, always_call=True),
+            rows.register_forward_pre_hook(self._enter, with_kwargs=True),
+            rows.register_forward_hook(self._leave, always_call=True),
         ]
 
     def remove(self) -> None:
