@@ -17,6 +17,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback
 
 import trl_packfix
+from trl_packfix import zoo
 
 try:
     from conftest import build_tiny_model, build_tokenizer
@@ -24,6 +25,7 @@ except ImportError:  # from outside pytest
     from tests.conftest import build_tiny_model, build_tokenizer
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
+ZOO = ("mamba2", "kimi_linear")  # with sizes of their own
 ADAPTERS = ("full", "lora", "dora")
 MAX_LENGTH = 96
 NUM_STEPS = 5
@@ -38,6 +40,8 @@ class Case:
     accumulation: int = 1
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
+    on_leak: str = "repair"
+    reentrant: bool = False
 
     def micro_batches(self, trainer: str) -> tuple[int, int]:
         """Documents per micro-batch and micro-batches per step: 4 x 1 or 2 x 4, "regrouped" 2 x 2 or 4 x 2."""
@@ -46,8 +50,10 @@ class Case:
         return (4 if self.accumulation == 1 else 2), self.accumulation
 
     def __str__(self) -> str:
-        checkpointing = "-checkpointing" if self.checkpointing else ""
-        return f"{self.model}-{self.adapter}-accumulation{self.accumulation}{checkpointing}-{str(self.dtype)[6:]}"
+        checkpointing = "-checkpointing" + "-reentrant" * self.reentrant if self.checkpointing else ""
+        on_leak = "" if self.on_leak == "repair" else f"-{self.on_leak}"
+        name = f"{self.model}-{self.adapter}-accumulation{self.accumulation}{checkpointing}{on_leak}"
+        return f"{name}-{str(self.dtype)[6:]}"
 
 
 def conversations(num: int = 48, seed: int = 0) -> Dataset:
@@ -65,7 +71,10 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
     (TRL, padded, the same documents per step in other micro-batches).
     """
     tokenizer = build_tokenizer()
-    model = build_tiny_model(case.model, dtype=case.dtype)
+    if case.model in ZOO:
+        model = zoo.build_model(case.model, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    else:
+        model = build_tiny_model(case.model, dtype=case.dtype)
     if case.dtype is torch.float64:
         model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     peft_config = None
@@ -92,6 +101,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
             gradient_checkpointing=case.checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": case.reentrant} if case.checkpointing else None,
             max_steps=NUM_STEPS,
             optim="sgd",
             # small enough that no loss rises above its start: where a run diverges, so does its rounding
@@ -108,6 +118,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         )
         if trainer == "packed":
             args.packing_report = False
+            args.on_leak = case.on_leak
         runner = package.SFTTrainer(
             model, args, train_dataset=conversations(), processing_class=tokenizer, peft_config=peft_config
         )

@@ -61,7 +61,10 @@ class Probe:
         """Last hidden states of each document in one pack, (length, hidden) each; `CannotRun` if the model raises."""
         with torch.set_grad_enabled(gradient):
             states = self._states(self._batch(documents), large)
-        return list(states[0].split([len(ids) for ids in documents]))
+        lengths = [len(ids) for ids in documents]
+        if states.shape[1] != sum(lengths):
+            raise CannotRun(f"the LM head is given {states.shape[1]} states for a pack of {sum(lengths)} tokens")
+        return list(states[0].split(lengths))
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
         """Last hidden states of documents in a forward without boundaries: (n,) -> (n, hidden), (B, n) -> (n, hidden).
@@ -134,6 +137,8 @@ class Probe:
             if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
                 return None
             raise
+        except ValueError as error:  # of a repaired module that is recomputed
+            raise CannotRun(str(error)) from error
         finally:
             handle.remove()
         return largest

@@ -42,6 +42,11 @@ class PackedModel:
         return self.isolation is not None and self.isolation.isolated and self.isolation.equal
 
     @property
+    def is_unpacked(self) -> bool:
+        """Whether the backbone sees documents as rows of padded batches."""
+        return self._unpacked is not None
+
+    @property
     def repaired(self) -> list[Repair]:
         """What was repaired, and how; empty where nothing had to be."""
         return [] if self._search is None else self._search.repairs

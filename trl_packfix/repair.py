@@ -16,9 +16,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from .axes import ModuleAxes
 from .forwards import DocumentBatch, DocumentBatches, PackedForward, in_backward, packed_forwards
+from .rows import Axes
 
 # What models call boundaries on the way to their kernels; a document by itself has none
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
+
+POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,13 @@ class RepairedModule:
             if name.startswith(BOUNDARY_NAMES) or (name == "position_ids" and not self.way.positions):
                 value = None
             elif isinstance(value, Tensor):
-                if place not in self.axes.inputs:
+                # TRL's loss calls the backbone itself, and hands down positions where the whole model does not.
+                axes = self.axes.inputs.get(place, POSITIONS if name == "position_ids" else None)
+                if axes is None and place not in self.axes.inputs:
                     raise ValueError(
                         f"a repaired module was given a tensor of shape {tuple(value.shape)} at {place}, where the "
                         'leak probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
-                axes = self.axes.inputs[place]
                 value = value if axes is None else batch.group.split(value, axes)
             elif place in self.axes.numbers:
                 value = batch.group.longest

@@ -126,7 +126,7 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     try:
         probe.packed(documents)
     except CannotRun:
-        return running[-1]
+        return running[-1] if running else None
     finally:
         for handle in handles:
             handle.remove()

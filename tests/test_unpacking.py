@@ -1,0 +1,104 @@
+"""Models that cannot be packed train right all the same, on the same batches, with documents as padded rows."""
+
+import pytest
+import torch
+from conftest import build_tiny_model
+from equivalence import Case, errors, train
+from test_trainer import texts, trainer
+
+from trl_packfix import check_isolation
+from trl_packfix.collator import PackedDataCollator
+from trl_packfix.unpacking import UnpackedForward
+
+LEAKING = ["falcon", "bloom", "mpt", "mamba", "jamba", "bart", "qwen3_next"]
+
+
+@pytest.mark.parametrize("model", LEAKING)
+def test_unpacked_models_are_isolated_and_equal_to_each_document_alone(model):
+    model = build_tiny_model(model)
+    before = check_isolation(model, max_length=64)
+    assert not (before.isolated and before.equal), "nothing to repair"
+    unpacked = UnpackedForward(model)
+    after = check_isolation(model, max_length=64)
+    assert after.isolated and after.equal and after.error is None
+    assert unpacked.num_padded > unpacked.num_tokens > 0
+    unpacked.remove()
+    again = check_isolation(model, max_length=64)
+    assert not (again.isolated and again.equal)
+
+
+@pytest.mark.parametrize("case", [Case(model, on_leak="unpack") for model in ("falcon", "jamba", "bart")] + [
+    Case("falcon", "lora", on_leak="unpack"), Case("bloom", accumulation=4, on_leak="unpack"),
+    Case("falcon", checkpointing=True, on_leak="unpack"),
+], ids=str)  # fmt: skip
+def test_leaking_models_train_to_the_weights_of_unpacked_training(case):
+    losses, change, _ = reference = train(case, "unpacked")
+    assert change.norm() > 1e-2
+    loss_error, weight_error = errors(case, "packed", reference)
+    assert loss_error / max(losses) <= 1e-6
+    assert weight_error <= 1e-5
+
+
+@pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 1, 9, 2], [4] * 6, [1] * 64, [32]])
+def test_any_documents_come_back_in_order(lengths):
+    model = build_tiny_model("llama", attn_implementation="sdpa").eval()
+    documents = [torch.randint(4, 300, (n,)) for n in lengths]
+    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    UnpackedForward(model)
+    with torch.no_grad():
+        packed = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+        alone = torch.cat([model(ids[None]).logits[0] for ids in documents])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_is_bounded_by_grouping_documents_of_similar_length():
+    model = build_tiny_model("llama", attn_implementation="sdpa")
+    unpacked = UnpackedForward(model)
+    documents = [torch.randint(4, 300, (n,)) for n in [200] + [5] * 60]
+    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    with torch.no_grad():
+        model(**{k: v for k, v in batch.items() if k != "labels"})
+    # as rows of one batch these 500 tokens would be 61 x 200
+    assert unpacked.num_tokens == 500 and unpacked.num_padded < 2 * 500
+
+
+def test_a_forward_that_raises_leaves_nothing_behind():
+    model = build_tiny_model("llama", attn_implementation="sdpa").eval()
+    unpacked = UnpackedForward(model)
+    batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    del batch["labels"]
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch)
+    handle.remove()
+    assert unpacked._running == unpacked._boundaries == []
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 300)
+
+
+def test_router_logits_come_without_padding():
+    model = build_tiny_model("mixtral", attn_implementation="sdpa").eval()
+    documents = [torch.randint(4, 300, (n,)) for n in (7, 3, 5)]
+    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    UnpackedForward(model)
+    with torch.no_grad():
+        routed = model.model(**{k: v for k, v in batch.items() if k != "labels"}, output_router_logits=True)
+        alone = [model.model(ids[None], output_router_logits=True).router_logits for ids in documents]
+    for layer, parts in zip(routed.router_logits, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(layer, torch.cat(parts), rtol=1e-5, atol=1e-6)
+
+
+def test_the_report_says_that_and_why(tmp_path, capsys):
+    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True, on_leak="unpack")
+    run.train()
+    shown = capsys.readouterr().out
+    assert "UNPACKED, documents as rows of padded batches, because documents move each other by" in shown
+    assert "proved on this model" in shown
+
+
+def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
+    kwargs = {"model": build_tiny_model("falcon"), "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
+    packed = trainer(tmp_path, texts(), **kwargs)
+    plain = trainer(tmp_path, texts(), packing=False, **kwargs)
+    between = trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)
+    losses = [run.evaluate()["eval_loss"] for run in (packed, plain, between)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[2] == pytest.approx(losses[1], rel=1e-6)
