@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import build_tiny_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_trainer import texts, trainer
 
 from trl_packfix import PackingLeakError, check_isolation
@@ -89,6 +89,37 @@ def test_positions_that_do_not_restart_are_wrong_though_isolated():
     model.transformer.register_forward_pre_hook(shift, with_kwargs=True)
     report = check_isolation(model, max_length=64)
     assert not report.equal
+    with pytest.raises(PackingLeakError):
+        report.raise_if_leaking()
+
+
+def all_ones_mask(kwargs):
+    kwargs["attention_mask"] = torch.ones(1, kwargs["input_ids"].shape[1], dtype=torch.long)
+
+
+def cache_on(kwargs):
+    kwargs |= {"use_cache": True, "past_key_values": transformers.DynamicCache()}
+
+
+def positions_lost(kwargs):
+    kwargs["position_ids"] = None
+
+
+@pytest.mark.parametrize("change", [all_ones_mask, cache_on, positions_lost])
+def test_batches_under_which_transformers_forgets_the_boundaries_are_found(change):
+    model = build_tiny_model("llama", attn_implementation="sdpa")
+    assert check_isolation(model, max_length=64).isolated
+    model.model.register_forward_pre_hook(lambda m, args, kwargs: change(kwargs) or (args, kwargs), with_kwargs=True)
+    report = check_isolation(model, max_length=64)
+    assert not report.isolated and report.leaks[0].name == "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig])
+def test_prompt_learning_is_found(config):
+    model = build_tiny_model("llama", attn_implementation="sdpa")
+    model = get_peft_model(model, config(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    report = check_isolation(model, max_length=64)
+    assert not report.isolated and not report.equal
     with pytest.raises(PackingLeakError):
         report.raise_if_leaking()
 

@@ -1,6 +1,7 @@
 """Modules that leak are found and repaired, nothing else is, and the repaired model trains like the unpacked one."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -189,6 +190,11 @@ def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, caps
     shown = capsys.readouterr().out
     assert "2 FalconAttention (transformer.h.0.self_attention) as rows of a padded batch" in shown
     assert "proved on this model" in shown and "UNPACKED" not in shown
+    run.save_state()
+    (entry,) = [each for each in run.state.log_history if "isolation/max_change" in each]
+    assert entry["isolation/repaired_modules"] == 2 and entry["isolation/unpacked"] == 0
+    assert 0 <= entry["isolation/max_change"] <= entry["isolation/tolerance"] < 1e-5
+    assert entry in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
 
 
 def test_padding_stays_bounded_in_a_repaired_module(tmp_path):
@@ -208,3 +214,78 @@ def test_on_leak_raise_repairs_nothing(tmp_path):
     report = packed.prove(model)
     assert not report.isolated and not report.repaired
     assert not model.transformer.h[0].self_attention._forward_hooks
+
+
+# Hybrids: their kernels for CUDA take boundaries. What follows emulates the kernels' signatures on the CPU, so it tests
+# which boundaries reach them, and not the kernels.
+
+
+def by_document(function, axis, bounds):
+    """`function` of each document's share of its tensors, put together again."""
+
+    def run(*args, **kwargs):
+        lengths = bounds(kwargs)
+        given = [args, kwargs]
+        leaves, tree = torch.utils._pytree.tree_flatten(given)
+        tokens = sum(lengths)
+        outputs = []
+        for i in range(len(lengths)):
+            start = sum(lengths[:i])
+            parts = [
+                x.narrow(axis, start, lengths[i])
+                if isinstance(x, torch.Tensor) and x.dim() > 2 and x.shape[axis] == tokens
+                else x
+                for x in leaves
+            ]
+            own_args, own_kwargs = torch.utils._pytree.tree_unflatten(parts, tree)
+            outputs.append(function(*own_args, **own_kwargs))
+        if isinstance(outputs[0], tuple):
+            return torch.cat([each[0] for each in outputs], axis), None
+        return torch.cat(outputs, axis)
+
+    return run
+
+
+def emulate_kernels(monkeypatch, modeling, scan, scan_takes_boundaries):
+    seen = {"conv": 0, "scan": 0}
+    conv = modeling.causal_conv1d_fn.__wrapped__
+    torch_scan = getattr(modeling, scan).__wrapped__
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None, **unknown):
+        lengths = [x.shape[2]] if seq_idx is None else torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()
+        seen["conv"] += seq_idx is not None
+        return by_document(lambda part: conv(part, weight, bias, activation), 2, lambda kwargs: lengths)(x)
+
+    def chunk(query, key, value, cu_seqlens=None, **kwargs):
+        kwargs = {k: v for k, v in kwargs.items() if not k.startswith(("cu_seq", "seq_idx", "max_length"))}
+        if not scan_takes_boundaries or cu_seqlens is None:
+            return torch_scan(query, key, value, **kwargs)
+        seen["scan"] += 1
+        return by_document(torch_scan, 1, lambda _: cu_seqlens.diff().tolist())(query, key, value, **kwargs)
+
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", causal_conv1d_fn)
+    monkeypatch.setattr(modeling, scan, chunk)
+    return seen
+
+
+def test_kernels_that_take_boundaries_get_them_from_the_batch(monkeypatch, tmp_path):
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    seen = emulate_kernels(monkeypatch, modeling_qwen3_next, "torch_chunk_gated_delta_rule", True)
+    model = zoo.build_model("qwen3_next")
+    report = packed_model(model, tmp_path).prove(model)
+    assert report.isolated and report.equal and not report.repaired, "native: nothing to repair"
+    assert seen["conv"] and seen["scan"]
+
+
+def test_a_kernel_that_never_hears_of_boundaries_is_caught_and_repaired(monkeypatch, tmp_path):
+    from transformers.models.kimi_linear import modeling_kimi_linear
+
+    seen = emulate_kernels(monkeypatch, modeling_kimi_linear, "chunk_kimi_delta_attention", False)
+    model = zoo.build_model("kimi_linear")
+    found = packed_model(model, tmp_path, on_leak="raise").prove(model)
+    assert found.error is None and not found.isolated and "KimiLinearDeltaAttention" in {x.module for x in found.leaks}
+    assert seen["conv"]
+    model = zoo.build_model("kimi_linear")
+    report = packed_model(model, tmp_path).prove(model)
+    assert report.isolated and report.equal and [x.module for x in report.repaired] == ["KimiLinearDeltaAttention"]

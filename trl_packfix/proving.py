@@ -14,7 +14,7 @@ from .forwards import base_model, carry_boundaries, mark_packed_forwards
 from .isolation import check_isolation
 from .probe import Probe
 from .repair import Repair
-from .search import RepairSearch
+from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 from .verdict import IsolationReport
 
@@ -67,6 +67,7 @@ class PackedModel:
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
         found = check_isolation(wrapped, self.args.max_length)
+        agreed((found.isolated, found.equal))
         return replace(found, repaired=self.repaired)
 
     def _repair(self, wrapped: nn.Module) -> None:
@@ -120,3 +121,13 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking()
+        # into the loggers, and with the log history into trainer_state.json
+        trainer.log(
+            {
+                "isolation/max_change": isolation.max_change,
+                "isolation/max_difference": isolation.max_difference,
+                "isolation/tolerance": isolation.tolerance,
+                "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
+                "isolation/unpacked": int(trainer.packed_model.is_unpacked),
+            }
+        )

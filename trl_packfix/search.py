@@ -7,7 +7,9 @@ parent takes its place, up to the backbone.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from accelerate.utils import gather_object
 from torch import nn
 
 from .axes import ModuleAxes, NotLearned, learn_axes
@@ -66,12 +68,12 @@ class RepairSearch:
                     continue
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
             else:
-                if evidence is None:
+                if agreed(evidence is None):
                     return report
                 name = self._locate(report, evidence)
             if name is None and self._sites:  # seen in the backward pass only, say: what was repaired last did it
                 name = list(self._sites.values())[-1].names[0]
-            if name is None or not self._repair(self._outermost(name)):
+            if agreed(name) is None or not self._repair(self._outermost(name)):
                 break
         return report
 
@@ -168,6 +170,18 @@ class RepairSearch:
         while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):
             name = name.rpartition(".")[0]
         return name
+
+
+def agreed(value: Any) -> Any:
+    """`value`, which must be the same on all ranks: they repair the same modules, or stop together."""
+    values = gather_object([value])
+    if any(other != value for other in values):
+        raise RuntimeError(
+            f"the leak probe found {values} on the {len(values)} ranks: with other verdicts, ranks would run other "
+            "models and wait for each other forever. Set the same model, dtype and attention on all ranks; if they are "
+            'the same, set on_leak="unpack".'
+        )
+    return value
 
 
 def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
