@@ -142,6 +142,26 @@ def test_rope_that_depends_on_length_is_found_through_length_only(rope_type):
     assert beyond.isolated and list(beyond.unreachable.values()) == [48]
 
 
+@pytest.mark.parametrize("factor", [4.0, 1.01])
+def test_half_precision_does_not_hide_a_leak_through_length(factor):
+    """It is below the rounding of bf16 where the model ends, and far above it where positions become angles."""
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [factor] * 4,
+        "original_max_position_embeddings": 48,
+    }
+    settings = {"rope_parameters": parameters, "max_position_embeddings": 256, "dtype": torch.bfloat16}
+    report = judged(build_tiny_model("llama", **settings), max_length=200)
+    assert not report.isolated and report.max_change < report.tolerance
+    assert [leak.module for leak in report.leaks] == ["LlamaRotaryEmbedding"]
+    parameters["long_factor"] = [1.0] * 4
+    report = judged(build_tiny_model("llama", **settings), max_length=200)
+    assert report.isolated and report.equal and not report.leaks
+
+
 def test_thresholds_beyond_max_length_are_named_and_not_tested():
     model = build_tiny_model("gemma3", sliding_window=512)
     assert judged(model, max_length=64).unreachable == {"sliding_window": 512}

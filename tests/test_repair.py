@@ -65,6 +65,20 @@ def test_what_leaks_is_repaired_and_nothing_else(model_type, tmp_path):
     assert not (again.isolated and again.equal), "release gives the model back as it was"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dtype, tmp_path):
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        lengths = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 48}
+        parameters |= lengths
+    positions = 48 if rope_type == "dynamic" else 256
+    model = build_tiny_model("llama", dtype=dtype, rope_parameters=parameters, max_position_embeddings=positions)
+    report = packed_model(model, tmp_path).prove(model)
+    assert report.isolated and report.equal
+    assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
+
+
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]
 
 

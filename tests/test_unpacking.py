@@ -102,3 +102,10 @@ def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
     between = trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)
     losses = [run.evaluate()["eval_loss"] for run in (packed, plain, between)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[2] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_documents_that_move_each_other_through_the_length_of_a_batch_are_not_called_right():
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = build_tiny_model("llama", rope_parameters=parameters, max_position_embeddings=48)
+    UnpackedForward(model)
+    assert not check_isolation(model, max_length=64).isolated

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class PackedForward:
 
     def documents(self, budget: float) -> "DocumentBatches":
         """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`); made once per pack."""
+        budget = undivided(budget)
         if budget not in self._batches:
             device = self.cu_seq_lens_q.device
             rows = DocumentRows(self.lengths, device, budget)
@@ -79,6 +81,27 @@ class DocumentBatches:
 
     rows: DocumentRows
     batches: list[DocumentBatch]
+
+
+_undivided: list[bool] = []
+
+
+@contextmanager
+def all_in_one_batch() -> Iterator[None]:
+    """While it runs, documents that may share a padded batch all do.
+
+    So that the leak probe sees documents of any two lengths in one batch, which training might bring together.
+    """
+    _undivided.append(True)
+    try:
+        yield
+    finally:
+        _undivided.pop()
+
+
+def undivided(budget: float) -> float:
+    """The budget of a padded batch; 0, each document by itself, stays 0."""
+    return inf if budget and _undivided else budget
 
 
 # The packed forwards that are running, the innermost last.

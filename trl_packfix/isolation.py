@@ -18,6 +18,7 @@ from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
+COARSE = 1e-4  # a tolerance above it is one of half precision
 SPARE = 3  # tokens by which a document passes a threshold
 
 
@@ -84,6 +85,13 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
     moved = change > tolerance
+    leaks = find_leaks(probe, leak, tolerance) if moved else []
+    if not moved and tolerance > COARSE:
+        # Half precision hides what a neighbour's length does to the end of a deep model, but not where it happens.
+        for _, evidence in seen:
+            if not evidence.same_length and not leaks:
+                leaks, leak = find_leaks(probe, evidence, tolerance, positions_only=True), evidence
+        moved = bool(leaks)
     report = IsolationReport(
         isolated=not moved and not gradient,
         equal=difference <= tolerance,
@@ -92,7 +100,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         max_gradient=gradient,
         tolerance=tolerance,
         attention=probe.attention,
-        leaks=find_leaks(probe, leak, tolerance) if moved else [],
+        leaks=leaks,
         unreachable=unreachable,
     )
     if report.isolated and report.equal:

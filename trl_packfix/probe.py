@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .collator import PackedDataCollator
-from .forwards import backbone, base_model, text_config
+from .forwards import all_in_one_batch, backbone, base_model, text_config
 
 # Lengths at which a model may begin to treat a document in another way, by the name of the config field
 THRESHOLDS = (
@@ -195,7 +195,7 @@ class Probe:
         rates += [(m, "p", m.p) for m in inner.modules() if isinstance(m, nn.Dropout) and m.p > 0]
         buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
         devices = [inner.device] if inner.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), all_in_one_batch():
             try:
                 inner.train()
                 inner.get_input_embeddings().eval()  # NEFTune's noise, under which no document is what it was

@@ -105,7 +105,8 @@ class DocumentRows:
         self.groups: list[Group] = []
         place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token in the batches laid end to end
         offset = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token in its document
-        end = 0
+        shared = torch.empty(self.num_tokens, dtype=torch.int64)  # its place where a batch is one row for all its rows
+        end = shared_end = 0
         for members in group_by_length(lengths, budget):
             longest = lengths[members[0]]
             steps = torch.arange(longest)
@@ -115,8 +116,10 @@ class DocumentRows:
             for row, i in enumerate(members):
                 place[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + end + row * longest
                 offset[starts[i] : starts[i + 1]] = torch.arange(lengths[i])
+                shared[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_end
             end += len(members) * longest
-        self._place, self._offset = place.to(device), offset.to(device)
+            shared_end += longest
+        self._place, self._shared = place.to(device), shared.to(device)
         # where the document of each token starts
         self.starts = (torch.arange(self.num_tokens) - offset).to(device)
 
@@ -128,9 +131,8 @@ class DocumentRows:
     def join(self, batches: list[Tensor], axes: Axes) -> Tensor:
         """The tensors of all groups as one of the packed row, padding left out: the inverse of `Group.split`."""
         (axis,) = axes.tokens
-        if axes.batch is None:  # the same for all rows
-            longest = max(range(len(batches)), key=lambda i: self.groups[i].longest)
-            return batches[longest].index_select(axis, self._offset)
+        if axes.batch is None:  # the same for all rows of a group
+            return torch.cat(batches, dim=axis).index_select(axis, self._shared)
         ends = []
         for group, rows in zip(self.groups, batches, strict=True):
             if axes.batch != axis:

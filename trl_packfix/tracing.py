@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from .probe import CannotRun, Probe
 
@@ -44,28 +45,35 @@ Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
 
 
-def find_leaks(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
+def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_only: bool = False) -> list[Leak]:
     """The smallest modules that get the same of a document in both runs and put out something else.
 
-    Values are compared relative to the largest of each tensor.
+    Values are compared relative to the largest of each tensor. `positions_only` looks at modules without parameters
+    that are given positions, as rotary embeddings are: what they put out depends on little else.
     """
+    modules = {
+        name: module
+        for name, module in probe.inner.named_modules()
+        if not positions_only or next(module.parameters(), None) is None
+    }
+    recording = partial(_recording, modules, positions_only)
     lengths = [len(ids) for ids in evidence.documents]
-    with recording(probe.inner, sum(lengths)) as first:
+    with recording(sum(lengths)) as first:
         probe.packed(evidence.documents, evidence.large)
     if evidence.variant is None:
         assert evidence.alone is not None
         ids = evidence.documents[evidence.alone]
-        with recording(probe.inner, len(ids)) as second:
+        with recording(len(ids)) as second:
             probe.alone(ids, evidence.large)
         pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
     else:
         others = [len(ids) for ids in evidence.variant]
-        with recording(probe.inner, sum(others)) as second:
+        with recording(sum(others)) as second:
             probe.packed(evidence.variant, evidence.large)
         same = [i for i, ids in enumerate(evidence.documents) if ids is evidence.variant[i]]
         pairs = [(_span(lengths, i), _span(others, i)) for i in same]
     leaks = []
-    for name, module in probe.inner.named_modules():
+    for name, module in modules.items():
         for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
             came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
             if came_in <= tolerance < went_out:
@@ -88,11 +96,12 @@ class ShiftedPositions:
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
     """Innermost modules whose positions count up in each document, but from another number than in it alone."""
     lengths = [len(ids) for ids in documents]
-    with recording(probe.inner, sum(lengths)) as packed:
+    recording = partial(_recording, dict(probe.inner.named_modules()), False)
+    with recording(sum(lengths)) as packed:
         probe.packed(documents)
     alone = []
     for ids in documents:
-        with recording(probe.inner, len(ids)) as records:
+        with recording(len(ids)) as records:
             probe.alone(ids)
         alone.append(records)
     found = []
@@ -134,21 +143,26 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
 
 
 @contextmanager
-def recording(model: nn.Module, num_tokens: int) -> Iterator[Records]:
-    """What goes into and comes out of every module, where it has an axis of `num_tokens`.
+def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: int) -> Iterator[Records]:
+    """What goes into and comes out of these modules, where it has an axis of `num_tokens`.
 
     A module that repairs itself is seen from outside: its inputs before its own hooks, its outputs after them.
     """
     records: Records = {}
-    inputs: dict[str, list[Values]] = {}
+    inputs: dict[str, list[Values | None]] = {}
     handles = []
-    for name, module in model.named_modules():
+    for name, module in modules.items():
 
         def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            inputs.setdefault(name, []).append(_by_token((args, kwargs), num_tokens))
+            given = tree_leaves((args, kwargs))
+            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for x in given)
+            wanted = sees_positions or not positions_only
+            inputs.setdefault(name, []).append(_by_token((args, kwargs), num_tokens) if wanted else None)
 
         def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
-            records.setdefault(name, []).append((inputs[name].pop(), _by_token(output, num_tokens)))
+            given = inputs[name].pop()
+            if given is not None:
+                records.setdefault(name, []).append((given, _by_token(output, num_tokens)))
 
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))

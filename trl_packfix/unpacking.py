@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .forwards import BOUNDARIES, backbone, base_model
+from .forwards import BOUNDARIES, backbone, base_model, undivided
 from .repair import is_sharded
 from .rows import Axes, DocumentRows, Group
 
@@ -66,7 +66,7 @@ class UnpackedForward:
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         # Where parameters are sharded, all documents in one call: all ranks gather the same in the same order.
         budget = inf if is_sharded(module) else tokens.shape[1]
-        documents = DocumentRows(boundaries.diff().tolist(), tokens.device, budget)
+        documents = DocumentRows(boundaries.diff().tolist(), tokens.device, undivided(budget))
         self._running.append((documents, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded
