@@ -1,12 +1,19 @@
 """One model type after another: what packing does on a tiny random model of it, and whether its verdict is true."""
 
+import multiprocessing
+import queue
+import resource
 import tempfile
+import threading
 import warnings
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import transformers
 
 from . import zoo
 from .config import SFTConfig
@@ -15,6 +22,7 @@ from .proving import PackedModel
 from .verdict import IsolationReport
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
+MEMORY = 16 * 2**30  # bytes of data that a process of the sweep may hold
 VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
 
 
@@ -47,6 +55,14 @@ class Row:
     false_negatives: int = 0
     false_positives: int = 0
     reason: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it trains packed, and every document as it is alone."""
+        return self.verdict in VERDICTS[:4] and not self.false_negatives
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"error": _finite(self.error), "stock_error": _finite(self.stock_error)}
 
 
 @dataclass(frozen=True)
@@ -119,5 +135,80 @@ def _reason(verdict: str, own: _Attempt, ours: _Attempt, final: _Attempt) -> str
     return ours.report.summary()
 
 
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None  # JSON has no infinity
+
+
 def _message(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+Task = tuple[str, str]  # model type, kind
+
+
+def all_types() -> list[Task]:
+    """Every model type of the installed transformers, as a causal LM and as an image-text model trained on text."""
+    causal = [(name, "causal") for name in zoo.causal_types()]
+    return causal + [(name, "image-text") for name in zoo.image_text_types()]
+
+
+def sweep(
+    tasks: Sequence[Task], on_leak: str | None = None, workers: int = 1, time_limit: float = 120.0
+) -> Iterator[Row]:
+    """Rows of `tasks`, as they come in, from `workers` processes.
+
+    A type that takes longer than `time_limit` seconds, more than `MEMORY`, or its process with it, becomes a row of its
+    own; the sweep goes on in a fresh process.
+    """
+    waiting: queue.Queue[Task] = queue.Queue()
+    found: queue.Queue[Row] = queue.Queue()
+    for task in tasks:
+        waiting.put(task)
+    for _ in range(min(workers, len(tasks))):
+        threading.Thread(target=_supervise, args=(waiting, found, on_leak, time_limit), daemon=True).start()
+    for _ in tasks:
+        yield found.get()
+
+
+def _supervise(waiting: queue.Queue, found: queue.Queue, on_leak: str | None, time_limit: float) -> None:
+    context = multiprocessing.get_context("spawn")
+    process = None
+    while True:
+        try:
+            task = waiting.get_nowait()
+        except queue.Empty:
+            break
+        if process is None:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, on_leak), daemon=True)
+            process.start()
+            theirs.close()
+            ours.recv()  # it is ready: imports are not the model's time
+        ours.send(task)
+        try:
+            row = (
+                ours.recv() if ours.poll(time_limit) else Row(*task, "refused", reason=f"longer than {time_limit:g} s")
+            )
+        except EOFError:
+            row = Row(*task, "refused", reason="its process died")
+        found.put(row)
+        if row.reason.startswith(("longer than", "its process")):
+            process.kill()
+            process = None
+    if process is not None:
+        process.kill()
+
+
+def _work(connection: Connection, on_leak: str | None) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_num_threads(1)  # tiny matrices: threads would wait for each other
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    connection.send("ready")
+    while True:
+        task = connection.recv()
+        try:
+            row = sweep_type(*task, on_leak)
+        except Exception as error:  # of ours, not the model's: shown, and the sweep goes on
+            row = Row(*task, "refused", reason=f"the sweep itself raised {_message(error)}")
+        connection.send(row)

@@ -26,43 +26,41 @@ HEAD_DIM = 8
 NOISE = 0.02  # standard deviation; the usual initialisation has the same
 
 # The largest value of a field, by its name; a smaller one of the type's own stays.
-SIZES = {
-    name: size
-    for size, names in {
-        VOCABULARY: "vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input "
-        "unpadded_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base text_vocab_size decoder_vocab_size",
-        WIDTH: "hidden_size d_model n_embd emb_dim embed_dim out_hidden_size embedding_size input_embedding_size "
-        "output_embedding_size mamba_d_ssm projection_dim shape_embed_dim pronunciation_embed_dim expand_dim proj_dim "
-        "hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size text_hidden_size vision_output_dim projector_hidden_size prompt_mid_dim",
-        48: "intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff decoder_ffn_dim encoder_ffn_dim "
-        "ffn_dim ffn_hidden_size expert_ffn_hidden_size feed_forward_size intermediate_size_mlp mlp_dim "
-        "num_intermediate dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size "
-        "shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size",
-        HEADS: "rotary_dim num_attention_heads_per_layer num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
-        "attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts "
-        "num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads linear_num_value_heads "
-        "linear_num_heads zero_expert_num",
-        2: "num_experts_per_tok moe_topk moe_k n_group hc_mult hc_count mamba_n_groups "
-        "n_groups o_groups heads_per_ngram linear_num_key_heads num_kv_heads n_mamba_heads num_codebooks",
-        HEAD_DIM: "head_dim swa_head_dim dim_head kv_channels attention_head_size qk_nope_head_dim v_head_dim "
-        "qk_rope_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim d_rel "
-        "mamba_head_dim state_size ssm_state_size mamba_d_state",
-        # Lengths at which a model treats a token in another way: short documents must reach them.
-        HEAD_DIM + 1: "sliding_window attention_chunk_size sliding_window_size local_attention attention_window_size "
-        "window_size keep_window_size chunk_size mamba_chunk_size rel_extent linear_chunk_size",
-        # an indexer of few heads scores many tokens exactly 0 and picks among them by chance
-        16: "index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank ple_embed_dim router_hidden_size laurel_rank "
-        "hidden_size_per_layer_input adapter_rank",
-        6: "index_topk",
-        1: "topk_group num_shared_experts n_shared_experts moe_num_shared_experts",
-        512: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
-        "context_length",
-        # of vision and audio parts, which no text reaches
-        24: "image_size",
-        12: "patch_size",
-    }.items()
-    for name in names.split()
+_NAMES_BY_SIZE = {
+    VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
+        pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
+    WIDTH: """hidden_size d_model n_embd emb_dim embed_dim embedding_size input_embedding_size output_embedding_size
+        hidden_size_global mamba_d_ssm out_hidden_size pronunciation_embed_dim shape_embed_dim
+        adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size expand_dim proj_dim projection_dim
+        projector_hidden_size prompt_mid_dim text_hidden_size vision_output_dim""",
+    48: """intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff mlp_dim ffn_dim ffn_hidden_size
+        decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size intermediate_size_mlp
+        dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size
+        shared_expert_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
+    HEADS: """num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads
+        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_attention_heads_per_layer
+        swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
+        num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim""",
+    2: """num_kv_heads linear_num_key_heads n_mamba_heads n_groups mamba_n_groups o_groups heads_per_ngram hc_mult
+        hc_count num_codebooks num_experts_per_tok moe_topk moe_k n_group""",
+    HEAD_DIM: """head_dim dim_head attention_head_size kv_channels swa_head_dim qk_nope_head_dim qk_rope_head_dim
+        v_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim d_rel
+        state_size ssm_state_size mamba_d_state""",
+    # Lengths at which a model begins to treat tokens in another way: short documents must pass them.
+    9: """sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention
+        keep_window_size chunk_size mamba_chunk_size linear_chunk_size rel_extent""",
+    6: "index_topk",
+    # An indexer of few heads scores many tokens exactly 0, and picks among them by chance.
+    16: """index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank laurel_rank adapter_rank ple_embed_dim
+        router_hidden_size hidden_size_per_layer_input""",
+    1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts",
+    512: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions
+        context_length""",
+    # of vision parts, which no text reaches
+    24: "image_size",
+    12: "patch_size",
 }
+SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth"
@@ -159,15 +157,16 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
     """
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
     config_class = CONFIG_MAPPING[model_type]
-    config = config_class(**shrink(config_class(**REFERENCES.get(model_type, {}))) | changes)
+    config = config_class(**shrink(config_class()) | changes)
     return random_model(config, auto, seed)
 
 
-def random_model(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights in fp32, noise on all of them."""
+def random_model(config: PreTrainedConfig, model_class: Any, seed: int = 0) -> PreTrainedModel:
+    """A model of a class, or of an auto class, with random weights in fp32, noise on all of them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
+        model = model.float()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=NOISE)
@@ -233,6 +232,3 @@ def _key_value_heads(value: int | None, query_heads: int | None) -> int:
     if value == 1:
         return 1
     return HEADS if value is not None and value == query_heads else HEADS // 2
-
-
-REFERENCES: dict[str, dict[str, Any]] = {}
