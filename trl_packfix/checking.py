@@ -16,8 +16,9 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl.trainer.utils import create_model_from_path
 
 from . import zoo
-from .attention import base_model, cuda_varlen_problem
+from .attention import cuda_varlen_problem
 from .config import SFTConfig
+from .forwards import base_model
 from .proving import PackedModel
 from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport
@@ -79,7 +80,7 @@ class CheckResult:
             beyond = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
             rows.append(("not tested", f"beyond max_length {self.max_length:,}: {beyond}"))
         rows.append(("attention", f"{self.attention}: {self.reason}"))
-        rows += [(name, why or "available") for name, why in self.implementations.items()]
+        rows += [("implementation", f"{name}: {why or 'available'}") for name, why in self.implementations.items()]
         rows.append(("took", f"{self.seconds:.1f} seconds"))
         return rows
 
@@ -131,7 +132,7 @@ def check_model(
             args.on_leak = wanted
             packed = PackedModel(model, args, found_dtype)
             in_training = packed.prove(model)
-    repaired = [str(each) for each in getattr(packed, "repaired", None) or []]
+    repaired = [str(each) for each in packed.repaired]
     return CheckResult(
         model=name,
         architecture=type(base_model(model)).__name__ + (", tiny and random" if config_only else ""),
@@ -140,7 +141,7 @@ def check_model(
         max_length=max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
-        verdict=_verdict(as_it_is, in_training, bool(repaired)),
+        verdict=_verdict(as_it_is, in_training, packed.attention.reason),
         as_it_is=as_it_is,
         in_training=in_training,
         repaired=repaired,
@@ -180,9 +181,9 @@ def _load(name: str, config_only: bool, dtype: torch.dtype, attn_implementation:
     return model
 
 
-def _verdict(as_it_is: IsolationReport, in_training: IsolationReport, repaired: bool) -> str:
+def _verdict(as_it_is: IsolationReport, in_training: IsolationReport, reason: str) -> str:
     if in_training.isolated and in_training.equal:
-        return "PACKED" if in_training is as_it_is else "REPAIRED" if repaired else "UNPACKED"
+        return "UNPACKED" if reason.startswith("UNPACKED") else "REPAIRED" if in_training.repaired else "PACKED"
     if in_training.error is not None:
         return "REFUSED"
     return "WRONG" if in_training.isolated else "LEAK"

@@ -30,7 +30,7 @@ def line(row: Row) -> str:
     marks = ", ".join(mark for mark in (truth, alarm) if mark)
     error = "" if row.verdict == "no text" else f"{row.error:.1e}"
     stock = row.stock_trl or "-"
-    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {row.reason}"
+    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {row.repairs or row.reason}"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -136,5 +136,5 @@ def _page(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> str:
     error = "" if row.verdict == "no text" else f"{row.error:.0e}"
-    why = row.reason.replace("|", "\\|")
+    why = "; ".join(text for text in (row.repairs, row.reason) if text).replace("|", "\\|")
     return f"| {row.model_type} | {row.verdict} | {error} | {row.attention} | {GPU} | {row.stock_trl} | {why} |"

@@ -40,7 +40,8 @@ class Row:
         false_negatives: probes that found nothing where the judge did: silent leaks. Of up to three: the model's own
             attention, ours, and after the repair.
         false_positives: probes that found something where the judge did not.
-        reason: why it is not packed as it is.
+        repairs: what sees each document by itself, and how.
+        reason: why its own attention is not enough ("varlen"), or the chosen one.
     """
 
     model_type: str
@@ -54,6 +55,7 @@ class Row:
     probes: int = 0
     false_negatives: int = 0
     false_positives: int = 0
+    repairs: str = ""
     reason: str = ""
 
     @property
@@ -69,12 +71,20 @@ class Row:
 class _Attempt:
     report: IsolationReport
     judgement: Judgement
-    attention: str
-    repaired: Any
+    attention: str = ""
+    repairs: str = ""
+    unpacked: bool = False
 
     @property
     def proved(self) -> bool:
         return self.report.isolated and self.report.equal
+
+    @property
+    def verdict(self) -> str:
+        """Of an attempt that was free to repair."""
+        if not self.proved:
+            return "refused"
+        return "unpack only" if self.unpacked else "repaired" if self.repairs else "native"
 
 
 def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None, seed: int = 0) -> Row:
@@ -95,8 +105,10 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
                 packed = PackedModel(model, args, torch.float32)
                 report = packed.prove(model)
             except Exception as error:
-                return _Attempt(_crash(error), judge.judge(model), "", None)
-            return _Attempt(report, judge.judge(model), packed.attention.name, getattr(packed, "repaired", None))
+                return _Attempt(_crash(error), judge.judge(model))
+            repairs = "; ".join(map(str, packed.repaired))
+            unpacked = packed.attention.reason.startswith("UNPACKED")
+            return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
 
     attempts = [attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")]
     own, ours = attempts
@@ -104,7 +116,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
     if not ours.proved:
         final = attempt(**({} if on_leak is None else {"on_leak": on_leak}))
         attempts.append(final)
-        verdict = "refused" if not final.proved else "repaired" if final.repaired else "unpack only"
+        verdict = final.verdict
     return Row(
         model_type,
         kind,
@@ -117,22 +129,13 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         probes=len(attempts),
         false_negatives=sum(each.proved and not each.judgement.right for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
-        reason=_reason(verdict, own, ours, final),
+        repairs=final.repairs,
+        reason="" if verdict == "native" else (own if verdict == "varlen" else ours).report.summary(),
     )
 
 
 def _crash(error: Exception) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, "", error=f"the probe itself raised {_message(error)}")
-
-
-def _reason(verdict: str, own: _Attempt, ours: _Attempt, final: _Attempt) -> str:
-    if verdict == "native":
-        return ""
-    if verdict == "varlen":
-        return f"its own attention: {own.report.summary()}"
-    if verdict == "refused":
-        return final.report.summary()
-    return ours.report.summary()
 
 
 def _finite(value: float) -> float | None:
