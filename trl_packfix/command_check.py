@@ -29,16 +29,17 @@ def add_parser(subparsers: Any) -> None:
     sweep.add_argument(
         "--sample", type=int, metavar="N", help="N types, some of every verdict in docs/compatibility.csv"
     )
-    sweep.add_argument("--output", metavar="DIR", help="write compatibility.md and compatibility.csv there")
+    sweep.add_argument("--output", metavar="DIR", help="write compatibility.md and .csv there; a part, into them")
     sweep.add_argument("--workers", type=int, default=1, help="processes")
     sweep.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
     parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    given = [args.model, args.all, args.only, args.sample]
+    if len(list(filter(None, given))) > 1:
+        args.parser.error("more than one of MODEL, --all, --only, --sample was given")
     if args.all or args.only or args.sample:
-        if args.model:
-            args.parser.error("MODEL and a sweep (--all, --only, --sample) were given: one at a time")
         return _sweep(args)
     if not args.model:
         args.parser.error("neither MODEL nor --all was given")
@@ -77,5 +78,5 @@ def _sweep(args: argparse.Namespace) -> int:
     else:
         print(compatibility.summary(rows))
     if args.output:
-        compatibility.write(rows, args.output)
+        compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
     return 1 if any(row.false_negatives for row in rows) else 0

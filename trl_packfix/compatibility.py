@@ -30,7 +30,8 @@ def line(row: Row) -> str:
     marks = ", ".join(mark for mark in (truth, alarm) if mark)
     error = "" if row.verdict == "no text" else f"{row.error:.1e}"
     stock = row.stock_trl or "-"
-    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {row.repairs or row.reason}"
+    why = row.repairs or row.reason
+    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {why}"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -74,6 +75,12 @@ def read(folder: str | Path) -> list[Row]:
         return [
             Row(**{key: numbers.get(key, str)(value) for key, value in row.items()}) for row in csv.DictReader(file)
         ]
+
+
+def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the CSV in `folder`, with `rows` in the place of those of the same type and kind."""
+    new = {(row.model_type, row.kind) for row in rows}
+    return [row for row in read(folder) if (row.model_type, row.kind) not in new] + list(rows)
 
 
 def only(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:

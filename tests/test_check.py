@@ -1,0 +1,206 @@
+"""`trl-packfix check`, the tiny models, the judge and the sweep: each verdict is true, and each alarm can ring."""
+
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_tiny_model
+from torch import nn
+
+from trl_packfix import compatibility, zoo
+from trl_packfix.cli import main
+from trl_packfix.judging import Judge, packed_by_trl
+from trl_packfix.sweeping import VERDICTS, Row, all_types, sweep, sweep_type
+
+DOCS = Path(__file__).parent.parent / "docs"
+ROWS = compatibility.read(DOCS)
+
+
+def judge_of(model_type):
+    """A judge, and another model with the same weights."""
+    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    return judge, zoo.build_model(model_type)
+
+
+# The judge
+
+
+@pytest.mark.parametrize(
+    "model_type, is_right", [("llama", True), ("qwen3_moe", True), ("falcon", False), ("gpt_oss", False)]
+)
+def test_the_judge_knows_what_stock_trl_does(model_type, is_right):
+    judge, model = judge_of(model_type)
+    judgement = judge.judge(model, packed_by_trl)
+    assert judgement.right == is_right and judgement.refusal is None
+    assert 0 < judgement.error < 1e-5 if is_right else judgement.error > 0.1
+
+
+def test_the_judge_hears_a_refusal():
+    judge, model = judge_of("qwen3_next")
+    assert "causal_conv1d" in judge.judge(model, packed_by_trl).refusal
+
+
+@pytest.mark.parametrize("backwards_only", [False, True])
+def test_the_judge_sees_what_is_wrong_in_one_case_only(backwards_only):
+    def see_the_token_before(module, args, states):
+        if states.shape[1] != zoo.WIDTH:
+            return states
+        before = 1e-2 * nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
+        return states + (before - before.detach() if backwards_only else before)
+
+    judge, model = judge_of("llama")
+    assert judge.judge(model, packed_by_trl).right
+    model.model.layers[1].mlp.register_forward_hook(see_the_token_before)
+    judgement = judge.judge(model, packed_by_trl)
+    assert not judgement.right and judgement.where.startswith("T = hidden size")
+
+
+# The tiny models
+
+
+def test_models_are_tiny_reproducible_and_without_dropout():
+    first, second = zoo.build_model("gpt2"), zoo.build_model("gpt2")
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert sum(p.numel() for p in first.parameters()) < 100_000
+    assert not any(module.p for module in first.modules() if isinstance(module, nn.Dropout))
+    assert all((p != 0).any() for p in first.parameters()), "a bias at zero takes no part"
+
+
+@pytest.mark.parametrize(
+    "model_type, kinds",
+    [
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("gemma3_text", {"sliding_attention", "full_attention"}),
+        ("bailing_hybrid", {"linear_attention", "full_attention"}),
+        ("deepseek_v4", {"heavily_compressed_attention", "compressed_sparse_attention"}),
+        ("lfm2", {"conv", "full_attention"}),
+    ],
+)
+def test_of_each_kind_a_layer_is_kept(model_type, kinds):
+    config = zoo.build_model(model_type).config
+    assert set(config.layer_types) == kinds and config.num_hidden_layers <= 4
+
+
+def test_documents_pass_the_windows():
+    judge, model = judge_of("gemma3_text")
+    assert model.config.sliding_window < max(len(ids) for ids in judge.cases["mixed"])
+
+
+# The sweep
+
+
+def test_the_table_keeps_the_promise():
+    """docs/compatibility.csv covers every type of the transformers that made it, and holds no silent leak."""
+    causal = [row for row in ROWS if row.kind == "causal"]
+    assert len(causal) >= 189 and len({row.model_type for row in causal}) == len(causal)
+    assert sum(row.false_negatives for row in ROWS) == 0
+    assert sum(row.is_right for row in causal) >= 181
+    assert all(row.reason for row in ROWS if row.verdict in ("refused", "no text", "unpack only"))
+    assert {row.verdict for row in ROWS} <= set(VERDICTS)
+
+
+def test_the_page_is_made_of_the_table(tmp_path):
+    compatibility.write(ROWS, tmp_path)
+    assert compatibility.read(tmp_path) == ROWS
+    page, made = (DOCS / "compatibility.md").read_text(), (tmp_path / "compatibility.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith(("|", "-", "#"))] == [
+        line for line in made.splitlines() if line.startswith(("|", "-", "#"))
+    ]
+
+
+SAMPLE = compatibility.sample(ROWS, 25)
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: f"{row.model_type} {row.kind}")
+def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
+    found = sweep_type(row.model_type, row.kind)
+    assert found.verdict == row.verdict, found.reason
+    assert found.stock_trl == row.stock_trl
+    assert (found.false_negatives, found.false_positives) == (row.false_negatives, row.false_positives)
+
+
+def test_the_sample_has_some_of_every_verdict():
+    assert 20 <= len(SAMPLE) <= 32
+    drawn, all_ = (Counter((row.kind, row.verdict) for row in rows) for rows in (SAMPLE, ROWS))
+    assert all(drawn[stratum] >= min(2, count) for stratum, count in all_.items() if stratum[1] != "no text")
+
+
+def test_types_that_cannot_be_fed_with_text_are_named():
+    row = sweep_type("musicgen")
+    assert row.verdict == "no text" and "MusicgenConfig" in row.reason
+
+
+def test_a_type_that_takes_too_long_does_not_end_the_sweep():
+    rows = list(sweep([("llama", "causal"), ("gpt2", "causal")], time_limit=0))
+    assert [row.model_type for row in rows] == ["llama", "gpt2"]
+    assert all(row.verdict == "refused" and row.reason == "longer than 0 s" for row in rows)
+
+
+def test_every_type_of_the_installed_transformers_is_swept():
+    types = all_types()
+    assert ("llama", "causal") in types and ("gemma3", "image-text") in types and len(types) == len(set(types))
+
+
+def test_a_silent_leak_is_shouted():
+    row = Row("x", "causal", "native", false_negatives=1)
+    assert "SILENT LEAK" in compatibility.line(row) and not row.is_right
+    assert "1 causal-LM types: 0 train packed" in compatibility.summary([row])
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "mamba"):
+        build_tiny_model(name).save_pretrained(folder / name)
+    return folder
+
+
+def test_check_a_model(saved, capsys):
+    assert main(["check", str(saved / "llama")]) == 0
+    out = capsys.readouterr().out
+    assert "verdict" in out and "PACKED" in out and "packfix_varlen" in out
+    assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
+
+
+def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, capsys):
+    assert main(["check", str(saved / "mamba"), "--on-leak", "raise", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "LEAK" and not found["right"]
+    assert "mixer" in found["as_it_is"]["leaks"][0]["name"] and found["as_it_is"]["max_change"] > 0.1
+
+
+def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, capsys):
+    (tmp_path / "config.json").write_text((saved / "mamba" / "config.json").read_text())
+    assert main(["check", str(tmp_path), "--config-only", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "REPAIRED" and "MambaMixer" in found["repaired"][0] and found["in_training"]["equal"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["no/such/model"], "no/such/model"),
+        (["--only", "lama"], "no causal or image-text model type 'lama'"),
+    ],
+)
+def test_what_cannot_be_tested_is_exit_code_2(words, message, capsys):
+    assert main(["check", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_model_and_sweep_exclude_each_other(capsys):
+    for words in (["check"], ["check", "x", "--all"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+
+
+def test_the_csv_is_plain():
+    with (DOCS / "compatibility.csv").open(newline="") as file:
+        assert next(csv.reader(file))[:3] == ["model_type", "kind", "verdict"]
