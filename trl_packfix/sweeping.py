@@ -41,7 +41,7 @@ class Row:
             attention, ours, and after the repair.
         false_positives: probes that found something where the judge did not.
         repairs: what sees each document by itself, and how.
-        reason: why its own attention is not enough ("varlen"), or the chosen one.
+        reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
     """
 
     model_type: str
@@ -117,6 +117,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         final = attempt(**({} if on_leak is None else {"on_leak": on_leak}))
         attempts.append(final)
         verdict = final.verdict
+    explained = {"varlen": own, "refused": final}.get(verdict, ours)
     return Row(
         model_type,
         kind,
@@ -130,7 +131,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         false_negatives=sum(each.proved and not each.judgement.right for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         repairs=final.repairs,
-        reason="" if verdict == "native" else (own if verdict == "varlen" else ours).report.summary(),
+        reason="" if verdict == "native" else explained.report.summary(),
     )
 
 
