@@ -33,8 +33,8 @@ class Row:
     Attributes:
         kind: "causal" or "image-text": the auto class that loads it.
         verdict: on what it trains packed: "native" (its own attention is right, too), "varlen" (only ours is),
-            "repaired", "unpack only" (documents as rows of padded batches), "refused", or "no text" (it cannot be built
-            or takes no text alone).
+            "repaired", "unpack only" (documents as rows of padded batches), "refused" (by the probe, or by the model on
+            a pack that the probe did not try), or "no text" (it cannot be built or takes no text alone).
         error: largest relative difference of this training from each document alone, by the judge; where it is.
         stock_trl: the untouched model on TRL's own batches: "isolated", "leaks" or "refuses"; by how much.
         false_negatives: probes that found nothing where the judge did: silent leaks. Of up to three: the model's own
@@ -80,9 +80,19 @@ class _Attempt:
         return self.report.isolated and self.report.equal
 
     @property
+    def is_silent_leak(self) -> bool:
+        return self.proved and not self.judgement.right and self.judgement.refusal is None
+
+    @property
+    def summary(self) -> str:
+        if self.proved and self.judgement.refusal is not None:
+            return f"proved on the packs of the probe, but raises on others: {self.judgement.refusal}"
+        return self.report.summary()
+
+    @property
     def verdict(self) -> str:
         """Of an attempt that was free to repair."""
-        if not self.proved:
+        if not self.proved or self.judgement.refusal:
             return "refused"
         return "unpack only" if self.unpacked else "repaired" if self.repairs else "native"
 
@@ -110,14 +120,13 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
             unpacked = packed.attention.reason.startswith("UNPACKED")
             return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
 
-    attempts = [attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")]
-    own, ours = attempts
-    final, verdict = ours, "native" if own.proved else "varlen"
+    own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")
+    attempts = [own, ours]
     if not ours.proved:
-        final = attempt(**({} if on_leak is None else {"on_leak": on_leak}))
-        attempts.append(final)
-        verdict = final.verdict
-    explained = {"varlen": own, "refused": final}.get(verdict, ours)
+        attempts.append(attempt(**({} if on_leak is None else {"on_leak": on_leak})))
+    final = attempts[-1]
+    verdict = "varlen" if final is ours and final.verdict == "native" and not own.proved else final.verdict
+    told = {"varlen": own, "refused": final}.get(verdict, ours)
     return Row(
         model_type,
         kind,
@@ -128,10 +137,10 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         stock_trl="refuses" if stock.refusal else "isolated" if stock.right else "leaks",
         stock_error=stock.error,
         probes=len(attempts),
-        false_negatives=sum(each.proved and not each.judgement.right for each in attempts),
+        false_negatives=sum(each.is_silent_leak for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         repairs=final.repairs,
-        reason="" if verdict == "native" else explained.report.summary(),
+        reason="" if verdict == "native" else told.summary,
     )
 
 
