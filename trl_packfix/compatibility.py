@@ -30,7 +30,7 @@ def line(row: Row) -> str:
     marks = ", ".join(mark for mark in (truth, alarm) if mark)
     error = "" if row.verdict == "no text" else f"{row.error:.1e}"
     stock = row.stock_trl or "-"
-    why = row.repairs or row.reason
+    why = row.reason if row.verdict == "refused" else row.repairs or row.reason
     return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {why}"
 
 
