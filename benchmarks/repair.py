@@ -1,0 +1,116 @@
+"""What the leak probe costs, and what a repaired model costs, in CPU seconds of one run.
+
+    python benchmarks/repair.py --csv benchmarks/results/repair.csv    # about 4 minutes
+
+Random models of two layers, hidden size 256, in training mode, forward and backward, on one thread. Every round runs
+all contenders one after the other on the same pack; a time is the median over the rounds, a cost a ratio to `alone`:
+
+alone      each document in a forward and backward of its own: what is right without this package
+leaking    the packed row as transformers runs it, documents influencing each other
+repaired   the packed row after the repair
+unpacked   the same documents as rows of padded batches below the LM head (`on_leak="unpack"`)
+probe      `check_isolation` on the repaired model, in units of one repaired forward and backward
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from about import describe, write_csv
+from rich.console import Console
+from rich.table import Table
+
+from trl_packfix import SFTConfig, check_isolation, zoo
+from trl_packfix.collator import PackedDataCollator
+from trl_packfix.proving import PackedModel
+
+PACKS = {
+    "mixed": [400, 31, 120, 9, 260, 75, 18, 111],
+    "64 short": [16] * 64,
+    "one long": [1024],
+}
+SIZES = {"hidden_size": 256, "vocab_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 2}
+MODELS = {
+    "mamba": {"intermediate_size": 512},
+    "mamba2": {"num_heads": 64},
+    "falcon": {"ffn_hidden_size": 512},
+    "bloom": {"n_head": 8},
+    "llama": {"intermediate_size": 512, "num_key_value_heads": 8, "head_dim": 32},
+}
+
+
+def seconds(model: torch.nn.Module, batches: list[dict]) -> float:
+    start = time.process_time()
+    for batch in batches:
+        model(**batch).loss.backward()
+    return time.process_time() - start
+
+
+def measure(name: str, rounds: int, folder: str) -> list[dict]:
+    plain = zoo.build_model(name, **SIZES | MODELS[name]).train()
+    models = {}
+    for way in ("repair", "unpack"):
+        model = copy.deepcopy(plain)
+        settings = {"use_cpu": True, "bf16": False, "max_length": 2048, "on_leak": way}
+        packed = PackedModel(model, SFTConfig(folder, packing=True, report_to=[], **settings), torch.float32)
+        packed.prove(model).raise_if_leaking()
+        models[way] = model.train()
+        if way == "repair":
+            done = "; ".join(map(str, packed.repaired)) or "nothing"
+    rows = []
+    for pack, lengths in PACKS.items():
+        documents = [torch.randint(16, 1024, (n,)) for n in lengths]
+        batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+        alone = [{"input_ids": ids[None], "labels": ids[None], "use_cache": False} for ids in documents]
+        contenders = {
+            "alone": lambda alone=alone: seconds(plain, alone),
+            "leaking": lambda batch=batch: seconds(plain, [batch]),
+            "repaired": lambda batch=batch: seconds(models["repair"], [batch]),
+            "unpacked": lambda batch=batch: seconds(models["unpack"], [batch]),
+        }
+        times: dict[str, list[float]] = {each: [] for each in contenders}
+        for _ in range(rounds + 1):
+            for each, run in contenders.items():
+                times[each].append(run())
+        median = {each: statistics.median(values[1:]) for each, values in times.items()}
+        start = time.process_time()
+        check_isolation(models["repair"], max_length=2048)
+        probe = time.process_time() - start
+        ratios = {each: round(median[each] / median["alone"], 2) for each in contenders}
+        row = {"model": name, "pack": pack, "tokens": sum(lengths), "documents": len(lengths), "repair": done}
+        row |= {"alone_seconds": round(median["alone"], 3)} | ratios
+        rows.append(row | {"probe": round(probe / median["repaired"], 2)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--csv", help="where to write the table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    print(describe())
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row for name in options.models for row in measure(name, options.rounds, folder)]
+    columns = ("model", "pack", "tokens", "documents", "alone_seconds", "leaking", "repaired", "unpacked", "probe")
+    table = Table(*columns, title="CPU seconds, as ratios to each document alone; probe: to a repaired step")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    Console().print(table)
+    if options.csv:
+        write_csv(Path(options.csv), rows)
+
+
+if __name__ == "__main__":
+    main()
