@@ -4,12 +4,15 @@ A *position* is a document's place in visiting order.
 """
 
 from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
 from .decreasing import Int64Array, Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
+MAX_REMEMBERED = 1 << 16  # positions kept after they were placed: bounds the memory of a stream without end
 
 
 class _Buffer:
@@ -46,6 +49,12 @@ class _Buffer:
             self.present[length] = self.mirrored[self.longest - length] = 0
         return position
 
+    def renumber(self, forgotten: int) -> None:
+        """Lower every position by `forgotten`."""
+        for waiting in self.waiting:
+            for i in range(len(waiting or ())):
+                waiting[i] -= forgotten
+
     def longest_up_to(self, length: int) -> int:
         """-1 where there is none."""
         return self.present.rfind(1, 0, min(length, self.longest) + 1)
@@ -81,82 +90,117 @@ class _Buffer:
 
 
 def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """Packs of positions in visiting order: oldest first, closed by an exact fill; the last buffer by `_pack_rest`."""
+    """`pack_arrivals` for lengths that are all known: members and sizes of the packs."""
     if len(arriving) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    members, sizes, rest = _close_packs(arriving, capacity, buffer_size, until_empty=False)
-    if len(rest) == 0:
-        return members, sizes
-    last, last_sizes = _pack_rest(arriving[rest], capacity)
-    return np.concatenate([members, rest[last]]), np.concatenate([sizes, last_sizes])
+    return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, int(arriving.max())))
+
+
+def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, longest: int) -> Iterator[list[int]]:
+    """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
+
+    One document is asked for whenever one is placed; when none is left, the last buffer is packed by `_pack_rest`.
+    What comes next depends only on the documents that wait, in their order, and on those that arrive: a packer that is
+    given both again goes on with the same packs. Memory is bounded by the buffer.
+
+    Args:
+        arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
+        buffer_size: documents that wait at most.
+    """
+    positions, lengths = yield from _close_packs(iter(arriving), capacity, buffer_size, longest, until_empty=False)
+    if positions:
+        members, sizes = _pack_rest(np.array(lengths), capacity)
+        for pack in np.split(np.array(positions)[members], np.cumsum(sizes)[:-1]):
+            yield pack.tolist()
+
+
+def _as_arrays(packs: Iterable[list[int]]) -> Packs:
+    packs = list(packs)
+    members = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
+    return members, np.fromiter(map(len, packs), dtype=np.int64, count=len(packs))
 
 
 def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
+
+    def until_empty(arriving: Int64Array) -> Packs:
+        return _as_arrays(_close_packs(iter(arriving.tolist()), capacity, len(arriving), int(arriving.max()), True))
+
     decreasing = np.argsort(-lengths, kind="stable")
-    arrival = _close_packs(lengths, capacity, len(lengths), until_empty=True)[:2]
-    members, sizes, _ = _close_packs(lengths[decreasing], capacity, len(lengths), until_empty=True)
-    candidates = [arrival, (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
+    members, sizes = until_empty(lengths[decreasing])
+    candidates = [until_empty(lengths), (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
     return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
 
 
 def _close_packs(
-    arriving: Int64Array, capacity: int, buffer_size: int, until_empty: bool
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Members and sizes of packs, and the positions left when the last document has arrived (none if `until_empty`)."""
-    lengths = arriving.tolist()
-    buffer = _Buffer(max(lengths))
-    taken = bytearray(len(lengths))
-    members: list[int] = []
-    ends = [0]
+    arriving: Iterator[int], capacity: int, buffer_size: int, longest: int, until_empty: bool
+) -> Generator[list[int], None, tuple[list[int], list[int]]]:
+    """Yields packs; returns positions and lengths left when nothing more arrives (none if `until_empty`)."""
+    buffer = _Buffer(longest)
+    lengths: list[int] = []
+    taken = bytearray()
+    forgotten = 0  # positions before the first of `lengths` and `taken`
     oldest = 0
-    arrived = min(buffer_size, len(lengths))
-    for position in range(arrived):
-        buffer.add(position, lengths[position])
+    ended = False
+    add, remember, mark = buffer.add, lengths.append, taken.append  # looked up once: this runs for every document
 
-    def place(length: int) -> None:
-        """Move the oldest document of this length into the pack; the next one arrives in its stead."""
-        nonlocal arrived
-        position = buffer.take(length)
-        taken[position] = 1
-        members.append(position)
-        if arrived < len(lengths):
-            buffer.add(arrived, lengths[arrived])
-            arrived += 1
+    def arrive() -> None:
+        nonlocal ended
+        length = next(arriving, 0)
+        if not length:
+            ended = True
+            return
+        add(len(lengths), length)
+        remember(length)
+        mark(0)
 
-    while True:
-        oldest = taken.find(0, oldest, arrived)
-        if oldest < 0 or (arrived == len(lengths) and not until_empty):
+    while len(lengths) < buffer_size and not ended:
+        arrive()
+    while until_empty or not ended:
+        oldest = taken.find(0, oldest)
+        if oldest < 0:
             break
+        if oldest >= MAX_REMEMBERED:
+            del lengths[:oldest], taken[:oldest]
+            buffer.renumber(oldest)
+            forgotten, oldest = forgotten + oldest, 0
+        members: list[int] = []
         gap, position, fill = capacity, oldest, ()
-        longest = buffer.longest_up_to(capacity)  # of those waiting now; the search for fills stops there
+        longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
         while position >= 0:
             # It is the oldest of its length: an older one would have fitted and been placed.
             length = lengths[position]
-            place(length)
+            taken[buffer.take(length)] = 1
+            members.append(position + forgotten)
             gap -= length
-            if gap <= 2 * longest:
-                fill = buffer.exact_fill(gap, longest) if gap else ()
+            if not ended:
+                arrive()
+            if gap <= 2 * longest_waiting:
+                fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
                 if fill or not gap:
                     break
-            position = _next_that_fits(lengths, taken, position + 1, arrived, gap)
+            position = _next_that_fits(lengths, taken, position + 1, gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
-                place(length)
+                position = buffer.take(length)
+                taken[position] = 1
+                members.append(position + forgotten)
                 gap -= length
+                if not ended:
+                    arrive()
             fill = ()
-        ends.append(len(members))
-    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0)
-    return np.array(members, dtype=np.int64), np.diff(np.array(ends, dtype=np.int64)), left
+        yield members
+    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0).tolist()
+    return [position + forgotten for position in left], [lengths[position] for position in left]
 
 
-def _next_that_fits(lengths: list[int], taken: bytearray, start: int, arrived: int, gap: int) -> int:
+def _next_that_fits(lengths: list[int], taken: bytearray, start: int, gap: int) -> int:
     """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
-    position = taken.find(0, start, arrived)
+    position = taken.find(0, start)
     for _ in range(MAX_PASSED_OVER):
         if position < 0 or lengths[position] <= gap:
             return position
-        position = taken.find(0, position + 1, arrived)
+        position = taken.find(0, position + 1)
     return -1
 
 
