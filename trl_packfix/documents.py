@@ -30,6 +30,13 @@ class Count:
     tokens: int = 0
     trained_tokens: int = 0
 
+    def __add__(self, other: "Count") -> "Count":
+        return Count(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            self.trained_tokens + other.trained_tokens,
+        )
+
 
 @dataclass
 class Ledger:
@@ -51,6 +58,27 @@ class Ledger:
     def lost_trained_tokens(self) -> int:
         """Trained tokens that were given and will not be trained."""
         return self.given.trained_tokens - self.kept.trained_tokens
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        """The ledger of both parts of a set."""
+        return Ledger(
+            self.given + other.given,
+            self.kept + other.kept,
+            self.truncated + other.truncated,
+            self.split + other.split,
+            self.fragments + other.fragments,
+            {
+                reason: self.dropped.get(reason, Count()) + other.dropped.get(reason, Count())
+                for reason in sorted(self.dropped | other.dropped)
+            },
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "Ledger":
+        """The ledger that `to_dict` was called on."""
+        counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
+        dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
+        return cls(**counts, fragments=values["fragments"], dropped=dropped)
 
     def to_dict(self) -> dict:
         return {**asdict(self), "lost_trained_tokens": self.lost_trained_tokens}
@@ -112,6 +140,7 @@ def make_documents(
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
+    may_be_empty: bool = False,
 ) -> Documents:
     """Spans of all documents of the table, after the policy for those longer than `max_length` tokens.
 
@@ -123,6 +152,7 @@ def make_documents(
         wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`); each fragment is
             a document of its own, and `block` says where it lies. `overlong` is not used.
         keep_untrained: keep documents without a trained token (evaluation and prediction).
+        may_be_empty: this is a part of a stream, of which nothing may be left.
 
     Raises:
         ValueError: `overlong="raise"` and documents are longer; `seq_lengths` do not fit their rows; nothing is left.
@@ -146,15 +176,20 @@ def make_documents(
         block = block[trained] if block is not None else None
         spans = _drop(spans, ~trained, "untrained", ledger)
     ledger.kept = spans.count()
-    if not len(spans.row):
-        dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
-        raise ValueError(
-            f"The dataset has {len(reader)} rows and {ledger.given.documents} documents, and nothing is left to train "
-            f"on (dropped: {dropped}; `max_length={max_length}`). A document needs two tokens, the second or a later "
-            "one trained. Check that `labels` are not all -100, that completions are not empty, and that `max_length` "
-            "leaves room for the trained part."
-        )
+    if not len(spans.row) and not may_be_empty:
+        refuse_nothing(ledger, f"The dataset has {len(reader)} rows", max_length)
     return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block)
+
+
+def refuse_nothing(ledger: Ledger, given: str, max_length: int | None) -> None:
+    """Raise: nothing is left to train on."""
+    dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
+    raise ValueError(
+        f"{given} and {ledger.given.documents} documents, and nothing is left to train on (dropped: {dropped}; "
+        f"`max_length={max_length}`). A document needs two tokens, the second or a later one trained. Check that "
+        "`labels` are not all -100, that completions are not empty, and that `max_length` leaves room for the trained "
+        "part."
+    )
 
 
 def drop_untrained(dataset: Dataset) -> Dataset:
@@ -197,10 +232,7 @@ def _table_spans(reader: TokenReader) -> _Spans:
 def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledger) -> _Spans:
     if not mask.any():
         return spans
-    count, before = spans.count(mask), ledger.dropped.get(reason, Count())
-    ledger.dropped[reason] = Count(
-        before.documents + count.documents, before.tokens + count.tokens, before.trained_tokens + count.trained_tokens
-    )
+    ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
     return spans.select(~mask)
 
 
