@@ -33,7 +33,8 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     """What can be refused before a model is loaded or a token is made. Only called with packing.
 
     Raises:
-        ValueError: vision data, a custom collator, an iterable dataset, prompt learning, positions that do not exist.
+        ValueError: vision data, a custom collator, prompt learning, positions that do not exist; with an
+            iterable dataset also another strategy than `stream`, no `max_steps`, `dataloader_drop_last`.
     """
     if data_collator is not None:
         raise ValueError(
@@ -42,12 +43,9 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
             "`pad_to_multiple_of`), or set `packing=False`."
         )
     if isinstance(train_dataset, IterableDataset):
-        raise ValueError(
-            "An `IterableDataset` was given with packing. Packs are planned from the lengths of all documents, and a "
-            "stream has none. Load the dataset without streaming, or set `packing=False`."
-        )
-    if isinstance(train_dataset, Dataset):
-        vision = [name for name in ("image", "images") if name in train_dataset.column_names]
+        _check_stream(args)
+    if isinstance(train_dataset, Dataset | IterableDataset):
+        vision = [name for name in ("image", "images") if name in (train_dataset.column_names or ())]
         if vision:
             raise ValueError(
                 f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
@@ -66,6 +64,28 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
             f"`max_length` to {positions} or less, or extend the positions in the model's config."
+        )
+
+
+def _check_stream(args: SFTConfig) -> None:
+    """What cannot be done with an iterable dataset, whose documents and their number are not known before they come."""
+    if args.packing_strategy != "stream":
+        raise ValueError(
+            f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "
+            "documents of an epoch, and a stream is known only as far as it was read. Set "
+            '`packing_strategy="stream"`, or load the dataset without streaming.'
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "
+            "so the end of training and the learning-rate schedule cannot be known from it. Set `max_steps` to the "
+            "optimizer steps to train; the stream begins again when it ends."
+        )
+    if args.dataloader_drop_last:
+        raise ValueError(
+            "`dataloader_drop_last=True` was given with an `IterableDataset`. The last packs of a pass are split "
+            "between the micro-batches of one more step, so nothing is incomplete and nothing can be dropped. Set "
+            "`dataloader_drop_last=False`."
         )
 
 

@@ -1,6 +1,8 @@
 """Every version branch: why it is there, a link, and when it can go."""
 
 import trl
+from datasets import IterableDataset
+from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -36,3 +38,22 @@ def gather_lm_head_with_model(model: nn.Module) -> None:
 
     for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def state_is_exact(dataset: IterableDataset) -> bool:
+    """Whether `state_dict()` of a stream says all that a restart needs.
+
+    It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch; datasets has
+    no public question for either. Can go when datasets saves the buffers.
+    https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
+    """
+    if dataset._formatting is not None and dataset._formatting.is_table:
+        return False
+    sources = [dataset._ex_iterable]
+    while sources:
+        source = sources.pop()
+        if isinstance(source, BufferShuffledExamplesIterable):
+            return False
+        sources += getattr(source, "ex_iterables", [])
+        sources += [source.ex_iterable] if hasattr(source, "ex_iterable") else []
+    return True

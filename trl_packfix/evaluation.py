@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
@@ -22,6 +22,7 @@ from .documents import make_documents
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
 from .proving import PackedModel
 from .reader import TokenReader
+from .stream_reader import read_whole
 
 
 class EvaluationTotals:
@@ -72,14 +73,22 @@ class ExactEvaluation(trl.SFTTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        if not self._evaluates_documents(dataset):
+        table = self._table(dataset)
+        if not self._evaluates_documents(table):
             return super().get_eval_dataloader(eval_dataset)
-        return self._evaluation_loader(dataset, needs_logits=self.compute_metrics is not None)
+        return self._evaluation_loader(table, needs_logits=self.compute_metrics is not None)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        if not self._evaluates_documents(test_dataset):
+        table = self._table(test_dataset)
+        if not self._evaluates_documents(table):
             return super().get_test_dataloader(test_dataset)
-        return self._evaluation_loader(test_dataset, needs_logits=True)
+        return self._evaluation_loader(table, needs_logits=True)
+
+    def _table(self, dataset: Any) -> Any:
+        """An evaluation set that is a stream, read into memory: it ends, and all of it is evaluated each time."""
+        if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
+            return read_whole(dataset)
+        return dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
         """Whether the loader of this dataset can be ours: a table of tokens, and no collator of the user's."""

@@ -44,12 +44,17 @@ class DocumentDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index == EMPTY:
-            return {"input_ids": np.full(2, self.pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
+            return dummy_document(self.pad_token_id)
         documents = self.documents
         return self.reader.read(documents.row[index], documents.start[index], documents.stop[index])
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
         return [self[index] for index in indices]
+
+
+def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
+    """What a rank without documents runs: two tokens, none trained."""
+    return {"input_ids": np.full(2, pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
 
 
 @dataclass
@@ -239,11 +244,15 @@ def document_loader(
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
-    """A loader that accelerate moves to the device and otherwise leaves alone: the sampler knows the ranks already.
+    """Batches of the documents that the sampler names."""
+    return left_alone(DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs), device)
+
+
+def left_alone(loader: DataLoader, device: torch.device | None) -> DataLoaderShard:
+    """A loader that accelerate moves to the device and otherwise leaves alone: it knows the ranks already.
 
     (accelerate's own sharding of a rank-aware sampler trained 53 of 97 documents on 2 ranks, silently.)
     """
-    loader = DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs)
     loader = prepare_data_loader(
         loader,
         device=device,
@@ -252,7 +261,7 @@ def document_loader(
         put_on_device=True,
         rng_types=None,
         dispatch_batches=False,
-        non_blocking=bool(dataloader_kwargs.get("pin_memory")),
+        non_blocking=loader.pin_memory,
     )
     loader._is_accelerate_prepared = True
     return loader

@@ -7,7 +7,7 @@ row starts in it; reading a span is then one numpy slice, without a copy and wit
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from .collator import IGNORE_INDEX
 
@@ -65,10 +65,17 @@ class TokenReader:
     reader that is sent to another process carries the path, not the tokens.
 
     Raises:
-        ValueError: no `input_ids`, a column of the wrong type, labels of another length, a dataset with a transform.
+        ValueError: no `input_ids`, a column of the wrong type, labels of another length, a dataset with a transform,
+            a stream.
     """
 
     def __init__(self, dataset: Dataset):
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "An `IterableDataset` was given where a table is read. Spans need all lengths before the first "
+                "document is read, and a stream has none. Load it without streaming, or give it to `SFTTrainer` with "
+                '`packing_strategy="stream"`.'
+            )
         if dataset.format["type"] == "custom":
             raise ValueError(
                 f"The dataset of {len(dataset)} rows has a transform (`Dataset.with_transform`). Packing must know the "

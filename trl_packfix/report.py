@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .documents import Ledger
 from .loading import EpochPlanner
+from .streaming import PackedStream, StreamCounts
 from .verdict import IsolationReport
 
 
@@ -19,6 +20,9 @@ class PackingReport:
 
     Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
     tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need.
+
+    Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
+    passes, and the report is made again when training ends.
     """
 
     strategy: str
@@ -28,16 +32,16 @@ class PackingReport:
     accumulation: int
     world_size: int
     capacity: int
-    num_rows: int
+    num_rows: int | None
     num_documents: int
     num_tokens: int
     num_trained_tokens: int
     num_packs: int | None
     lower_bound: int | None
     efficiency: float | None
-    padding_efficiency: float
+    padding_efficiency: float | None
     num_steps: int
-    documents_per_step: float
+    documents_per_step: float | None
     documents_not_reached: int
     ledger: Ledger
     attention: str = "not chosen yet"
@@ -55,7 +59,10 @@ class PackingReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
-        ledger, tokens = self.ledger, self.num_tokens
+        return (self._stream_lines() if self.num_rows is None else self._table_lines()) + self._common_lines()
+
+    def _table_lines(self) -> list[tuple[str, str]]:
+        tokens = self.num_tokens
         packs = "" if self.num_packs is None else f" -> {self.num_packs:,} packs ({self.strategy})"
         rows = [
             ("documents", f"{self.num_documents:,} of {self.num_rows:,} rows{packs}"),
@@ -83,6 +90,36 @@ class PackingReport:
                 f"(accumulation {self.accumulation}, ranks {self.world_size})",
             )
         )
+        return rows
+
+    def _stream_lines(self) -> list[tuple[str, str]]:
+        rows = [
+            ("documents", "a stream: how many it has is not known; packed in arrival order, begun again at its end"),
+            (
+                "micro-batch",
+                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+                f"{self.max_length:,}",
+            ),
+            (
+                "steps",
+                f"{self.num_steps:,} (max_steps); accumulation {self.accumulation}, ranks {self.world_size}: "
+                f"{self.accumulation * self.world_size} packs each",
+            ),
+        ]
+        if self.num_packs:
+            read = self.ledger.given
+            rows.append(
+                ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
+            )
+            rows.append(
+                ("packed", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, {self.num_packs:,} packs")
+            )
+            rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
+        return rows
+
+    def _common_lines(self) -> list[tuple[str, str]]:
+        """What was lost on the way, and what the packs run on."""
+        ledger, rows = self.ledger, []
         if ledger.truncated.documents:
             rows.append(
                 (
@@ -164,6 +201,32 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
         documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
         documents_not_reached=schedule.num_skipped,
         ledger=documents.ledger,
+    )
+
+
+def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCounts | None = None) -> PackingReport:
+    """The report of a run on a stream; `counts` is what was read and packed by all ranks."""
+    counts = counts or StreamCounts()
+    return PackingReport(
+        strategy="stream",
+        overlong=stream.overlong,
+        max_length=stream.max_length,
+        batch_size=stream.batch_size,
+        accumulation=stream.accumulation,
+        world_size=stream.world_size,
+        capacity=stream.capacity,
+        num_rows=None,
+        num_documents=counts.documents,
+        num_tokens=counts.tokens,
+        num_trained_tokens=counts.ledger.kept.trained_tokens,
+        num_packs=counts.packs,
+        lower_bound=None,
+        efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,
+        padding_efficiency=None,
+        num_steps=max_steps,
+        documents_per_step=None,
+        documents_not_reached=0,
+        ledger=counts.ledger,
     )
 
 

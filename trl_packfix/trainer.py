@@ -28,7 +28,9 @@ from .evaluation import ExactEvaluation
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
 from .proving import BeforeFirstStep, PackedModel
 from .reader import TokenReader
-from .report import PackingReport, make_report
+from .report import PackingReport, make_report, make_stream_report
+from .stream_checkpoint import StreamCallback, resume
+from .streaming import PackedStream, stream_loader
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -125,14 +127,17 @@ class SFTTrainer(ExactEvaluation):
             checks.check_parallelism(self.accelerator)
             self.padding_free = True
             self.data_collator = self._packed_collator()
-            self._reader = TokenReader(self.train_dataset)
-            self._documents = make_documents(
-                self._reader,
-                args.max_length,
-                args.effective_overlong,
-                args.truncation_mode,
-                wrapped=args.packing_strategy == "wrapped",
-            )
+            if isinstance(self.train_dataset, IterableDataset):
+                self.add_callback(StreamCallback(self))
+            else:
+                self._reader = TokenReader(self.train_dataset)
+                self._documents = make_documents(
+                    self._reader,
+                    args.max_length,
+                    args.effective_overlong,
+                    args.truncation_mode,
+                    wrapped=args.packing_strategy == "wrapped",
+                )
             self.packed_model = self._packed_model()
             self.add_callback(BeforeFirstStep(self))
 
@@ -171,6 +176,8 @@ class SFTTrainer(ExactEvaluation):
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.packing:
             return super().get_train_dataloader()
+        if isinstance(self.train_dataset, IterableDataset):
+            return self._stream_loader()
         planner = self._planner(self._documents, self.args.packing_strategy)
         self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader))
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
@@ -202,12 +209,56 @@ class SFTTrainer(ExactEvaluation):
             collate,
             self.accelerator.device,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and self.accelerator.device.type != "cpu",
+            pin_memory=self._pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            in_order=args.dataloader_in_order,
+            **self._worker_kwargs,
         )
+
+    @property
+    def _pin_memory(self) -> bool:
+        return self.args.dataloader_pin_memory and self.accelerator.device.type != "cpu"
+
+    @property
+    def _worker_kwargs(self) -> dict[str, Any]:
+        return {
+            "multiprocessing_context": self.args.dataloader_multiprocessing_context,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+            "in_order": self.args.dataloader_in_order,
+        }
+
+    # Streams
+
+    def _stream_loader(self) -> DataLoader:
+        args = self.args
+        stream = PackedStream(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            max_length=args.max_length,
+            accumulation=args.gradient_accumulation_steps,
+            rank=args.process_index,
+            world_size=args.world_size,
+            overlong=args.effective_overlong,
+            truncation_mode=args.truncation_mode,
+            balance=args.balance,
+            hidden_size=self._hidden_size,
+            vocab_size=self._vocab_size,
+            pad_token_id=self._tokenizer.pad_token_id,
+            num_workers=args.dataloader_num_workers,
+            worker_kwargs=self._worker_kwargs,
+        )
+        self.packing_report = make_stream_report(stream, args.max_steps)
+        return stream_loader(stream, self.data_collator, self.accelerator.device, self._pin_memory)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        # The only place that knows the checkpoint and the loader: a stream goes on from the state saved there.
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None and isinstance(train_dataloader.dataset, PackedStream):
+            args, step = self.args, self.state.global_step
+            num_skipped = step % max_steps * args.gradient_accumulation_steps
+            resume(train_dataloader.dataset, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
+        return model, loader
 
     # Attention
 
