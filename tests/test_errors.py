@@ -66,6 +66,12 @@ def test_configs_of_trl_are_checked_too(tmp_path):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 
+def never_read():
+    pytest.fail("the stream was read")
+    yield {"text": "a"}
+
+
+STREAM = IterableDataset.from_generator(never_read)
 VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
 INPUT = [
     ("vision", {"dataset": VISION}, r"column `images` and packing is on.*one row for many documents.*`packing=False`"),
@@ -75,9 +81,24 @@ INPUT = [
         r"`data_collator=DefaultDataCollator` was given with packing.*lose them.*Leave `data_collator` unset",
     ),
     (
-        "stream",
-        {"dataset": IterableDataset.from_generator(lambda: iter([{"text": "a"}])), "max_steps": 1},
-        r"`IterableDataset` was given with packing.*a stream has none.*without streaming",
+        "stream without an end",
+        {"dataset": STREAM},
+        r"`max_steps=-1` was given with an `IterableDataset`.*does not say how long.*Set `max_steps`",
+    ),
+    (
+        "strategies that plan with all documents",
+        {"dataset": STREAM, "max_steps": 1, "packing_strategy": "bfd"},
+        r"`packing_strategy='bfd'` was given with an `IterableDataset`.*only as far as.*=\"stream\"",
+    ),
+    (
+        "padding_free of a stream",
+        {"dataset": STREAM, "max_steps": 1, "packing": False, "padding_free": True},
+        r"`packing_strategy='minibatch'` was given with an `IterableDataset`",
+    ),
+    (
+        "stream and drop_last",
+        {"dataset": STREAM, "max_steps": 1, "dataloader_drop_last": True},
+        r"`dataloader_drop_last=True` was given with an `IterableDataset`.*nothing is incomplete.*=False",
     ),
     (
         "positions",

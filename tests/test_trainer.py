@@ -82,6 +82,7 @@ def test_arguments_are_those_of_trl():
     [
         ("_prepare_dataset", "self dataset processing_class args packing formatting_func dataset_name"),
         ("get_train_dataloader", "self"),
+        ("_prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
         ("get_eval_dataloader", "self eval_dataset"),
         ("get_test_dataloader", "self test_dataset"),
         ("prediction_step", "self model inputs prediction_loss_only ignore_keys"),
@@ -100,6 +101,7 @@ def test_nothing_else_is_overridden():
     assert overridden == {
         "_prepare_dataset",
         "get_train_dataloader",
+        "_prepare_for_training",  # the one place that has the loader and the checkpoint that a stream goes on from
         "get_eval_dataloader",
         "get_test_dataloader",
         "prediction_step",

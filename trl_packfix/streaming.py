@@ -6,6 +6,7 @@ the stream ends with a step whose packs are split between the micro-batches of a
 document is in exactly one pack of a pass; then the next pass begins. There is no end: `max_steps` bounds the run.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,8 @@ from .loading import dummy_document, left_alone
 from .planning import PackPlan
 from .scheduling import EMPTY, Balance, schedule_packs
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
+
+logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
 STATE_VERSION = 1
@@ -94,6 +97,9 @@ class PackedStream(torch.utils.data.IterableDataset):
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
         self.balance, self.hidden_size, self.pad_token_id = balance, hidden_size, pad_token_id
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
+        if self.num_workers < num_workers and rank == 0:
+            message = "%d workers were asked for; %d read, because each needs a shard of its own."
+            logger.warning(message, num_workers, self.num_workers)
         self.worker_kwargs = worker_kwargs or {} if self.num_workers else {}
         self._num_skipped = 0
         self.begin()
@@ -124,9 +130,7 @@ class PackedStream(torch.utils.data.IterableDataset):
                 self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
                 yield from step
             if not self._num_arrived:
-                refuse_nothing(
-                    self._counts.ledger, f"The stream was read to its end by rank {self.rank}", self.max_length
-                )
+                refuse_nothing(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
             self.num_passes += 1
             self._num_arrived = 0
             self._readers = [ReaderState()] * len(self._readers)
