@@ -12,6 +12,7 @@ import numpy as np
 from .decreasing import Int64Array, Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
+FILL_FROM = 3  # gaps of so many mean documents are looked for an exact fill; see `_close_packs`
 MAX_REMEMBERED = 1 << 16  # positions kept after they were placed: bounds the memory of a stream without end
 
 
@@ -24,6 +25,7 @@ class _Buffer:
 
     def __init__(self, longest: int):
         self.longest = longest
+        self.num_documents = self.num_tokens = 0
         self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
         self.present = bytearray(longest + 1)
         self.mirrored = bytearray(longest + 1)
@@ -31,6 +33,8 @@ class _Buffer:
         self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
 
     def add(self, position: int, length: int) -> None:
+        self.num_documents += 1
+        self.num_tokens += length
         waiting = self.waiting[length]
         if waiting:
             waiting.append(position)
@@ -45,6 +49,8 @@ class _Buffer:
         """Remove the oldest document of this length."""
         waiting = self.waiting[length]
         position = waiting.popleft()
+        self.num_documents -= 1
+        self.num_tokens -= length
         if not waiting:
             self.present[length] = self.mirrored[self.longest - length] = 0
         return position
@@ -135,7 +141,11 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
 def _close_packs(
     arriving: Iterator[int], capacity: int, buffer_size: int, longest: int, until_empty: bool
 ) -> Generator[list[int], None, tuple[list[int], list[int]]]:
-    """Yields packs; returns positions and lengths left when nothing more arrives (none if `until_empty`)."""
+    """Yields packs; returns positions and lengths left when nothing more arrives (none if `until_empty`).
+
+    The fill is looked for only when the gap is down to FILL_FROM mean documents. In larger gaps there is one more often
+    than not, of two long documents: these would be trained first and the short ones last.
+    """
     buffer = _Buffer(longest)
     lengths: list[int] = []
     taken = bytearray()
@@ -167,6 +177,7 @@ def _close_packs(
         members: list[int] = []
         gap, position, fill = capacity, oldest, ()
         longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
+        fill_from = min(2 * longest_waiting, FILL_FROM * buffer.num_tokens / buffer.num_documents)
         while position >= 0:
             # It is the oldest of its length: an older one would have fitted and been placed.
             length = lengths[position]
@@ -175,7 +186,7 @@ def _close_packs(
             gap -= length
             if not ended:
                 arrive()
-            if gap <= 2 * longest_waiting:
+            if gap <= fill_from:
                 fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
                 if fill or not gap:
                     break
