@@ -102,8 +102,8 @@ class PackingReport:
             ),
             (
                 "steps",
-                f"{self.num_steps:,} (max_steps); accumulation {self.accumulation}, ranks {self.world_size}: "
-                f"{self.accumulation * self.world_size} packs each",
+                f"{self.num_steps:,} (max_steps), packs in each: {self.accumulation * self.world_size} "
+                f"(accumulation {self.accumulation}, ranks {self.world_size})",
             ),
         ]
         if self.num_packs:
@@ -112,7 +112,7 @@ class PackingReport:
                 ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
             )
             rows.append(
-                ("packed", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, {self.num_packs:,} packs")
+                ("trained", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_packs:,} packs")
             )
             rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
         return rows

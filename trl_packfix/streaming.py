@@ -35,7 +35,7 @@ Pack = list[DocumentTokens]
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Of all passes so far: the ledger of what was read, the packs closed, and the documents and tokens in them."""
+    """Of all passes: the ledger of what was read, and the packs that were trained with their documents and tokens."""
 
     ledger: Ledger = field(default_factory=Ledger)
     packs: int = 0
@@ -110,7 +110,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         return self.batch_size * self.max_length
 
     def counts(self, num_steps: int) -> "StreamCounts":
-        """What was read and packed until so many steps, the last one handed out or the one before."""
+        """What was read and trained until so many steps, the last one handed out or the one before."""
         return self._snapshots[num_steps]["counts"]
 
     @property
@@ -147,11 +147,12 @@ class PackedStream(torch.utils.data.IterableDataset):
                 if pack is None:
                     break
                 self._closed.append([self._waiting.pop(position) for position in pack])
-                tokens = sum(len(document["input_ids"]) for document in self._closed[-1])
-                self._packed += (1, len(pack), tokens)
             if not self._closed:
                 return
-            yield self._micro_batches([self._closed.popleft() for _ in range(min(slots, len(self._closed)))])
+            step = [self._closed.popleft() for _ in range(min(slots, len(self._closed)))]
+            documents = [document for pack in step for document in pack]
+            self._packed += (len(step), len(documents), sum(len(document["input_ids"]) for document in documents))
+            yield self._micro_batches(step)
 
     def _arrivals(self) -> Iterator[int]:
         """Tokens of each document, in arrival order; it waits under its position in this order."""

@@ -1,0 +1,517 @@
+"""Streams: every document once per pass on all ranks, in arrival order, cut by the one rule, restarted exactly."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import two_ranks_stream
+from conftest import build_tiny_model
+from datasets import Dataset, IterableDataset
+from datasets.distributed import split_dataset_by_node
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_trainer import ANSWER, PROMPT, documents_of, texts, trainer, weights
+
+from trl_packfix import PackingLeakError
+from trl_packfix.documents import make_documents
+from trl_packfix.exact_fill import pack_arrivals
+from trl_packfix.planning import plan_stream
+from trl_packfix.reader import TokenReader
+from trl_packfix.stream_checkpoint import state_file
+from trl_packfix.stream_reader import CHUNK
+from trl_packfix.streaming import PackedStream
+
+ROOT = Path(__file__).parent.parent
+FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
+
+
+def numbered(lengths) -> Dataset:
+    return Dataset.from_dict({"input_ids": [[i + FIRST_ID] * int(n) for i, n in enumerate(lengths)]})
+
+
+def drawn(num: int, longest: int = 40, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, longest + 1, num)
+
+
+def numbers(micro_batch) -> list[int]:
+    """The documents of a micro-batch; the dummy of an empty one has none."""
+    return [int(d["input_ids"][0]) - FIRST_ID for d in micro_batch if d["input_ids"][0] >= FIRST_ID]
+
+
+def one_pass(stream: PackedStream) -> list[list[list[int]]]:
+    """[step][micro-batch][document] of the first pass."""
+    batches, steps = iter(stream), []
+    while True:
+        step = list(islice(batches, stream.accumulation))
+        if stream.num_passes:
+            return steps
+        steps.append([numbers(micro_batch) for micro_batch in step])
+
+
+# Whole
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=300),
+    num_shards=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    buffer_size=st.integers(1, 50),
+)
+def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumulation, world_size, buffer_size):
+    num_shards = min(num_shards, len(lengths))
+    table, length = numbered(lengths), dict(enumerate(lengths))
+    ranks = []
+    for rank in range(world_size):
+        dataset = table.to_iterable_dataset(num_shards)
+        stream = PackedStream(dataset, 2, 30, accumulation, rank, world_size, buffer_size=buffer_size)
+        ranks.append(one_pass(stream))
+        assert (stream.share.count == 1) == (num_shards % world_size == 0)
+    seen = Counter(chain.from_iterable(chain.from_iterable(chain.from_iterable(ranks))))
+    assert seen == dict.fromkeys(range(len(lengths)), 1)
+    for micro_batch in chain.from_iterable(chain.from_iterable(ranks)):
+        assert sum(length[document] for document in micro_batch) <= 60
+    assert all(len(step) == accumulation for rank in ranks for step in rank)
+    if num_shards % world_size:
+        assert len({len(rank) for rank in ranks}) == 1, "ranks that share a stream end a pass together"
+
+
+@pytest.mark.parametrize("buffer_size", [1, 20, 1000])
+def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
+    lengths = drawn(700)
+    stream = PackedStream(numbered(lengths).to_iterable_dataset(), 5, 40, buffer_size=buffer_size)
+    plan = plan_stream(lengths, np.arange(700), 200, buffer_size)
+    packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
+    assert [step[0] for step in one_pass(stream)] == packs
+
+
+def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
+    streams = [PackedStream(numbered([5, 6]).to_iterable_dataset(), 1, 64, 2, rank, 2) for rank in range(2)]
+    for _ in range(2):  # one step: 2 documents for 4 micro-batches
+        steps = [[numbers(batch) for batch in islice(iter(stream), 2)] for stream in streams]
+        assert sorted(chain.from_iterable(chain.from_iterable(steps))) == [0, 1]
+        assert sum(not batch for step in steps for batch in step) == 2
+
+
+def test_workers_share_the_shards_and_duplicate_nothing():
+    for num_shards, used in ((1, 1), (3, 2)):
+        stream = PackedStream(numbered(drawn(600)).to_iterable_dataset(num_shards), 2, 40, 2, num_workers=2)
+        assert stream.num_workers == used
+        documents = list(chain.from_iterable(chain.from_iterable(one_pass(stream))))
+        assert sorted(documents) == list(range(600))
+
+
+def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
+    opened = []
+
+    def generate(shards):
+        for shard in shards:
+            opened.append(shard)
+            yield from ({"input_ids": [FIRST_ID + 10 * shard + i] * 5} for i in range(10))
+
+    stream = IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(6))})
+    opened.clear()
+    steps = one_pass(PackedStream(stream, 2, 10, rank=1, world_size=3))
+    assert set(opened) == {1, 4}
+    assert sorted(chain.from_iterable(chain.from_iterable(steps))) == [*range(10, 20), *range(40, 50)]
+
+
+def test_what_would_lose_documents_is_refused(caplog):
+    dataset = numbered(drawn(50)).to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"(?s)split by node already.*2 nodes.*be lost.*whole dataset"):
+        PackedStream(split_dataset_by_node(dataset, 0, 2), 2, 40, rank=0, world_size=2)
+    assert not caplog.records
+    PackedStream(dataset, 2, 40, rank=0, world_size=9)
+    assert "1 shards, which 9 ranks cannot share evenly" in caplog.text
+
+
+# Order and memory
+
+
+def in_quarters(values):
+    return np.array_split(values, 4)
+
+
+def test_documents_stay_near_their_place_and_come_in_no_order_of_length():
+    lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).clip(2, 1000).astype(int)
+    packs = list(pack_arrivals(lengths.tolist(), 4000, 1000, 1000))
+    order = np.fromiter(chain.from_iterable(packs), np.int64)
+    assert np.array_equal(np.sort(order), np.arange(20_000))
+    assert np.percentile(np.abs(order - np.arange(20_000)), 99) < 2 * 1000
+    # Against the same quarter of the arrivals, whose own means differ by 5 %
+    quarters = [
+        lengths[got].mean() / given.mean() for got, given in zip(*map(in_quarters, (order, lengths)), strict=True)
+    ]
+    assert np.abs(np.array(quarters) - 1).max() < 0.02
+    assert len(packs) == -(-lengths.sum() // 4000), "the fewest possible"
+
+
+def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
+    remembered, num, buffer_size = 4096, 20 * 4096, 50
+    monkeypatch.setattr("trl_packfix.exact_fill.MAX_REMEMBERED", remembered)
+    waiting, most = 0, 0
+
+    def arriving():
+        nonlocal waiting, most
+        for length in lengths:
+            waiting += 1
+            most = max(most, waiting)
+            yield length
+
+    lengths = drawn(num, 100).tolist()
+    seen = np.zeros(num, dtype=np.int64)
+    tracemalloc.start()
+    for pack in pack_arrivals(arriving(), 200, buffer_size, 100):
+        seen[pack] += 1
+        waiting -= len(pack)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (seen == 1).all() and most <= buffer_size + 100
+    assert peak < 4 * num, "a list of all lengths would take 8 bytes for each"
+
+
+def test_no_more_than_the_buffer_and_a_chunk_waits():
+    stream = PackedStream(numbered(drawn(1500)).to_iterable_dataset(), 2, 40, buffer_size=100)
+    for _ in islice(stream, 100):
+        state = stream.state_dict(stream.num_steps)
+        assert 100 <= len(state["lengths"]) <= 100 + CHUNK
+    assert stream.num_steps == 100
+
+
+# The rule for documents is that of documents.py
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_documents_are_cut_as_those_of_a_table(overlong, mode):
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 99, n).tolist() for n in rng.integers(0, 60, 400)]
+    labels = [[t if rng.random() < 0.1 else -100 for t in row] for row in tokens]
+    table = Dataset.from_dict({"input_ids": tokens, "labels": labels})
+    reader = TokenReader(table)
+    spans = make_documents(reader, 25, overlong, mode)
+    expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
+    dataset = table.to_iterable_dataset(2)
+    stream = PackedStream(dataset, 1, 25, overlong=overlong, truncation_mode=mode, buffer_size=10)
+    got = []
+    for batch in stream:
+        if stream.num_passes:
+            break
+        got += [(d["input_ids"].tolist(), d["labels"].tolist()) for d in batch]
+        ledger = stream.counts(stream.num_steps).ledger
+    assert sorted(got) == sorted((d["input_ids"].tolist(), d["labels"].tolist()) for d in expected)
+    assert ledger.to_dict() == spans.ledger.to_dict()
+    assert ledger.dropped["untrained"].documents, "nothing was dropped"
+
+
+@pytest.mark.parametrize(
+    "columns, settings, message",
+    [
+        (
+            {"input_ids": [[5] * 9, [6] * 30]},
+            {"overlong": "raise"},
+            r"rows 1 \(30 tokens\).*A stream: rows are counted",
+        ),
+        ({"input_ids": [[5, 6], [7, 300]]}, {"vocab_size": 300}, r"Row 1 .* ids from 5 to 300"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"vocab_size": 300}, "is padded"),
+        ({"input_ids": [[5], [6]]}, {}, r"Rank 0 read the stream to its end and 2 documents.*2 untrained"),
+        ({"text": ["a"]}, {}, "no `input_ids`"),
+    ],
+)
+def test_bad_documents_are_refused_when_they_come(columns, settings, message):
+    dataset = Dataset.from_dict(columns).to_iterable_dataset()
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        list(islice(PackedStream(dataset, 1, 20, **settings), 3))
+
+
+# Restart of the packer
+
+TABLE = numbered(drawn(700))
+
+
+def generate(starts, stops):
+    for start, stop in zip(starts, stops, strict=True):
+        yield from ({"input_ids": row} for row in TABLE["input_ids"][start:stop])
+
+
+SHARDS = {"starts": [0, 200, 500, 503], "stops": [200, 500, 503, 700]}
+SOURCES = {
+    "table": lambda: TABLE.to_iterable_dataset(3),
+    "generator": lambda: IterableDataset.from_generator(generate, gen_kwargs=SHARDS),
+    "mapped": lambda: TABLE.to_iterable_dataset(3).map(lambda row: {"labels": row["input_ids"]}),
+    "mapped in batches": lambda: (
+        TABLE.to_iterable_dataset(3)
+        .map(lambda rows: {"labels": rows["input_ids"]}, batched=True, batch_size=50)
+        .filter(lambda row: row["input_ids"][0] % 5)
+    ),
+    "shuffled": lambda: TABLE.to_iterable_dataset(3).shuffle(seed=1, buffer_size=100),
+    "shuffled, then mapped": lambda: (
+        TABLE.to_iterable_dataset(3).shuffle(seed=1, buffer_size=100).map(lambda row: {"labels": row["input_ids"]})
+    ),
+    "torch tensors": lambda: TABLE.to_iterable_dataset(3).with_format("torch"),
+    "arrow": lambda: TABLE.to_iterable_dataset(3).with_format("arrow").map(lambda t: t, batched=True).with_format(None),
+}
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled", 2, 3)]
+RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffled")]
+
+
+@pytest.mark.parametrize("source, workers, num_points", RESTARTED)
+def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
+    """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
+
+    def stream():
+        return PackedStream(SOURCES[source](), 2, 64, 2, buffer_size=60, num_workers=workers)
+
+    num_steps, rng = 150, np.random.default_rng(0)
+    points, end_of_pass = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist()), 0
+    whole, expected, states = stream(), [], {}
+    batches = iter(whole)
+    for step in range(1, num_steps + 1):
+        expected.append([numbers(batch) for batch in islice(batches, 2)])
+        if whole.num_passes == 1 and not end_of_pass:
+            end_of_pass = step - 1
+            states[step - 1] = saved_and_loaded(whole.state_dict(step - 1))
+        if step in points:
+            states[step] = saved_and_loaded(whole.state_dict(step))
+    assert whole.num_passes >= 2 and end_of_pass and len(states) >= num_points
+    for step, state in states.items():
+        resumed = stream()
+        resumed.load_state_dict(state, num_skipped=2 * step)
+        batches = iter(resumed)
+        assert list(islice(batches, 2 * step)) == [[]] * (2 * step)
+        for batch in expected[step : step + 30]:
+            assert [numbers(micro_batch) for micro_batch in islice(batches, 2)] == batch, step
+
+
+def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
+    read = []
+
+    def source():
+        return TABLE.to_iterable_dataset().map(lambda row: read.append(row["input_ids"][0]) or row)
+
+    cut = PackedStream(source(), 2, 64, buffer_size=60)
+    list(islice(cut, 30))
+    state = cut.state_dict(30)
+    assert len(read) >= 200
+    read.clear()
+    resumed = PackedStream(source(), 2, 64, buffer_size=60)
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    assert FIRST_ID not in read and len(read) <= 2 * CHUNK
+    assert resumed.counts(31).packs == 31
+    assert resumed.counts(30) == cut.counts(30)
+
+
+@pytest.mark.parametrize("changed", [{"max_length": 65}, {"accumulation": 3}, {"buffer_size": 61}, {"world_size": 2}])
+def test_a_restart_under_other_settings_is_refused(changed):
+    given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
+    state = PackedStream(SOURCES["table"](), **given).state_dict(0)
+    with pytest.raises(ValueError, match=r"(?s)other settings: .* is now .*Set them back.*`ignore_data_skip=True`"):
+        PackedStream(SOURCES["table"](), **given | changed).load_state_dict(state)
+
+
+# In the trainer
+
+FORMS = {
+    "text": lambda: texts(),
+    "prompt_completion": lambda: Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}),
+    "messages": lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5),
+    "conversational_prompt": lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5),
+    "tokenised": lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4}),
+    "packs": lambda: Dataset.from_dict({"input_ids": [[9, 8, 7, 6, 5], [4, 3]], "seq_lengths": [[2, 3], [2]]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
+    table = trainer(tmp_path, FORMS[form]())
+    expected = [document for batch in table.get_train_dataloader() for document in documents_of(batch)]
+    run = trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
+    got = []
+    for batch in run.get_train_dataloader():
+        got += documents_of(batch)
+        if len(got) >= len(expected):
+            break
+    assert sorted(got) == sorted(expected)
+    run.train()
+    assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
+
+
+RESTARTS = {
+    "alone": ({}, {}),
+    "workers": ({"dataloader_num_workers": 2}, {}),
+    "shuffle_dataset": ({"shuffle_dataset": True}, {}),
+    "no state": ({}, {"forget": True}),
+}
+
+
+@pytest.mark.parametrize("name", RESTARTS)
+def test_a_restart_of_the_trainer_is_exact(name, tmp_path, caplog):
+    further, how = RESTARTS[name]
+    common = {"max_steps": 16, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **further}
+    stream = texts(60).to_iterable_dataset(2)
+    whole = trainer(tmp_path, stream, save_strategy="steps", save_steps=11, **common)
+    whole.train()
+    assert whole.packing_report.num_documents > 60, "the stream did not begin again"
+    checkpoint = tmp_path / "checkpoint-11"
+    assert state_file(checkpoint, 0).is_file()
+    if how.get("forget"):
+        state_file(checkpoint, 0).unlink()
+    resumed = trainer(tmp_path / "resumed", stream, **common)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert torch.equal(weights(whole), weights(resumed)) and resumed.state.epoch == whole.state.epoch
+    assert ("read and packed again" in caplog.text) == bool(how)
+    if not how:
+        assert resumed.packing_report.ledger == whole.packing_report.ledger
+
+
+def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
+    common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
+    run = trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    states = [
+        torch.load(state_file(f, 0), weights_only=True)
+        for f in (tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4")
+    ]
+    assert states[0]["counts"] == states[1]["counts"] and states[0]["num_steps"] + 2 == states[1]["num_steps"]
+
+
+def test_the_report_says_what_is_known(tmp_path, capsys):
+    long = texts(300).map(lambda row: {"text": row["text"] * 2})
+    run = trainer(tmp_path, long.to_iterable_dataset(), max_steps=3, packing_report=True)
+    run.train()
+    before, after = capsys.readouterr().out.split("Packing report\n")[1:]
+    for text in (before, after):
+        assert "how many it has is not known" in text and "3 (max_steps)" in text and "proved on this model" in text
+    assert "efficiency" not in before and "truncated" not in before
+    for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
+        assert re.search(text, after), text
+
+
+def test_a_leaking_model_is_refused_on_a_stream(tmp_path):
+    run = trainer(tmp_path, texts().to_iterable_dataset(), model="mamba", max_steps=1, on_leak="raise")
+    with pytest.raises(PackingLeakError):
+        run.train()
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
+    data, model = texts(50, seed=1), build_tiny_model()
+
+    def evaluated(eval_dataset, **further):
+        kwargs = {"eval_dataset": eval_dataset, **further}
+        run = trainer(tmp_path, texts(), model=model, packing=packing, max_length=32, trainer_kwargs=kwargs)
+        return run, run.evaluate()
+
+    def metric(prediction):
+        return {"rows": len(prediction.predictions)}
+
+    _, table = evaluated(data)
+    run, stream = evaluated(data.to_iterable_dataset(3))
+    for name in ("loss", "entropy", "mean_token_accuracy"):
+        assert stream[f"eval_{name}"] == pytest.approx(table[f"eval_{name}"], rel=1e-6)
+    assert run.evaluate()["eval_loss"] == stream["eval_loss"], "a stream can be evaluated again"
+    named = run.evaluate({"a": data.to_iterable_dataset()})
+    assert named["eval_a_loss"] == pytest.approx(table["eval_loss"], rel=1e-6)
+    assert evaluated(data.to_iterable_dataset(), compute_metrics=metric)[1]["eval_rows"] == 50
+    assert run.predict(run.eval_dataset).predictions.shape[0] == 50
+
+
+def test_an_empty_evaluation_stream_is_refused(tmp_path):
+    run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
+    empty = run.eval_dataset.filter(lambda row: False)
+    with pytest.raises(ValueError, match=r"without examples.*Check that"):
+        run.get_eval_dataloader(empty)
+
+
+# Two ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict:
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    folder = tmp_path_factory.mktemp("two_ranks_stream")
+    build_tiny_model().save_pretrained(folder / "model")
+    script = ROOT / "tests" / "two_ranks_stream.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, str(folder)], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait(200)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if not (folder / "result.pt").is_file():
+        pytest.fail((folder / "log").read_text()[-6000:])
+    return torch.load(folder / "result.pt") | {"folder": folder}
+
+
+@pytest.mark.parametrize("name", ["shared", "sharded"])
+def test_two_ranks_see_every_document_once_per_pass(name, two_ranks):
+    ranks = two_ranks[name]["whole"]["seen"]
+    num = two_ranks_stream.NUM_DOCUMENTS
+    assert len(ranks) == 2 and len(ranks[0]) == len(ranks[1]) == two_ranks_stream.MAX_STEPS
+    seen = Counter(chain.from_iterable(chain.from_iterable(ranks)))
+    if name == "shared":  # the ranks end a pass together, and begin the next with the next step
+        first = Counter()
+        steps = (chain(*micro_batches) for micro_batches in zip(*ranks, strict=True))
+        while sum(first.values()) < num:
+            first.update(next(steps))
+        assert first == dict.fromkeys(range(num), 1)
+    assert set(seen) == set(range(num)) and max(seen.values()) == 2, "the stream began again"
+    if name == "sharded":  # 4 shards, of which each rank has 2
+        assert not set(chain(*ranks[0])) & set(chain(*ranks[1]))
+        for rank in ranks:
+            count = Counter(chain(*rank))
+            assert max(count.values()) - min(count.values()) <= 1
+        assert two_ranks[name]["whole"]["num_documents"] >= num, "the report adds up the ranks"
+
+
+def test_two_ranks_that_share_a_stream_are_one_with_twice_the_micro_batches(two_ranks):
+    alone = two_ranks_stream.run(two_ranks["folder"], "alone", 1, gradient_accumulation_steps=2)
+    steps = [sorted(chain(*alone.seen[i : i + 2])) for i in range(0, len(alone.seen), 2)]
+    ranks = two_ranks["shared"]["whole"]["seen"]
+    assert steps == [sorted(chain(*micro_batches)) for micro_batches in zip(*ranks, strict=True)]
+    difference = (weights(alone) - two_ranks["shared"]["whole"]["weights"]).norm() / weights(alone).norm()
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("name", ["shared", "sharded"])
+def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
+    whole, resumed = two_ranks[name]["whole"], two_ranks[name]["resumed"]
+    assert torch.equal(whole["weights"], resumed["weights"]) and whole["ledger"] == resumed["ledger"]
+    assert [rank[two_ranks_stream.SAVED :] for rank in whole["seen"]] == resumed["seen"]
+
+
+def test_ranks_that_read_different_streams_are_refused(two_ranks):
+    for message in two_ranks["different"]:
+        assert "with others on 1 of 2 ranks" in message and "`seed`" in message
