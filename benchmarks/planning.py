@@ -142,7 +142,7 @@ def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
         yield {"method": "axolotl", "packs": len(packs), "cpu_s": seconds}
 
 
-def file_lengths(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, np.ndarray]]:
     """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
 
     The template knows no tools: a row's tool definitions become a system message, calls follow the message's text.
@@ -158,7 +158,7 @@ def file_lengths(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             messages.append({"role": message["role"], "content": (message.get("content") or "") + calls})
         return tokenizer.apply_chat_template(messages, tokenize=False)
 
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(folder.glob(pattern)):
         with file.open() as rows:
             texts = [text(json.loads(row)) for row in rows]
         yield file.stem, np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids])

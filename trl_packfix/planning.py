@@ -146,8 +146,8 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buf
     """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
 
     A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
-    the oldest of them and goes on with the oldest that fit, until one or two documents of the buffer fill the gap
-    exactly. Where none do, the best fill is taken. Because each pack takes the oldest document, none waits for more
+    the oldest of them and goes on with the oldest that fit, until the gap is small and one or two documents of the
+    buffer fill it exactly. Where none do, the best fill is taken. Because each pack takes the oldest document, none waits for more
     than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics can.
 
     Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
