@@ -16,7 +16,7 @@ import pytest
 import torch
 import two_ranks_stream
 from conftest import build_tiny_model
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,6 +259,8 @@ SOURCES = {
     "shuffled, then mapped": lambda: (
         TABLE.to_iterable_dataset(3).shuffle(seed=1, buffer_size=100).map(lambda row: {"labels": row["input_ids"]})
     ),
+    "concatenated": lambda: concatenate_datasets([TABLE.to_iterable_dataset(2), TABLE.to_iterable_dataset(2)]),
+    "interleaved": lambda: interleave_datasets([TABLE.to_iterable_dataset(2)] * 2, probabilities=[0.7, 0.3], seed=0),
     "torch tensors": lambda: TABLE.to_iterable_dataset(3).with_format("torch"),
     "arrow": lambda: TABLE.to_iterable_dataset(3).with_format("arrow").map(lambda t: t, batched=True).with_format(None),
 }
@@ -271,7 +273,7 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled", 2, 3)]
+RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled", 2, 3), ("concatenated", 2, 3)]
 RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffled")]
 
 
@@ -282,7 +284,7 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     def stream():
         return PackedStream(SOURCES[source](), 2, 64, 2, buffer_size=60, num_workers=workers)
 
-    num_steps, rng = 150, np.random.default_rng(0)
+    num_steps, rng = 250, np.random.default_rng(0)
     points, end_of_pass = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist()), 0
     whole, expected, states = stream(), [], {}
     batches = iter(whole)

@@ -7,10 +7,11 @@ reader behind it: what workers have read ahead is in no state and is read again 
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import fsspec.asyn
 import numpy as np
 import pyarrow as pa
 import torch
@@ -72,7 +73,7 @@ class ReaderState:
     """How far one reader has come in a pass over its shards.
 
     Attributes:
-        position: `IterableDataset.state_dict()` behind the last example, None at the start or where it is not exact.
+        position: `IterableDataset.state_dict()` behind the last chunk, None at the start or where it is not exact.
         examples: read so far. chunks: handed on so far. done: nothing is left.
     """
 
@@ -94,51 +95,52 @@ class Chunk:
 
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset):
-    """One pass over a stream, in chunks; under a `DataLoader` with workers each one reads shards of its own.
+    """One pass over a stream, in chunks; under a `DataLoader` with workers each one reads a part of its own.
 
     Args:
-        dataset: yields examples with `input_ids`, optionally `labels`, `seq_lengths`, `attention_mask`.
-        states: where each reader goes on; one reader per worker, or one without workers.
+        parts: for each reader what it reads: examples with `input_ids`, optionally `labels`, `seq_lengths`,
+            `attention_mask`. One reader per worker, or one without workers.
+        states: where each reader goes on.
         max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
         vocab_size: ids outside it are refused; None: not known.
     """
 
-    dataset: IterableDataset
+    parts: list[IterableDataset]
     states: list[ReaderState]
     max_length: int
     overlong: Overlong = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     vocab_size: int | None = None
-    is_exact: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_exact = state_is_exact(self.dataset)
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         number = worker.id if worker else 0
-        state = self.states[number]
+        state, dataset = self.states[number], self.parts[number]
         if state.done:
             return
+        if worker:
+            fsspec.asyn.reset_lock()  # of the process that this one was forked from: remote files would wait for it
         if state.chunks > min(other.chunks for other in self.states if not other.done):
             # Readers take turns, and this one was a turn ahead when the state was saved.
             yield Chunk([], Ledger(), number, state)
-        self.dataset.load_state_dict(state.position)
-        examples = iter(self.dataset)
-        if state.position is None and state.examples:
+        is_exact = state_is_exact(dataset)
+        dataset.load_state_dict(state.position)
+        # Not `iter(dataset)`: in a worker that would share out the part once more.
+        batches = dataset.iter(batch_size=CHUNK)
+        if not is_exact and state.chunks:
             # Shuffle buffers are not part of the dataset's state: read again what they had read.
-            next(islice(examples, state.examples - 1, None), None)
-        count, chunks = state.examples, state.chunks
-        while batch := list(islice(examples, CHUNK)):
-            documents, ledger = self._documents(batch, count)
-            count, chunks = count + len(batch), chunks + 1
-            position = self.dataset.state_dict() if self.is_exact else None
-            yield Chunk(documents, ledger, number, ReaderState(position, count, chunks))
-        yield Chunk([], Ledger(), number, ReaderState(None, count, chunks + 1, done=True))
+            next(islice(batches, state.chunks - 1, None), None)
+        examples, chunks = state.examples, state.chunks
+        for batch in batches:
+            table = as_table(batch)
+            documents, ledger = self._documents(table, examples)
+            examples, chunks = examples + len(table), chunks + 1
+            position = dataset.state_dict() if is_exact else None
+            yield Chunk(documents, ledger, number, ReaderState(position, examples, chunks))
+        yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
-    def _documents(self, examples: list[dict[str, Any]], first: int) -> tuple[list[DocumentTokens], Ledger]:
+    def _documents(self, table: Dataset, first: int) -> tuple[list[DocumentTokens], Ledger]:
         try:
-            table = as_table(examples)
             if "input_ids" in table.column_names:
                 checks.check_tokenised_dataset(table, "train", self.vocab_size)
             reader = TokenReader(table)
@@ -155,23 +157,19 @@ class StreamReader(torch.utils.data.IterableDataset):
         return documents, spans.ledger
 
 
-def as_table(examples: list[dict[str, Any]]) -> Dataset:
-    """Examples (lists, arrays or tensors) as a table in memory, with the columns that packing reads."""
+def as_table(batch: dict[str, Any]) -> Dataset:
+    """Columns of rows (lists, arrays or tensors) as a table in memory, with those that packing reads."""
     columns = {}
     for name in COLUMNS:
-        if name in examples[0]:
-            values = [example.get(name) for example in examples]
-            values = [value if isinstance(value, list | None) else np.asarray(value) for value in values]
-            columns[name] = pa.array(values)
+        if name in batch:
+            rows = [row if isinstance(row, list | None) else np.asarray(row) for row in batch[name]]
+            columns[name] = pa.array(rows)
     return Dataset(pa.table(columns), fingerprint="chunk")  # its hash would take longer than all the rest
 
 
 def read_whole(dataset: IterableDataset) -> Dataset:
     """All examples of a stream that ends, as a table in memory."""
-    examples = iter(dataset)
-    tables = []
-    while batch := list(islice(examples, CHUNK)):
-        tables.append(as_table(batch))
+    tables = [as_table(batch) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         raise ValueError(
             "The evaluation set is an `IterableDataset` without examples, and no number can be computed from none. "

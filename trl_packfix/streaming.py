@@ -168,10 +168,12 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._has_ended = True
 
     def _chunks(self) -> Iterator[Chunk]:
-        dataset = self.share.dataset
-        dataset.set_epoch(self.num_passes)  # shuffles anew, where the dataset shuffles
+        dataset, num = self.share.dataset, len(self._readers)
+        parts = [dataset.shard(num, reader, contiguous=False) for reader in range(num)]
+        for part in parts:
+            part.set_epoch(self.num_passes)  # shuffles anew, where the dataset shuffles
         reader = StreamReader(
-            dataset, list(self._readers), self.max_length, self.overlong, self.truncation_mode, self.vocab_size
+            parts, list(self._readers), self.max_length, self.overlong, self.truncation_mode, self.vocab_size
         )
         # A generator of its own: the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)

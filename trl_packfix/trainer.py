@@ -254,10 +254,11 @@ class SFTTrainer(ExactEvaluation):
     ) -> tuple[torch.nn.Module, DataLoader]:
         # The only place that knows the checkpoint and the loader: a stream goes on from the state saved there.
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if resume_from_checkpoint is not None and isinstance(train_dataloader.dataset, PackedStream):
+        stream = getattr(train_dataloader, "dataset", None)
+        if resume_from_checkpoint is not None and isinstance(stream, PackedStream):
             args, step = self.args, self.state.global_step
             num_skipped = step % max_steps * args.gradient_accumulation_steps
-            resume(train_dataloader.dataset, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
+            resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
         return model, loader
 
     # Attention
