@@ -1,6 +1,7 @@
 """Streams: every document once per pass on all ranks, in arrival order, cut by the one rule, restarted exactly."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trainer import ANSWER, PROMPT, documents_of, texts, trainer, weights
+from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError
 from trl_packfix.documents import make_documents
@@ -401,8 +403,17 @@ def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path
 
 def test_the_report_says_what_is_known(tmp_path, capsys):
     long = texts(300).map(lambda row: {"text": row["text"] * 2})
-    run = trainer(tmp_path, long.to_iterable_dataset(), max_steps=3, packing_report=True)
+    running = []
+
+    class Running(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            file = tmp_path / "packing_report.json"
+            running.append(json.loads(file.read_text())["num_packs"])
+
+    settings = {"max_steps": 3, "packing_report": True, "save_strategy": "steps", "save_steps": 1}
+    run = trainer(tmp_path, long.to_iterable_dataset(), trainer_kwargs={"callbacks": [Running()]}, **settings)
     run.train()
+    assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
         assert "how many it has is not known" in text and "3 (max_steps)" in text and "proved on this model" in text

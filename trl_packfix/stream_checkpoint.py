@@ -39,7 +39,7 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: i
 
 
 class StreamCallback(TrainerCallback):
-    """Saves the state of every rank's stream with each checkpoint, and reports at the end what was read.
+    """Saves the state of every rank's stream with each checkpoint, and reports then and at the end what was read.
 
     Raises:
         ValueError: when training begins, the ranks read different streams.
@@ -64,21 +64,27 @@ class StreamCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, train_dataloader: DataLoaderShard | None = None, **kwargs: Any
     ) -> None:
+        stream = train_dataloader.dataset
+        self._report(args, stream, state.global_step)
         if args.save_only_model or state.is_hyper_param_search:
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)  # each node saves the states of its own ranks
-        torch.save(train_dataloader.dataset.state_dict(state.global_step), state_file(folder, args.process_index))
+        torch.save(stream.state_dict(state.global_step), state_file(folder, args.process_index))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, train_dataloader: DataLoaderShard | None = None, **kwargs: Any
     ) -> None:
-        stream, trainer = train_dataloader.dataset, self.trainer
-        counts = stream.counts(state.global_step)
+        self._report(args, train_dataloader.dataset, state.global_step)
+        if args.packing_report and self.trainer.is_world_process_zero():
+            self.trainer.packing_report.show()
+
+    def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
+        """The report again, with what was read and trained until so many steps; all ranks together."""
+        counts, before = stream.counts(num_steps), self.trainer.packing_report
         if stream.share.count < stream.world_size:  # each rank knows its own shards only
             counts = sum(gather_object([counts]), StreamCounts())
-        told = {"attention": trainer.packing_report.attention, "isolation": trainer.packing_report.isolation}
-        trainer.packing_report = replace(make_stream_report(stream, args.max_steps, counts), **told)
-        if args.packing_report and trainer.is_world_process_zero():
-            trainer.packing_report.show()
-            trainer.packing_report.save(args.output_dir)
+        report = make_stream_report(stream, args.max_steps, counts)
+        self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)
+        if args.packing_report and self.trainer.is_world_process_zero():
+            self.trainer.packing_report.save(args.output_dir)
