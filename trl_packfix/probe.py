@@ -4,6 +4,7 @@
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,16 +15,10 @@ from torch import Tensor, nn
 from .collator import PackedDataCollator
 from .forwards import all_in_one_batch, backbone, base_model, text_config
 
-# Lengths at which a model may begin to treat a document in another way, by the name of the config field
-THRESHOLDS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "index_topk",
-    "original_max_position_embeddings",
-    "conv_kernel",
-    "linear_conv_kernel_dim",
-    "mamba_d_conv",
-    "conv_L_cache",
+# Fields of a config that name a length at which the model begins to treat a document in another way
+THRESHOLD = re.compile(
+    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
+    r"|conv_L_cache|original_max_position_embeddings"
 )
 
 
@@ -172,9 +167,8 @@ class Probe:
         """
         found = {}
         rope = getattr(self.config, "rope_parameters", None) or {}
-        for name in THRESHOLDS:
-            value = getattr(self.config, name, None) or (rope.get(name) if isinstance(rope, dict) else None)
-            if isinstance(value, int) and value > 0:
+        for name, value in [*vars(self.config).items(), *(rope.items() if isinstance(rope, dict) else ())]:
+            if THRESHOLD.search(name) and isinstance(value, int) and value > 1:
                 found[name] = value
         if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
             found["max_position_embeddings"] = self.config.max_position_embeddings

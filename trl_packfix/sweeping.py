@@ -117,7 +117,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
             except Exception as error:
                 return _Attempt(_crash(error), judge.judge(model))
             repairs = "; ".join(map(str, packed.repaired))
-            unpacked = packed.attention.reason.startswith("UNPACKED")
+            unpacked = packed.is_unpacked
             return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
 
     own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")

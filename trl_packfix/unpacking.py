@@ -14,7 +14,7 @@ from .forwards import BOUNDARIES, backbone, base_model, undivided
 from .repair import is_sharded
 from .rows import Axes, DocumentRows, Group
 
-DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "attention_mask")
+DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 
@@ -32,7 +32,7 @@ class UnpackedForward:
     def __init__(self, model: nn.Module):
         self.num_tokens = self.num_padded = 0
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
-        self._running: list[tuple[DocumentRows, Tensor, dict[str, Any]] | None] = []  # of each call of the backbone
+        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # of each call of the backbone
         inner = base_model(model)
         rows = backbone(inner)
         # always_call: a forward that raises must not leave its documents to the next one
@@ -62,23 +62,25 @@ class UnpackedForward:
         if boundaries is None:
             self._running.append(None)
             return None
-        tokens = args[0] if args else kwargs["input_ids"]
+        # Models of text and images embed the tokens themselves.
+        name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
+        tokens = args[0] if args else kwargs[name]
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         # Where parameters are sharded, all documents in one call: all ranks gather the same in the same order.
         budget = inf if is_sharded(module) else tokens.shape[1]
         documents = DocumentRows(boundaries.diff().tolist(), tokens.device, undivided(budget))
-        self._running.append((documents, tokens, rest))
+        self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded
-        return (), _inputs(documents.groups[0], tokens, rest)
+        return (), _inputs(documents.groups[0], name, tokens, rest)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self._running.pop() if self._running else None
         if state is None or output is None:
             return output
-        documents, tokens, rest = state
+        documents, name, tokens, rest = state
         outputs = [output]
-        outputs += [module.forward(**_inputs(group, tokens, rest)) for group in documents.groups[1:]]
+        outputs += [module.forward(**_inputs(group, name, tokens, rest)) for group in documents.groups[1:]]
         if isinstance(output, tuple):
             return (documents.join([each[0] for each in outputs], TOKENS), *output[1:])
         output["last_hidden_state"] = documents.join([each["last_hidden_state"] for each in outputs], TOKENS)
@@ -88,7 +90,7 @@ class UnpackedForward:
         return output
 
 
-def _inputs(group: Group, tokens: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
+def _inputs(group: Group, name: str, tokens: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
     lengths = torch.tensor(group.lengths, device=tokens.device)
     mask = torch.arange(group.longest, device=tokens.device) < lengths[:, None]
-    return {**rest, "input_ids": group.split(tokens, TOKENS), "attention_mask": mask.long()}
+    return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
