@@ -120,7 +120,7 @@ class BeforeFirstStep(TrainerCallback):
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
-        isolation.raise_if_leaking()
+        isolation.raise_if_leaking(args.on_leak)
         # into the loggers, and with the log history into trainer_state.json
         trainer.log(
             {

@@ -32,7 +32,9 @@ class UnpackedForward:
     def __init__(self, model: nn.Module):
         self.num_tokens = self.num_padded = 0
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
-        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # of each call of the backbone
+        self._running: list[
+            tuple[DocumentRows, str, Tensor, dict[str, Any]] | None
+        ] = []  # of each call of the backbone
         inner = base_model(model)
         rows = backbone(inner)
         # always_call: a forward that raises must not leave its documents to the next one

@@ -54,15 +54,23 @@ class IsolationReport:
             return f"documents are not what they are alone, by {self.max_difference:.1e}"
         return f"documents move each other by {self.max_change:.1e} and are equal to themselves alone"
 
-    def raise_if_leaking(self) -> None:
-        """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone."""
+    def raise_if_leaking(self, on_leak: str = "raise") -> None:
+        """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone.
+
+        `on_leak` is what has been tried, as in `SFTConfig`: the message names what is left.
+        """
         if self.isolated and self.equal:
             return
+        remedy = "Set `packing=False` and `padding_free=False`."
+        if on_leak == "raise":
+            remedy = (
+                'Set `on_leak="repair"` (the modules where information crosses see each document by itself), or '
+                "`packing=False` and `padding_free=False`."
+            )
         if self.error is not None:
             raise PackingLeakError(
                 f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
-                f'{self.error} So it cannot be trained on packs. Set `on_leak="unpack"`, or `packing=False` and '
-                "`padding_free=False`."
+                f"{self.error} So it cannot be trained on packs. {remedy}"
             )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
@@ -73,6 +81,5 @@ class IsolationReport:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document moves another, but the model computes something else in a pack, e.g. other positions."
         raise PackingLeakError(
-            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} Set "
-            '`on_leak="unpack"` (right, but padded), or `packing=False` and `padding_free=False`.'
+            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
         )
