@@ -34,7 +34,7 @@ class UnpackedForward:
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
         self._running: list[
             tuple[DocumentRows, str, Tensor, dict[str, Any]] | None
-        ] = []  # of each call of the backbone
+        ] = []  # its calls
         inner = base_model(model)
         rows = backbone(inner)
         # always_call: a forward that raises must not leave its documents to the next one
