@@ -87,6 +87,11 @@ def test_arguments_are_those_of_trl():
         ("get_test_dataloader", "self test_dataset"),
         ("prediction_step", "self model inputs prediction_loss_only ignore_keys"),
         ("evaluation_loop", "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"),
+        ("compute_loss", "self model inputs return_outputs num_items_in_batch"),
+        ("_get_num_items_in_batch", "self batch_samples device"),
+        ("_track_num_input_tokens", "self inputs"),
+        ("_save_checkpoint", "self model trial"),
+        ("log", "self logs start_time"),
     ],
 )
 def test_what_is_overridden_has_not_changed_in_trl(method, parameters):
@@ -106,6 +111,12 @@ def test_nothing_else_is_overridden():
         "get_test_dataloader",
         "prediction_step",
         "evaluation_loop",
+        # weights of documents, and one meeting of the ranks per log instead of several per micro-batch
+        "compute_loss",
+        "_get_num_items_in_batch",
+        "_track_num_input_tokens",
+        "_save_checkpoint",
+        "log",
     }
 
 

@@ -12,6 +12,7 @@ from .loading import IMPLIED_OVERLONG
 STRATEGIES = tuple(IMPLIED_OVERLONG)
 OVERLONG = ("truncate", "split", "drop", "raise")
 BALANCE = ("step", "none")
+WEIGHTINGS = ("token", "document")
 ON_LEAK = ("repair", "raise", "unpack")
 
 
@@ -40,6 +41,10 @@ class SFTConfig(trl.SFTConfig):
             so); `"raise"` stops.
         balance (`str`, *optional*, defaults to `"step"`):
             `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
+        document_weighting (`str`, *optional*, defaults to `"token"`):
+            `"token"`: every trained token of an optimizer step counts the same, as in TRL. `"document"`: every document
+            does (LongAlign), and inside it every trained token; a fragment of a split document is a document. With or
+            without packing. Evaluation counts tokens.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
             On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
             model, which may build a (T, T) mask per pack.
@@ -79,6 +84,14 @@ class SFTConfig(trl.SFTConfig):
         metadata={
             "help": "'step' gives all ranks packs of similar cost in each micro-step, 'none' packs as they come.",
             "choices": list(BALANCE),
+        },
+    )
+    document_weighting: str = field(
+        default="token",
+        metadata={
+            "help": "'token': every trained token of an optimizer step counts the same. 'document': every document "
+            "does, whatever its length.",
+            "choices": list(WEIGHTINGS),
         },
     )
     enforce_flash_attention: bool = field(
@@ -136,6 +149,7 @@ def check_config(args: SFTConfig) -> None:
         "overlong": (None, *OVERLONG),
         "on_leak": ON_LEAK,
         "balance": BALANCE,
+        "document_weighting": WEIGHTINGS,
     }
     for name, choices in known_choices.items():
         value = getattr(args, name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import datasets
 import torch
-import trl
 from datasets import Dataset, IterableDataset
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -20,6 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import make_documents
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
+from .objective import PackedObjective
 from .proving import PackedModel
 from .reader import TokenReader
 from .stream_reader import read_whole
@@ -60,7 +60,7 @@ class EvaluationTotals:
         return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
 
 
-class ExactEvaluation(trl.SFTTrainer):
+class ExactEvaluation(PackedObjective):
     """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
 
     packed_model: PackedModel
@@ -132,6 +132,7 @@ class ExactEvaluation(trl.SFTTrainer):
         return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._gather_totals()  # `num_tokens` is logged here, too
         self._totals = EvaluationTotals(self.accelerator.device)
         packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
         packed_model = None

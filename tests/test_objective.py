@@ -1,0 +1,403 @@
+"""The training loss: TRL's to the bit, or documents that count the same; its auxiliary terms, and what is logged."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import trl
+from conftest import build_tiny_model
+from datasets import Dataset
+from test_trainer import texts, trainer
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from trl_packfix import SFTConfig
+
+
+def halves(num=24, seed=0):
+    """Documents of 4 to 60 tokens, of which between one and all are trained."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for length in rng.integers(4, 61, num):
+        tokens = rng.integers(4, 260, length)
+        first = rng.integers(1, length)
+        rows.append({"input_ids": tokens.tolist(), "labels": [-100] * first + tokens[first:].tolist()})
+    return Dataset.from_list(rows)
+
+
+def first_step(run):
+    """The micro-batches of the first optimizer step, and the count that transformers divides by."""
+    run.model.train()
+    accumulation = run.args.gradient_accumulation_steps
+    run.current_gradient_accumulation_steps = accumulation
+    return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)
+
+
+def gradients(run, compute_loss, batches, num_items):
+    run.model.zero_grad()
+    losses = []
+    for batch in batches:
+        torch.manual_seed(0)
+        losses.append(compute_loss(run.model, dict(batch), num_items_in_batch=num_items))
+        losses[-1].backward()
+    return torch.stack(losses).detach(), torch.cat([p.grad.flatten() for p in run.model.parameters()])
+
+
+# With token weights: TRL's, to the bit
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+OBJECTIVES = {
+    "nll": {},
+    "dft": {"loss_type": "dft"},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "function": {"trainer_kwargs": {"compute_loss_func": summed_loss}},
+    "experts": {"model": "mixtral", "router_aux_loss_coef": 0.1},
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
+    run = trainer(
+        tmp_path, halves(), packing=packing, gradient_accumulation_steps=2, **{"max_length": 64} | OBJECTIVES[objective]
+    )
+    step = first_step(run)
+    ours = gradients(run, run.compute_loss, *step)
+    theirs = gradients(run, super(type(run).__mro__[2], run).compute_loss, *step)
+    assert run.compute_loss.__func__ is not trl.SFTTrainer.compute_loss
+    assert torch.equal(ours[0], theirs[0]) and ours[0].abs().min() > 0
+    assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
+
+
+def test_the_comparison_above_is_with_trl(tmp_path):
+    run = trainer(tmp_path, halves())
+    assert super(type(run).__mro__[2], run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for which a GPU would have to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"document_weighting": "document"}, {"neftune_noise_alpha": 5.0}], ids=str)
+def test_no_micro_batch_waits_for_its_numbers(settings, tmp_path):
+    run = trainer(tmp_path, halves(), model="mixtral", router_aux_loss_coef=0.1, pad_to_multiple_of=8, **settings)
+    (batch,), num_items = first_step(run)
+    counts = {}
+    for name, call in {
+        "forward": lambda: run.model(**batch, fused_lm_head=True, output_router_logits=True),
+        "ours": lambda: run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items),
+        "trl": lambda: trl.SFTTrainer.compute_loss(run, run.model, dict(batch), num_items_in_batch=num_items),
+    }.items():
+        with Waits() as waits:
+            call()
+        counts[name] = waits.count
+    assert counts["ours"] == counts["forward"] < counts["trl"]
+
+
+# With document weights: every document counts the same
+
+
+def by_hand(model, documents, weighting, dft=False):
+    """Loss and gradients of documents, (tokens, labels), each computed alone."""
+    model.zero_grad()
+    losses = []
+    for tokens, labels in documents:
+        log_probs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        targets = torch.tensor(labels[1:])
+        found = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
+        losses.append(-found * (found.exp().detach() if dft else 1))
+    loss = torch.cat(losses).mean() if weighting == "token" else torch.stack([each.mean() for each in losses]).mean()
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def documents_of_rows(batch):
+    for row, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+        yield row[mask.bool()].tolist(), labels[mask.bool()].tolist()
+
+
+def documents_of_pack(batch):
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    parts = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    yield from ((tokens.tolist(), labels.tolist()) for tokens, labels in parts if (labels != -100).any())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing_strategy": "stream"},
+        {"packing_strategy": "minibatch"},
+        {"packing_strategy": "minibatch", "loss_type": "dft"},
+        {"packing_strategy": "stream", "pad_to_multiple_of": 32},
+        {"packing": False},
+    ],
+    ids=str,
+)
+def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
+    model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
+    settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3} | settings
+    run = trainer(tmp_path, halves(), model=model, document_weighting="document", **settings)
+    batches, num_items = first_step(run)
+    read = documents_of_rows if settings.get("packing") is False else documents_of_pack
+    documents = list(itertools.chain.from_iterable(map(read, batches)))
+    assert num_items == len(documents) > 8
+    losses, found = gradients(run, run.compute_loss, batches, num_items)
+    dft = "loss_type" in settings
+    loss, expected = by_hand(reference, documents, "document", dft)
+    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-6)  # TRL takes logarithms in fp32
+    assert (found - expected).norm() / expected.norm() < 1e-6
+    _, by_token = by_hand(reference, documents, "token", dft)
+    assert (by_token - expected).norm() / expected.norm() > 0.05, "the two weights do not differ here"
+
+
+def test_document_weights_train(tmp_path):
+    """Through the whole trainer: packed and unpacked runs end with the same weights."""
+    ends = []
+    for settings in ({"packing": False}, {"packing_strategy": "minibatch"}, {"document_weighting": "token"}):
+        settings = {"document_weighting": "document", "gradient_accumulation_steps": 2, "seed": 3} | settings
+        run = trainer(tmp_path, halves(), max_steps=4, optim="sgd", learning_rate=0.3, **settings)
+        run.train()
+        ends.append(torch.cat([p.detach().double().flatten() for p in run.model.parameters()]))
+    start = torch.cat([p.detach().double().flatten() for p in build_tiny_model().parameters()])
+    change = (ends[0] - start).norm()
+    assert (ends[0] - ends[1]).norm() / change < 1e-5 < 1e-2 < (ends[0] - ends[2]).norm() / change
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1"),
+        ({"trainer_kwargs": {"compute_loss_func": summed_loss}}, "compute_loss_func"),
+    ],
+    ids=str,
+)
+def test_losses_without_documents_refuse_their_weights(settings, named, tmp_path):
+    with pytest.raises(ValueError, match=named) as error:
+        trainer(tmp_path, texts(), document_weighting="document", **settings)
+    assert 'Set `document_weighting="token"`' in str(error.value)
+
+
+def test_an_unknown_weighting_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="document_weighting='sequence'"):
+        SFTConfig(str(tmp_path), document_weighting="sequence", use_cpu=True, bf16=False)
+
+
+# NEFTune
+
+
+class Noise:
+    """What the first layer of a model receives beyond the embeddings of its tokens."""
+
+    def __init__(self, model):
+        self.model, self.seen = model, []
+        model.model.layers[0].register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, module, args, kwargs):
+        self.seen.append(args[0].detach())
+
+    def of(self, tokens):
+        with torch.no_grad():
+            clean = F.embedding(tokens, self.model.get_input_embeddings().weight)
+        noise, self.seen = torch.stack([seen - clean for seen in self.seen]), []
+        return noise
+
+
+def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
+    alpha, draws = 5.0, 200
+    run = trainer(tmp_path, texts(12), neftune_noise_alpha=alpha, per_device_train_batch_size=6)
+    (batch,), num_items = first_step(run)
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    assert len(lengths) > 5 and max(lengths) > 5 * min(lengths)
+    noise = Noise(run.model)
+    for _ in range(draws):
+        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
+    packed = noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1)
+
+    handle = activate_neftune(run.model, alpha)
+    alone = []
+    for tokens in batch["input_ids"][0].split(lengths):
+        with torch.no_grad(), warnings.catch_warnings():
+            for _ in range(draws):
+                run.model(tokens[None], position_ids=torch.arange(len(tokens))[None], **one_document(len(tokens)))
+        alone.append(noise.of(tokens[None])[:, 0])
+    deactivate_neftune(run.model, handle)
+    for length, ours, theirs in zip(lengths, packed, alone, strict=True):
+        # the root mean square of n uniform values is known to 0.447 / sqrt(n)
+        error = 0.447 / (draws * length * 32) ** 0.5
+        amplitude = alpha / (length * 32) ** 0.5
+        assert ours.square().mean().sqrt() * 3**0.5 / amplitude == pytest.approx(1, abs=5 * error)
+        ratio = (ours.square().mean() / theirs.square().mean()).sqrt()
+        assert ratio == pytest.approx(1, abs=5 * 2**0.5 * error) and ours.abs().max() <= amplitude * 1.0001
+    whole_row = alpha / (sum(lengths) * 32) ** 0.5
+    assert packed[0].abs().max() > 1.5 * whole_row, "one document of T tokens would do"
+
+
+def one_document(length):
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
+
+
+def test_noise_is_on_in_training_only(tmp_path):
+    losses = {}
+    for alpha in (None, 500.0):
+        run = trainer(
+            tmp_path, texts(), neftune_noise_alpha=alpha, max_steps=1, trainer_kwargs={"eval_dataset": texts()}
+        )
+        before = run.evaluate()["eval_loss"]
+        run.train()
+        losses[alpha] = before, run.state.log_history[-1]["train_loss"]
+        assert not run.model.get_input_embeddings()._forward_hooks
+    assert losses[None][0] == losses[500.0][0] and abs(losses[None][1] - losses[500.0][1]) > 1e-3
+
+
+# Mixtures of experts
+
+
+def experts(tmp_path, data, **settings):
+    return trainer(tmp_path, data, model="mixtral", router_aux_loss_coef=1.0, **settings)
+
+
+def statistic(run, batch):
+    """TRL's, on the documents of a batch alone."""
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    keep = torch.cat([(part != -100).any().expand(len(part)) for part in batch["labels"][0].split(lengths)])
+    run.model.train()
+    with torch.no_grad():
+        found = run.model(**{k: v for k, v in batch.items() if k != "labels"}, output_router_logits=True)
+    return load_balancing_loss_func(tuple(layer[keep] for layer in found.router_logits), 4, 2).item()
+
+
+def test_router_statistic_has_no_padding(tmp_path):
+    run = experts(tmp_path, halves(), pad_to_multiple_of=64, max_length=50)
+    (batch,), num_items = first_step(run)
+    assert (batch["input_ids"][0, -8:] == 0).all(), "no padding"
+    both = []
+    for compute_loss in (run.compute_loss, super(type(run).__mro__[2], run).compute_loss):
+        loss = compute_loss(run.model, dict(batch), num_items_in_batch=num_items).item()
+        outputs = run.model(**batch, fused_lm_head=True)
+        both.append(loss - (-outputs.log_probs.sum() / num_items).item())
+    expected = statistic(run, batch)
+    assert both[0] == pytest.approx(expected, rel=1e-5) and abs(both[1] - expected) > 4e-4
+
+
+@pytest.mark.parametrize("pad_to_multiple_of", [None, 16])
+def test_an_empty_micro_batch_adds_nothing_to_the_router_statistic(pad_to_multiple_of, tmp_path):
+    data = halves(3)
+    run = experts(tmp_path, data, gradient_accumulation_steps=5, pad_to_multiple_of=pad_to_multiple_of)
+    batches, num_items = first_step(run)
+    filled = [batch for batch in batches if (batch["labels"] != -100).any()]
+    assert len(batches) == 5 and len(filled) == 3
+    losses, gradient = gradients(run, run.compute_loss, batches, num_items)
+    nll = sum(-run.model(**batch, fused_lm_head=True).log_probs.sum().item() for batch in filled) / num_items.item()
+    expected = nll + np.mean([statistic(run, batch) for batch in filled])
+    assert losses.sum().item() == pytest.approx(expected, rel=1e-5) and gradient.isfinite().all()
+    assert [loss for loss, batch in zip(losses, batches, strict=True) if not (batch["labels"] != -100).any()] == [0, 0]
+    run.train()
+    assert run.state.log_history[0]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
+
+
+# What is logged
+
+
+def recorded(run):
+    """Keep every micro-batch that is trained, with the model as it was."""
+    seen = []
+
+    class Recorder(type(run)):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            with torch.no_grad():
+                outputs = model(**inputs, fused_lm_head=True)
+            seen.append((dict(inputs), outputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    run.__class__ = Recorder
+    return seen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing_strategy": "stream"},
+        {"packing_strategy": "minibatch", "pad_to_multiple_of": 64},
+        {"packing": False},
+    ],
+    ids=str,
+)
+def test_what_is_logged_is_right(settings, tmp_path):
+    run = trainer(
+        tmp_path,
+        halves(),
+        num_train_epochs=2,
+        gradient_accumulation_steps=3,
+        logging_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+        include_num_input_tokens_seen="non_padding",
+        learning_rate=0.1,
+        **settings,
+    )
+    seen = recorded(run)
+    run.train()
+    num_tokens, at = 0, 0
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert len(logs) == run.state.global_step // 2 > 1
+    for entry in logs:
+        window, at = seen[at : at + 6], at + 6
+        outputs = [outputs for _, outputs in window]
+        trained = sum(out.label_mask.sum().item() for out in outputs)
+        assert entry["trained_tokens"] == trained
+        assert entry["entropy"] == pytest.approx(sum(out.entropy.sum().item() for out in outputs) / trained, rel=1e-6)
+        correct = sum(out.is_top1.sum().item() for out in outputs)
+        assert entry["mean_token_accuracy"] == pytest.approx(correct / trained)
+        documents = [
+            d for batch, _ in window for d in (documents_of_pack if "seq_idx" in batch else documents_of_rows)(batch)
+        ]
+        tokens = sum(len(tokens) for tokens, _ in documents)
+        num_tokens += tokens
+        assert entry["documents_per_step"] == pytest.approx(len(documents) / 2, abs=0.01)
+        assert entry["num_tokens"] == entry["num_input_tokens_seen"] == num_tokens
+        filled = [batch for batch, out in window if out.label_mask.any()]
+        room = sum(batch["input_ids"].numel() for batch, _ in window)
+        if settings.get("packing_strategy") == "stream":
+            room = len(filled) * 2 * 64
+        assert entry["efficiency"] == pytest.approx(tokens / room, abs=1e-4)
+        assert entry["tokens_per_second"] > 0
+    if run.state.global_step % 2 == 0:
+        assert num_tokens == 2 * sum(map(len, run.train_dataset["input_ids"]))
+    end = run.state.log_history[-1]
+    assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
+
+
+def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
+    run = trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1)
+    seen, at_checkpoint = recorded(run), []
+
+    class Save(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            at_checkpoint.append((run._total_train_tokens, sum(batch["input_ids"].numel() for batch, _ in seen)))
+
+    run.add_callback(Save())
+    run.train()
+    assert len(at_checkpoint) == run.state.global_step > 3
+    assert all(counted == expected > 0 for counted, expected in at_checkpoint)
+    assert run.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], "the last line of a short run has them, too"
