@@ -112,6 +112,8 @@ def launch(request) -> Launch:
 def one_process(folder) -> dict[str, dict]:
     """The five steps on one rank: the same 8 documents in each, as 4 x 2 and not as 2 x 2 on 2 ranks."""
     results = {"evaluate_first": two_ranks.evaluate_first(folder)}
+    by_document = {"per_device_train_batch_size": 4} | two_ranks.BY_DOCUMENT
+    results["packed_document"] = two_ranks.five_steps(folder, "one/packed_document", **by_document)
     for kind, settings in two_ranks.KINDS.items():
         settings = {"per_device_train_batch_size": 4} | settings
         results[f"unpacked_{kind}"] = two_ranks.five_steps_unpacked(folder, f"one/unpacked_{kind}", **settings)
@@ -211,6 +213,23 @@ def test_packed_on_two_ranks_equals_unpacked_on_one(launch, one_process, folder,
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     name, unpacked = f"{launch.engine}/five_{kind}", f"one/unpacked_{kind}"
     assert relative_difference(folder, name, unpacked, start=f"{unpacked}/start") < 1e-5
+
+
+def test_document_weights_on_two_ranks_equal_one(launch, one_process, folder):
+    result, expected = launch["five_document"], one_process["packed_document"]
+    assert step_documents(result) == step_documents(expected)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert relative_difference(folder, f"{launch.engine}/five_document", "one/packed_document", start="model") < 1e-5
+    by_token = relative_difference(folder, f"{launch.engine}/five_document", "one/packed_full", start="model")
+    assert by_token > 1e-2, "the weights make no difference here"
+
+
+@pytest.mark.parametrize("kind", [*two_ranks.KINDS, "document"])
+def test_what_two_ranks_log_is_what_one_logs(launch, one_process, kind):
+    result, expected = launch[f"five_{kind}"], one_process[f"packed_{kind}"]
+    assert result["num_tokens"] == expected["num_tokens"] and len(result["logged"]) == 5
+    for ours, theirs in zip(result["logged"], expected["logged"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", two_ranks.KINDS)

@@ -131,6 +131,11 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
         "isolation": isolation and (isolation.isolated, isolation.equal, isolation.attention),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
+        "logged": [
+            [entry.get(name) for name in ("entropy", "mean_token_accuracy", "trained_tokens", "documents_per_step")]
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ],
     } | further
 
 
@@ -205,6 +210,7 @@ def restart(folder: Path, name: str, **settings) -> dict:
 
 STRATEGIES = ("stream", "minibatch")
 KINDS = {"full": {}, "lora": {"lora": True}, "tied": {"model": "tied"}}
+BY_DOCUMENT = {"document_weighting": "document"}
 EPOCHS = {f"epochs_{strategy}": partial(epochs, packing_strategy=strategy) for strategy in STRATEGIES}
 FEW = {
     f"few_{strategy}": partial(epochs, packing_strategy=strategy, num_documents=3, gradient_accumulation_steps=4)
@@ -228,6 +234,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for strategy in STRATEGIES
         for workers in (0, 2)
     }
+    five["five_document"] = partial(five_steps, name=f"{engine}/five_document", **BY_DOCUMENT)
     first = {"evaluate_first": evaluate_first}
     if engine == "zero3":
         return EPOCHS | FEW | five | {"restart_stream_2": restarts["restart_stream_2"]} | first
