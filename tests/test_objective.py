@@ -252,6 +252,33 @@ def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
     assert packed[0].abs().max() > 1.5 * whole_row, "one document of T tokens would do"
 
 
+def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
+    """falcon leaks, so its documents reach the model as rows, in several calls; the noise must follow them."""
+    alpha, rows = 5.0, []
+    run = trainer(tmp_path, texts(12), model="falcon", neftune_noise_alpha=alpha, per_device_train_batch_size=6)
+    (batch,), num_items = first_step(run)
+    assert "UNPACKED" in (run.packed_model.prove(run.model) and run.packed_model.attention.reason)
+    run.model.train()
+    embeddings = run.model.get_input_embeddings()
+    tokens = []
+    embeddings.register_forward_pre_hook(lambda module, args: tokens.append(args[0]))
+    run.model.transformer.h[0].register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(args[0].detach()), with_kwargs=True
+    )
+    for _ in range(50):
+        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
+    assert len(rows) == len(tokens) > 50, "one call held all documents"
+    squares = {length: [] for length in batch["cu_seq_lens_q"].diff().tolist()}
+    for ids, seen in zip(tokens, rows, strict=True):
+        noise = (seen - F.embedding(ids, embeddings.weight.detach())).square().mean(-1)
+        for length, row in zip((ids != 0).sum(1).tolist(), noise, strict=True):
+            squares[length].append(row[:length])
+    for length, found in squares.items():
+        found = torch.cat(found)
+        ratio = found.mean().sqrt() * (3 * length * 32) ** 0.5 / alpha
+        assert ratio == pytest.approx(1, abs=5 * 0.447 / (found.numel() * 32) ** 0.5)
+
+
 def one_document(length):
     bounds = torch.tensor([0, length], dtype=torch.int32)
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}

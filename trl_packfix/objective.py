@@ -21,8 +21,8 @@ import trl
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from .attention import base_model
 from .collator import IGNORE_INDEX
+from .forwards import base_model
 from .totals import TrainingTotals
 
 NUM_DUMMY_TOKENS = 2
@@ -165,13 +165,18 @@ class PackedObjective(trl.SFTTrainer):
             yield
             return
         lengths, index = inputs["cu_seq_lens_q"].diff(), inputs["seq_idx"]
+        rows = lengths.sort(descending=True).values  # where documents are unpacked they come as rows, longest first
+        num_seen = 0
 
         def add_noise(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            # Documents that are unpacked (`on_leak="unpack"`) come as rows; those of one call are of similar length
-            is_pack = output.shape[:2] == index.shape
-            length = lengths[index].unsqueeze(-1) if is_pack else torch.tensor(output.shape[1], device=output.device)
+            nonlocal num_seen
+            if output.shape[:2] == index.shape:
+                length = lengths[index]
+            else:
+                first, num_seen = num_seen % len(rows), num_seen + len(output)
+                length = rows[first : first + len(output), None]
             amplitude = self._noise_alpha / (length * output.shape[-1]).sqrt()
-            return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype)
+            return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
 
         # Registered for this forward only: probe, evaluation and generation never hear of it
         handle = base_model(self.model).get_input_embeddings().register_forward_hook(add_noise)
