@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .attention import select_attention, set_attention
 from .compat import gather_lm_head_with_model
@@ -104,7 +105,7 @@ class PackedModel:
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Proves isolation on the model as it will train, on all ranks together, and shows the report."""
+    """Proves isolation on the model as it will train, on all ranks together; shows the report and saves it."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -131,3 +132,9 @@ class BeforeFirstStep(TrainerCallback):
                 "isolation/unpacked": int(trainer.packed_model.is_unpacked),
             }
         )
+
+    def on_save(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        """What was cut, split and dropped stays with the weights that were trained without it."""
+        if args.packing_report and self.trainer.is_world_process_zero():
+            folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
+            self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -19,7 +19,8 @@ class PackingReport:
     """What packing did with the training set; made once, before the first step.
 
     Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
-    tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need.
+    tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need. What is not reached
+    (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run.
 
     Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
     passes, and the report is made again when training ends.
@@ -44,6 +45,8 @@ class PackingReport:
     documents_per_step: float | None
     documents_not_reached: int
     ledger: Ledger
+    tokens_not_reached: int = 0
+    trained_tokens_not_reached: int = 0
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
 
@@ -56,6 +59,21 @@ class PackingReport:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         return path
+
+    @property
+    def warning(self) -> str | None:
+        """Says what to set, where more than 1 % of the trained tokens are lost to policies or not reached."""
+        given, cut = self.ledger.given.trained_tokens, self.ledger.lost_trained_tokens
+        lost = cut + self.trained_tokens_not_reached
+        if not given or lost / given <= 0.01:
+            return None
+        remedies = []
+        if cut:
+            instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
+            remedies.append(f"raise max_length ({self.max_length:,}){instead}")
+        if self.trained_tokens_not_reached:
+            remedies.append("set dataloader_drop_last=False")
+        return f"{lost / given:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -90,6 +108,7 @@ class PackingReport:
                 f"(accumulation {self.accumulation}, ranks {self.world_size})",
             )
         )
+        rows.append(("against unpacked", self._against_unpacked()))
         return rows
 
     def _stream_lines(self) -> list[tuple[str, str]]:
@@ -133,11 +152,10 @@ class PackingReport:
         for reason, count in ledger.dropped.items():
             rows.append((f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"))
         if self.documents_not_reached:
-            rows.append(("not reached", f"{self.documents_not_reached:,} documents (dataloader_drop_last)"))
-        lost, given = ledger.lost_trained_tokens, ledger.given.trained_tokens
-        if given and lost / given > 0.01:
-            remedy = "raise max_length" if self.overlong == "truncate" else "see the lines above"
-            rows.append(("warning", f"{lost / given:.1%} of the trained tokens are lost: {remedy}"))
+            count = f"{self.documents_not_reached:,} documents, {self.tokens_not_reached:,} tokens"
+            rows.append(("not reached", f"{count} per epoch (dataloader_drop_last)"))
+        if self.warning is not None:
+            rows.append(("warning", self.warning))
         rows.append(("attention", self.attention))
         if self.isolation is not None:
             if self.isolation.repaired:
@@ -145,6 +163,22 @@ class PackingReport:
                 rows.append(("repaired", f"{repairs}: these see each document by itself, which costs some padding"))
             rows.append(("isolation", _verdict(self.isolation)))
         return rows
+
+    def _against_unpacked(self) -> str:
+        """What packing changes in the optimisation, and what to do about it."""
+        documents = self.batch_size * self.accumulation * self.world_size
+        steps = -(-self.num_documents // documents)
+        if self.strategy == "minibatch":
+            return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+        ratio = self.documents_per_step / documents
+        if ratio < 1.05:
+            return f"{documents:,} documents per step and {steps:,} steps per epoch: no setting has to change"
+        return (
+            f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
+            f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
+            f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}, or set "
+            'packing_strategy="minibatch" and change nothing'
+        )
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, as a table on a terminal and as plain lines elsewhere."""
@@ -181,6 +215,8 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
     plan = planner.first_plan
+    not_reached = np.ones(len(documents), dtype=bool)
+    not_reached[schedule.order] = False
     return PackingReport(
         strategy=planner.strategy,
         overlong=overlong,
@@ -200,6 +236,8 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
         num_steps=planner.num_steps,
         documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
         documents_not_reached=schedule.num_skipped,
+        tokens_not_reached=int(lengths[not_reached].sum()),
+        trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         ledger=documents.ledger,
     )
 

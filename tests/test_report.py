@@ -1,0 +1,96 @@
+"""What the report says about losses and about the optimisation, and where it is kept."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from test_trainer import texts, trainer
+
+
+def table(lengths):
+    return Dataset.from_dict({"input_ids": [[9] * length for length in lengths]})
+
+
+def report(tmp_path, data, **settings):
+    run = trainer(tmp_path, data, **settings)
+    run.get_train_dataloader()
+    return run.packing_report
+
+
+@pytest.mark.parametrize(
+    "lengths, settings, lost, remedy",
+    [
+        ([8, 12], {}, 4 / 18, 'raise max_length (8) or set overlong="split"'),
+        ([8, 12], {"overlong": "drop"}, 11 / 18, 'raise max_length (8) or set overlong="split"'),
+        ([8, 12], {"packing_strategy": "bfd_split"}, 1 / 18, "raise max_length (8)"),
+        ([8, 12], {"packing_strategy": "wrapped"}, 1 / 18, "raise max_length (8)"),
+        (
+            [8] * 5,
+            {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
+            1 / 5,
+            "set dataloader_drop_last=False",
+        ),
+        (
+            [8] * 4 + [9],
+            {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
+            None,
+            'raise max_length (8) or set overlong="split", and set dataloader_drop_last=False',
+        ),
+        ([8] * 300 + [9], {"packing_strategy": "stream"}, 0, None),
+    ],
+)
+def test_losses_above_one_percent_are_a_warning_that_names_the_remedy(lengths, settings, lost, remedy, tmp_path):
+    found = report(tmp_path, table(lengths), max_length=8, **settings)
+    rows = dict(found.lines())
+    if remedy is None:
+        assert "warning" not in rows and found.ledger.lost_trained_tokens == 1
+        return
+    assert rows["warning"].endswith(f"of the trained tokens are lost: {remedy}")
+    if lost is not None:
+        assert rows["warning"].startswith(f"{lost:.1%} ")
+    given = sum(lengths) - len(lengths)
+    assert found.ledger.given.trained_tokens == given
+    assert found.to_dict()["trained_tokens_not_reached"] == (7 if "dataloader_drop_last" in settings else 0)
+
+
+def test_what_packing_changes_is_one_sentence(tmp_path):
+    found = report(tmp_path, table([8] * 64), max_length=32, per_device_train_batch_size=4)
+    assert found.num_steps == 4 and found.documents_per_step == 16
+    assert dict(found.lines())["against unpacked"] == (
+        "4.0 times the documents per step (unpacked: 4) and 4 steps per epoch instead of 16: raise learning_rate about "
+        "2.0 times (the square root; Adam) and divide settings in steps (warm-up, save, eval, logging) by 4.0, or set "
+        'packing_strategy="minibatch" and change nothing'
+    )
+    same = report(tmp_path, table([8] * 64), max_length=32, packing_strategy="minibatch", gradient_accumulation_steps=3)
+    assert dict(same.lines())["against unpacked"] == (
+        "the same: 6 documents per step, 11 steps per epoch; no setting has to change"
+    )
+    full = report(tmp_path, table([32] * 64), max_length=32)
+    assert (
+        dict(full.lines())["against unpacked"]
+        == "2 documents per step and 32 steps per epoch: no setting has to change"
+    )
+
+
+def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
+    run = trainer(
+        tmp_path, texts(), max_length=20, packing_report=True, save_strategy="steps", save_steps=2, max_steps=4
+    )
+    run.train()
+    ledgers = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("**/packing_report.json"))]
+    assert len(ledgers) == 3 and ledgers[0] == ledgers[1] == ledgers[2]
+    assert (tmp_path / "checkpoint-4" / "packing_report.json").is_file()
+    cut = np.array([len(text) + 1 for text in texts()["text"]])
+    assert ledgers[0]["ledger"]["truncated"]["tokens"] == (cut - 20).clip(0).sum() > 0
+    assert ledgers[0]["isolation"]["isolated"]
+
+
+def test_the_first_ten_overlong_documents_are_named(tmp_path):
+    lengths = np.random.default_rng(0).integers(3, 60, 40)
+    long = [f"{row} ({length} tokens)" for row, length in enumerate(lengths) if length > 20]
+    assert len(long) > 10
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, table(lengths), max_length=20, overlong="raise")
+    assert f"first are in rows {', '.join(long[:10])}. " in str(error.value)
+    assert long[10] not in str(error.value) and f"{len(long)} of 40 documents" in str(error.value)
