@@ -5,6 +5,7 @@ The loss is the negative log-likelihood whatever the training loss is (dft, labe
 enter it); only with `compute_loss_func` the numbers are TRL's own.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from .objective import PackedObjective
 from .proving import PackedModel
 from .reader import TokenReader
 from .stream_reader import read_whole
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationTotals:
@@ -134,6 +137,11 @@ class ExactEvaluation(PackedObjective):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._gather_totals()  # `num_tokens` is logged here, too
         self._totals = EvaluationTotals(self.accelerator.device)
+        if self.compute_loss_func is not None:
+            logger.warning(
+                "`eval_loss` is the mean over batches of `compute_loss_func`, as in TRL: it moves with the batch size, "
+                "with packing and with the number of ranks."
+            )
         packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
         packed_model = None
         if packed and not self.args.packing:

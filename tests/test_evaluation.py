@@ -1,0 +1,140 @@
+"""Evaluation: exact numbers whatever the batches, one result per row, and the decisions that stand on them."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_tiny_model
+from datasets import Dataset
+from test_trainer import texts, trainer
+from torch.nn import functional as F
+from transformers import EarlyStoppingCallback
+
+
+def partly_trained(num=23):
+    """Documents of 3 to 60 tokens; every fifth has no trained token."""
+    rng, rows = np.random.default_rng(1), []
+    for row, length in enumerate(rng.integers(3, 61, num)):
+        tokens = rng.integers(4, 260, length).repeat(2)[:length].tolist()  # pairs: tied embeddings predict half
+        first = length if row % 5 == 0 else rng.integers(0, length)
+        rows.append({"input_ids": tokens, "labels": [-100] * first + tokens[first:]})
+    return Dataset.from_list(rows)
+
+
+def by_hand(model, data):
+    """Loss, entropy and accuracy over all trained tokens, each document alone."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for row in data:
+        with torch.no_grad():
+            log_probs = model(torch.tensor([row["input_ids"]])).logits[0, :-1].double().log_softmax(-1)
+        labels = torch.tensor(row["labels"][1:])
+        log_probs, labels = log_probs[labels != -100], labels[labels != -100]
+        nll = -log_probs.gather(1, labels[:, None]).sum()
+        entropy = -(log_probs.exp() * log_probs).sum()
+        sums += torch.stack([nll, entropy, (log_probs.argmax(1) == labels).sum(), torch.tensor(len(labels))])
+    return dict(zip(("loss", "entropy", "mean_token_accuracy"), (sums[:3] / sums[3]).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, batch_size, tmp_path):
+    data, model = partly_trained(), build_tiny_model(tie_word_embeddings=True)
+    run = trainer(
+        tmp_path,
+        texts(),
+        model=model,
+        packing=packing,
+        per_device_eval_batch_size=batch_size,
+        loss_type="dft",  # of training: evaluation is the negative log-likelihood
+        trainer_kwargs={"eval_dataset": data},
+    )
+    metrics = run.evaluate()
+    logged = run.state.log_history[-1]
+    expected = by_hand(build_tiny_model(tie_word_embeddings=True), data)
+    for name, value in expected.items():
+        assert logged[f"eval_{name}"] == pytest.approx(value, rel=1e-6), name
+    assert metrics["eval_loss"] == logged["eval_loss"] and expected["mean_token_accuracy"] > 0
+    assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
+
+
+def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
+    data, seen = partly_trained(), {"logits": []}
+
+    def preprocess(logits, labels):
+        seen["logits"].append((logits.shape[:2], labels.shape))
+        return logits.argmax(-1)
+
+    def metric(prediction):
+        seen["prediction"] = prediction
+        return {"rows": len(prediction.label_ids)}
+
+    run = trainer(
+        tmp_path,
+        texts(),
+        per_device_eval_batch_size=4,
+        trainer_kwargs={
+            "eval_dataset": data,
+            "compute_metrics": metric,
+            "preprocess_logits_for_metrics": preprocess,
+        },
+    )
+    assert run.evaluate()["eval_rows"] == 23
+    assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
+    labels, tops = seen["prediction"].label_ids, seen["prediction"].predictions
+    model = build_tiny_model()
+    for row, document in enumerate(data):
+        length = len(document["input_ids"])
+        assert labels[row, :length].tolist() == document["labels"] and (labels[row, length:] == -100).all()
+        with torch.no_grad():
+            top = model(torch.tensor([document["input_ids"]])).logits[0].argmax(-1)
+        assert tops[row, :length].tolist() == top.tolist()
+    predicted = run.predict(data)
+    assert predicted.predictions.shape[0] == 23 and predicted.metrics["test_rows"] == 23
+    assert predicted.metrics["test_loss"] == pytest.approx(by_hand(model, data)["loss"], rel=1e-6)
+
+
+def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path, caplog):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 0 + 7
+
+    with pytest.warns(FutureWarning, match="compute_loss_func"):
+        run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(), "compute_loss_func": loss})
+    with caplog.at_level(logging.WARNING):
+        assert run.evaluate()["eval_loss"] == 7
+    assert "`eval_loss` is the mean over batches of `compute_loss_func`" in caplog.text
+
+
+# Decisions that stand on evaluation
+
+
+@pytest.mark.parametrize("eval_packing", [True, False])
+def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, tmp_path):
+    rng = np.random.default_rng(0)
+    data, held_out = (
+        Dataset.from_dict({"text": ["".join(rng.choice(list("abcd "), n)) for n in rng.integers(3, 60, num)]})
+        for num in (6, 23)
+    )
+    run = trainer(
+        tmp_path,
+        data,
+        max_steps=60,
+        learning_rate=3e-2,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        eval_packing=eval_packing,
+        per_device_eval_batch_size=5,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        save_total_limit=2,
+        trainer_kwargs={"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]},
+    )
+    run.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
+    best = min(losses, key=losses.get)
+    assert run.state.global_step == best + 8 < 60, "stopped two evaluations after the best"
+    assert (run.state.best_metric, run.state.best_global_step) == (losses[best], best)
+    run.args.per_device_eval_batch_size, run.args.eval_packing = 1, not eval_packing
+    assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
