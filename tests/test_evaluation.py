@@ -55,6 +55,9 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, batch_size, tmp
     for name, value in expected.items():
         assert logged[f"eval_{name}"] == pytest.approx(value, rel=1e-6), name
     assert metrics["eval_loss"] == logged["eval_loss"] and expected["mean_token_accuracy"] > 0
+    # an evaluation set may be called "train"; rows without a trained token are rows
+    assert run.evaluate({"train": data})["eval_train_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert [len(run._prepare_dataset(data, None, run.args, packing, None, name)) for name in ("train", "b")] == [23, 23]
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
 
 

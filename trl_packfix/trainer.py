@@ -103,6 +103,8 @@ class SFTTrainer(ExactEvaluation):
         self._hidden_size = getattr(config, "hidden_size", 4096)
         self._vocab_size = getattr(config, "vocab_size", None)
         self.packing_report: PackingReport | None = None
+        self._has_own_collator = data_collator is not None
+        self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
 
         super().__init__(
             model=model,
@@ -159,12 +161,15 @@ class SFTTrainer(ExactEvaluation):
                 checks.check_not_packed(dataset, dataset_name, packing)
             else:
                 checks.check_raw_dataset(dataset, dataset_name, self._tokenizer, args)
-        if packing:
+        is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        is_evaluated_as_documents = not is_training_set and isinstance(dataset, Dataset) and not self._has_own_collator
+        if packing or is_evaluated_as_documents:
             args = copy.copy(args)
-            args.max_length = None  # TRL would cut tokens here; documents are cut as spans
+            # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
+            args.max_length = None
         with checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
             dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        if not packing and dataset_name == "train" and isinstance(dataset, Dataset):
+        if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset
 
