@@ -1,6 +1,6 @@
 """One model, one dataset, one number? `eval_loss` however it is asked for: ours and stock TRL's.
 
-    python benchmarks/evaluation.py --data DIR                       # about 2 minutes on 2 quiet cores
+    python benchmarks/evaluation.py --data DIR                       # 3 CPU minutes
     python benchmarks/evaluation.py --data DIR --csv evaluation.csv
 
 packed and unpacked x batch sizes 1, 4, 16 x 1 and 2 ranks (gloo) x three ways to hand over the evaluation set:

@@ -38,6 +38,12 @@ class PackedObjective(trl.SFTTrainer):
         config = kwargs["args"]
         self._check_weighting(config, compute_loss_func)
         super().__init__(*args, compute_loss_func=compute_loss_func, **kwargs)
+        if config.document_weighting == "document" and not self._owns_objective:
+            raise ValueError(
+                f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
+                f"{self.get_sp_size()}). There the loss stays TRL's, which counts tokens. Set "
+                '`document_weighting="token"`.'
+            )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
         self._noise_alpha: float | None = None
