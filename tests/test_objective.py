@@ -265,11 +265,14 @@ def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
 
 
 def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
-    """falcon leaks, so its documents reach the model as rows, in several calls; the noise must follow them."""
+    """Unpacked, documents reach the model as rows, longest first, in several calls; the noise must follow them."""
     alpha, rows = 5.0, []
-    run = trainer(tmp_path, texts(12), model="falcon", neftune_noise_alpha=alpha, per_device_train_batch_size=6)
+    run = trainer(
+        tmp_path, texts(12), model="falcon", on_leak="unpack", neftune_noise_alpha=alpha, per_device_train_batch_size=6
+    )
     (batch,), num_items = first_step(run)
-    assert "UNPACKED" in (run.packed_model.prove(run.model) and run.packed_model.attention.reason)
+    run.packed_model.prove(run.model)
+    assert "UNPACKED" in run.packed_model.attention.reason
     run.model.train()
     embeddings = run.model.get_input_embeddings()
     tokens = []
@@ -283,7 +286,7 @@ def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
     squares = {length: [] for length in batch["cu_seq_lens_q"].diff().tolist()}
     for ids, seen in zip(tokens, rows, strict=True):
         noise = (seen - F.embedding(ids, embeddings.weight.detach())).square().mean(-1)
-        for length, row in zip((ids != 0).sum(1).tolist(), noise, strict=True):
+        for length, row in zip((ids == 2).int().argmax(1).add(1).tolist(), noise, strict=True):  # EOS ends each
             squares[length].append(row[:length])
     for length, found in squares.items():
         found = torch.cat(found)
