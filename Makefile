@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/gradients.py --quick
+	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 
 sweep: $(INSTALLED)
 	$(BIN)/trl-packfix check --all --output docs $(ARGS)
