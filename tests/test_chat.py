@@ -75,7 +75,7 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
         assert "What is" not in trained and "RESULT" not in trained and "You add" not in trained
         assert "RESULT" in tokenizer.decode(tokens)
     run.train()
-    assert np.isfinite(run.state.log_history[0]["loss"])
+    assert np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
 def sparse(kind):
