@@ -417,7 +417,7 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
         assert "how many it has is not known" in text and "3 (max_steps)" in text and "proved on this model" in text
-    assert "efficiency" not in before and "truncated" not in before
+    assert "  efficiency " not in before and "truncated" not in before
     for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
         assert re.search(text, after), text
 
