@@ -6,12 +6,14 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packfix.costs import LLAMA_7B, CostModel
 from trl_packfix.documents import make_documents
 from trl_packfix.loading import EpochPlanner, PackedBatchSampler, unpacked_order
 from trl_packfix.reader import TokenReader
-from trl_packfix.scheduling import EMPTY, document_cost, schedule_minibatches
+from trl_packfix.scheduling import EMPTY, schedule_minibatches
 
 STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
+ATTENTION_DOMINATES = CostModel(per_token=1, per_pair=1 / 6)
 
 
 def planner(lengths, strategy, max_length=12, **kwargs):
@@ -34,9 +36,10 @@ documents_of_a_dataset = st.lists(st.integers(2, 40), min_size=1, max_size=200)
     epoch=st.integers(0, 3),
     shuffle=st.booleans(),
     balance=st.sampled_from(["step", "none"]),
+    synchronisation=st.sampled_from(["micro", "step"]),
 )
 def test_every_document_once_per_epoch_over_all_ranks(
-    lengths, strategy, batch_size, accumulation, world_size, epoch, shuffle, balance
+    lengths, strategy, batch_size, accumulation, world_size, epoch, shuffle, balance, synchronisation
 ):
     settings_of_run = {
         "batch_size": batch_size,
@@ -44,6 +47,8 @@ def test_every_document_once_per_epoch_over_all_ranks(
         "world_size": world_size,
         "shuffle": shuffle,
         "balance": balance,
+        "synchronisation": synchronisation,
+        "cost_model": ATTENTION_DOMINATES,
     }
     # each rank makes its own planner and never talks to another
     ranks = [planner(lengths, strategy, **settings_of_run) for _ in range(world_size)]
@@ -110,7 +115,7 @@ def test_minibatch_steps_hold_the_documents_of_the_unpacked_run(lengths, batch_s
 
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
-    schedule = schedule_minibatches(lengths, np.arange(32), 4, 400, accumulation=4, world_size=2)
+    schedule = schedule_minibatches(lengths, np.arange(32), 4, 400, 4, 2, LLAMA_7B)
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank
     assert sizes.tolist() == [[13, 13], [1, 1], [1, 1], [1, 1]]
@@ -158,9 +163,9 @@ def test_balance_pairs_packs_of_similar_cost():
     ratio = {}
     for balance in ("step", "none"):
         run = planner(lengths, "wrapped", max_length=12, batch_size=3, accumulation=8, world_size=4, balance=balance)
-        run.hidden_size = 1  # attention dominates, so packs of equal tokens cost differently
+        run.cost_model = ATTENTION_DOMINATES  # so packs of equal tokens cost differently
         schedule = run.schedule(0)
-        cost = document_cost(run.documents.lengths, 1)
+        cost = ATTENTION_DOMINATES(run.documents.lengths)
         slots = [cost[schedule.order[a:b]].sum() for a, b in zip(schedule.offsets, schedule.offsets[1:], strict=False)]
         micro = np.array(slots).reshape(-1, 4)
         ratio[balance] = micro.max(1).sum() / micro.mean(1).sum()

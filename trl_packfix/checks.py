@@ -94,21 +94,6 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
     return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
 
 
-def check_parallelism(accelerator: Any) -> None:
-    """Refuse tensor, context and sequence parallelism: the data-parallel rank is not the process index there."""
-    parallelism = accelerator.parallelism_config
-    if parallelism is None:
-        return
-    for name in ("tp_size", "cp_size", "sp_size"):
-        size = getattr(parallelism, name)
-        if size > 1:
-            raise ValueError(
-                f"`{name}={size}` was given with packing. Packed batches under this kind of parallelism are not proved "
-                f"to keep documents apart. Set `{name}=1` (data parallelism, ZeRO and FSDP are supported), or set "
-                "`packing=False`."
-            )
-
-
 def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: SFTConfig) -> None:
     """What can be refused in a dataset that is not tokenised yet.
 

@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .collator import IGNORE_INDEX, PackedDataCollator
+from .costs import CostModel
 from .documents import make_documents
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
 from .objective import PackedObjective
@@ -67,6 +68,7 @@ class ExactEvaluation(PackedObjective):
     """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
 
     packed_model: PackedModel
+    _cost_model: CostModel
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
     _packed_model: Callable[[], PackedModel]
@@ -130,7 +132,7 @@ class ExactEvaluation(PackedObjective):
             max_length=args.max_length or int(documents.lengths.max()),
             world_size=args.world_size,
             shuffle=False,
-            hidden_size=self._hidden_size,
+            cost_model=self._cost_model,
         )
         return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
 

@@ -15,7 +15,9 @@ from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from .balancing import Synchronisation
 from .collator import IGNORE_INDEX, PackedDataCollator
+from .costs import LLAMA_7B, CostModel
 from .documents import Documents, Overlong, make_documents
 from .planning import PackPlan, plan_bfd, plan_packs, plan_stream
 from .reader import TokenReader
@@ -66,7 +68,8 @@ class EpochPlanner:
         batch_size, max_length: their product is the capacity of a pack in tokens.
         accumulation, world_size: micro-batches per optimizer step, data-parallel ranks.
         shuffle: False keeps the order of the table (curricula, upsampled mixes).
-        hidden_size: of the model, for the cost of attention against that of the matrices.
+        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
+        cost_model: of the model, for the cost of attention against that of the matrices.
     """
 
     documents: Documents
@@ -79,7 +82,8 @@ class EpochPlanner:
     shuffle: bool = True
     balance: Balance = "step"
     drop_last: bool = False
-    hidden_size: int = 4096
+    synchronisation: Synchronisation = "micro"
+    cost_model: CostModel = LLAMA_7B
     num_steps: int = field(init=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
@@ -138,6 +142,9 @@ class EpochPlanner:
                 self.capacity,
                 self.accumulation,
                 self.world_size,
+                self.cost_model,
+                self.balance,
+                self.synchronisation,
                 self.drop_last,
             )
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
@@ -150,8 +157,9 @@ class EpochPlanner:
             self.num_steps,
             self.accumulation,
             self.world_size,
-            self.hidden_size,
+            self.cost_model,
             self.balance,
+            self.synchronisation,
             self.drop_last,
         )
 
@@ -278,7 +286,8 @@ def packed_dataloader(
     world_size: int = 1,
     seed: int = 0,
     shuffle: bool = True,
-    hidden_size: int = 4096,
+    synchronisation: Synchronisation = "micro",
+    cost_model: CostModel = LLAMA_7B,
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     **dataloader_kwargs: Any,
 ) -> DataLoader:
@@ -294,6 +303,8 @@ def packed_dataloader(
         strategy: "stream", "bfd", "bfd_split", "wrapped" or "minibatch".
         overlong: "truncate", "split", "drop" or "raise"; None: what the strategy implies.
         gradient_accumulation_steps, rank, world_size: micro-batches per optimizer step; this data-parallel rank of all.
+        synchronisation: "step" where ranks wait for each other only at the end of a step (DDP, ZeRO-1).
+        cost_model: of the model, `trl_packfix.costs.cost_model(config)`; the default is that of a Llama of 7B.
         collate: default `PackedDataCollator()`.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (`num_workers`, `pin_memory`, ...).
 
@@ -313,7 +324,8 @@ def packed_dataloader(
         world_size,
         seed,
         shuffle,
-        hidden_size=hidden_size,
+        synchronisation=synchronisation,
+        cost_model=cost_model,
     )
     return document_loader(
         DocumentDataset(reader, documents),

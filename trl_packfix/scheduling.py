@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from .planning import PackPlan
+from .balancing import Int64Array, Synchronisation, balanced
+from .costs import CostModel
+from .planning import PackPlan, plan_bfd
 
-Int64Array = npt.NDArray[np.int64]
 Balance = Literal["step", "none"]
 
 EMPTY = -1
@@ -59,16 +59,6 @@ class Schedule:
         return self.order[self.offsets[step * slots] : self.offsets[(step + 1) * slots]]
 
 
-def document_cost(lengths: Int64Array, hidden_size: int) -> npt.NDArray[np.float64]:
-    """Modelled time of each document in units of one token without attention, shape (N,).
-
-    A transformer layer spends 24 h^2 operations per token in its matrices and, causally, 2 h per token and token seen,
-    so a document of n tokens costs n + n^2 / (12 h).
-    """
-    lengths = lengths.astype(np.float64)
-    return lengths + lengths**2 / (12 * hidden_size)
-
-
 def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, drop_last: bool) -> int:
     """Optimizer steps of an epoch of `num_packs` packs; with `drop_last` the last incomplete step does not count."""
     slots = accumulation * world_size
@@ -81,8 +71,9 @@ def schedule_packs(
     num_steps: int,
     accumulation: int,
     world_size: int,
-    hidden_size: int,
+    cost_model: CostModel,
     balance: Balance = "step",
+    synchronisation: Synchronisation = "micro",
     drop_last: bool = False,
 ) -> Schedule:
     """Packs in visiting order -> slots of exactly `num_steps` optimizer steps.
@@ -93,7 +84,8 @@ def schedule_packs(
     Args:
         plan: the packs; not more than `num_steps * accumulation * world_size` of them unless `drop_last`.
         lengths: tokens of each document, shape (N,).
-        balance: "step" puts packs of similar cost into the same micro-step of all ranks, "none" leaves the order.
+        balance: "step" deals the documents of a step anew, so that ranks finish together; "none" leaves the packs.
+        synchronisation: when ranks wait for each other, see `balancing`.
     """
     slots = accumulation * world_size
     packs = [plan.order[a:b] for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
@@ -107,12 +99,11 @@ def schedule_packs(
     else:
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
 
-    cost = document_cost(lengths, hidden_size)
     filled: list[Int64Array] = []
     for first, last in zip(bounds[:-1], bounds[1:], strict=True):
         step = _split_up_to(packs[first:last], lengths, slots)
-        if balance == "step" and world_size > 1:
-            step = sorted(step, key=lambda pack: -cost[pack].sum())
+        if balance == "step":
+            step = balanced(step, lengths, cost_model, plan.capacity, accumulation, world_size, synchronisation)
         filled += step + [np.zeros(0, np.int64)] * (slots - len(step))
     return _schedule(filled, accumulation, world_size, sum(len(pack) for pack in skipped))
 
@@ -124,6 +115,9 @@ def schedule_minibatches(
     capacity: int,
     accumulation: int,
     world_size: int,
+    cost_model: CostModel,
+    balance: Balance = "step",
+    synchronisation: Synchronisation = "micro",
     drop_last: bool = False,
 ) -> Schedule:
     """The documents of every optimizer step are those of the unpacked run, the next B*G*W of `order`.
@@ -142,47 +136,44 @@ def schedule_minibatches(
     filled: list[Int64Array] = []
     for step in range(num_steps):
         documents = order[step * per_step : (step + 1) * per_step]
-        filled += _fill_step(documents, lengths, capacity, accumulation, world_size)
+        packs = _few_packs(documents, lengths, capacity, accumulation, world_size)
+        if balance == "step":
+            num_micro = len(packs) // world_size
+            packs = balanced(packs, lengths, cost_model, capacity, num_micro, world_size, synchronisation)
+        filled += _spread(packs, lengths, accumulation * world_size)
     return _schedule(filled, accumulation, world_size, max(len(order) - num_steps * per_step, 0))
 
 
-def _fill_step(
+def _few_packs(
     documents: Int64Array, lengths: Int64Array, capacity: int, accumulation: int, world_size: int
 ) -> list[Int64Array]:
+    """As few packs as best-fit decreasing needs, up to a multiple of the ranks; even tokens where they fit so."""
     longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
-    bins = _best_fit(longest_first, lengths, capacity)
-    # Every closed bin holds at least B documents, because the next one, at most capacity / B long, did not fit.
-    assert len(bins) <= accumulation * world_size
-    num_micro = -(-len(bins) // world_size)
-    even = _longest_processing_time(longest_first, lengths, num_micro * world_size)
-    if max(int(lengths[pack].sum()) for pack in even) <= capacity:
-        bins = even
-    bins += [[] for _ in range(num_micro * world_size - len(bins))]
-    # The Trainer runs all G micro-batches: give each of the others a short document, if there is one to spare.
-    rest: list[list[int]] = [[] for _ in range(accumulation * world_size - len(bins))]
-    for slot in bins + rest:
-        if not slot:
-            donor = max(bins, key=len)
-            if len(donor) > 1:
-                slot.append(donor.pop())  # bins are filled longest first, so the last is the shortest
-    return [np.array(slot, dtype=np.int64) for slot in bins + rest]
+    plan = plan_bfd(lengths[longest_first], capacity, None)
+    # Every closed pack holds at least B documents, because the next one, at most capacity / B long, did not fit.
+    assert plan.num_packs <= accumulation * world_size
+    num = -(-plan.num_packs // world_size) * world_size
+    packs = _longest_processing_time(longest_first, lengths, num)
+    if max(int(lengths[pack].sum()) for pack in packs) > capacity:
+        packs = np.split(longest_first[plan.order], plan.offsets[1:-1]) + [[]] * (num - plan.num_packs)
+    return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
-def _best_fit(longest_first: Int64Array, lengths: Int64Array, capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for document in longest_first.tolist():
-        length = int(lengths[document])
-        fitting = [i for i, free in enumerate(room) if free >= length]
-        if fitting:
-            best = min(fitting, key=room.__getitem__)
-        else:
-            best = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[best].append(document)
-        room[best] -= length
-    return bins
+def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
+    """`num` packs, for the Trainer runs them all: an empty one gets a short document, where one is to spare."""
+    spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
+    donors = [(-len(pack), i) for i, pack in enumerate(spread) if len(pack) > 1]
+    heapq.heapify(donors)
+    for pack in spread:
+        if not pack and donors:
+            size, i = donors[0]
+            pack.append(min(spread[i], key=lengths.__getitem__))
+            spread[i].remove(pack[0])
+            if size < -2:
+                heapq.heapreplace(donors, (size + 1, i))
+            else:
+                heapq.heappop(donors)
+    return [np.array(pack, dtype=np.int64) for pack in spread]
 
 
 def _longest_processing_time(longest_first: Int64Array, lengths: Int64Array, num_bins: int) -> list[list[int]]:

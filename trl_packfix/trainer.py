@@ -23,9 +23,11 @@ from trl.trainer.utils import get_config_model_id
 from . import checks
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
+from .costs import cost_model
 from .documents import Documents, drop_untrained, make_documents
 from .evaluation import ExactEvaluation
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
+from .parallelism import check_parallelism, synchronisation
 from .proving import BeforeFirstStep, PackedModel
 from .reader import TokenReader
 from .report import PackingReport, make_report, make_stream_report
@@ -73,6 +75,8 @@ class SFTTrainer(ExactEvaluation):
     ```
     """
 
+    _gathers_each_micro_batch = True  # TRL's `compute_loss` gathers metrics of all ranks
+
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -100,7 +104,7 @@ class SFTTrainer(ExactEvaluation):
             args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         config = checks.model_config(model, args)
-        self._hidden_size = getattr(config, "hidden_size", 4096)
+        self._cost_model = cost_model(config)
         self._vocab_size = getattr(config, "vocab_size", None)
         self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
@@ -126,7 +130,7 @@ class SFTTrainer(ExactEvaluation):
 
         self._padded_collator = self.data_collator
         if self.args.packing:
-            checks.check_parallelism(self.accelerator)
+            check_parallelism(self.accelerator)
             self.padding_free = True
             self.data_collator = self._packed_collator()
             if isinstance(self.train_dataset, IterableDataset):
@@ -201,7 +205,8 @@ class SFTTrainer(ExactEvaluation):
             shuffle=args.train_sampling_strategy != "sequential",
             balance=args.balance,
             drop_last=args.dataloader_drop_last,
-            hidden_size=self._hidden_size,
+            synchronisation=synchronisation(self.accelerator, self._gathers_each_micro_batch),
+            cost_model=self._cost_model,
         )
 
     def _loader(

@@ -1,0 +1,59 @@
+"""Which kinds of parallelism packing runs under, and when their ranks wait for each other."""
+
+from typing import Any
+
+from accelerate.utils import DistributedType
+
+from .balancing import Synchronisation
+
+WAITS_ONCE_PER_STEP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+
+
+def synchronisation(accelerator: Any, gathers_each_micro_batch: bool) -> Synchronisation:
+    """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
+
+    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward.
+
+    Args:
+        gathers_each_micro_batch: whether the loss gathers metrics from all ranks in each micro-batch, as TRL's does.
+            Then ranks wait there, whatever the engine.
+    """
+    if gathers_each_micro_batch:
+        return "micro"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
+    return "step" if accelerator.distributed_type in WAITS_ONCE_PER_STEP else "micro"
+
+
+def check_parallelism(accelerator: Any) -> None:
+    """Refuse tensor, context, sequence and pipeline parallelism: the data-parallel rank is not the process index there.
+
+    They are asked for in accelerate's `ParallelismConfig` or in DeepSpeed's config.
+
+    Raises:
+        ValueError: a size above 1.
+    """
+    sizes: dict[str, int] = {}
+    if accelerator.parallelism_config is not None:
+        sizes |= {name: getattr(accelerator.parallelism_config, name) for name in ("tp_size", "cp_size", "sp_size")}
+    plugin = accelerator.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    if plugin is not None:
+        config = plugin.deepspeed_config
+        tensor = config.get("tensor_parallel", {})
+        sizes["tensor_parallel.autotp_size"] = tensor.get("autotp_size", 1)
+        sizes["tensor_parallel.tp.tp_size"] = (tensor.get("tp") or tensor.get("tensor_parallel") or {}).get(
+            "tp_size", 1
+        )
+        sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
+    for name, size in sizes.items():
+        if isinstance(size, int) and size > 1:
+            raise ValueError(
+                f"`{name}={size}` was given with packing. Packed batches under this kind of parallelism are not proved "
+                f"to keep documents apart. Set `{name}=1` (data parallelism, ZeRO and FSDP are supported), or set "
+                "`packing=False`."
+            )
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        raise ValueError(
+            "Megatron-LM was chosen as the engine with packing. It shares one document among ranks and reads data by "
+            "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
+        )
