@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .documents import Ledger
+from .imbalance import imbalance, imbalance_bound
 from .loading import EpochPlanner
 from .streaming import PackedStream, StreamCounts
 from .verdict import IsolationReport
@@ -20,7 +21,9 @@ class PackingReport:
 
     Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
     tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need. What is not reached
-    (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run.
+    (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run. `imbalance` is the
+    modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no schedule of the same
+    steps can beat.
 
     Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
     passes, and the report is made again when training ends.
@@ -47,6 +50,8 @@ class PackingReport:
     ledger: Ledger
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
+    imbalance: float | None = None
+    imbalance_bound: float | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
 
@@ -109,6 +114,14 @@ class PackingReport:
             )
         )
         rows.append(("against unpacked", self._against_unpacked()))
+        if self.world_size > 1:
+            rows.append(
+                (
+                    "imbalance",
+                    f"{self.imbalance:.3f} modelled (1 is perfect); the documents of these steps allow no less than "
+                    f"{self.imbalance_bound:.3f}",
+                )
+            )
         return rows
 
     def _stream_lines(self) -> list[tuple[str, str]]:
@@ -238,6 +251,10 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
         documents_not_reached=schedule.num_skipped,
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
+        imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
+        imbalance_bound=imbalance_bound(
+            schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
+        ),
         ledger=documents.ledger,
     )
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from .balancing import Int64Array, Synchronisation, balanced
+from .balancing import Synchronisation, balanced
 from .costs import CostModel
+from .dealing import Int64Array
 from .planning import PackPlan, plan_bfd
 
 Balance = Literal["step", "none"]
