@@ -8,6 +8,7 @@ Letters: S slots, W ranks; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones 
 RESERVE = 8  # of capacity / 8 in every slot, so that a few short ones stand in each and can be exchanged
 CONSIDERED, PAIRED = 64, 16  # documents of a slot that an exchange looks at, of one and of two documents
 PARTNERS = 16  # slots that an exchange of pairs asks
-FAILURES = 64  # searches for an exchange that find none, until a step is left as it was
+FAILURES = 32  # searches for an exchange that find none, until a step is left as it was
 
 
 class Deal:
@@ -80,13 +81,20 @@ class Deal:
             slots = slice(first, first + self.world_size)
             room, load = self.room[slots], self.load[slots]  # views
             left = []
+            most = self.capacity + self.reserve  # that any slot can take
             for document in long.tolist():
                 length = self.lengths[document]
+                if length + self.reserve > most:
+                    left.append(document)
+                    continue
                 fits = (room >= length + self.reserve) | (room == self.capacity)
                 fits &= load + self.quadratic[document] <= limit
                 slot = int(np.where(fits, load, np.inf).argmin())
                 if fits[slot]:
                     self._put(document, first + slot)
+                    most = room.max()
+                    if most == self.capacity:
+                        most += self.reserve
                 else:
                     left.append(document)
             long = np.array(left, dtype=np.int64)
@@ -98,22 +106,22 @@ class Deal:
         slots = range(first, self.num_slots)
         teams = [list(slots[i :: self.world_size]) for i in range(self.world_size)] if by_rank else [[i] for i in slots]
         heap = [(0.0, i) for i in range(len(teams))]
+        too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
         room = self.room.tolist()
         lengths, quadratic = self.lengths.tolist(), self.quadratic.tolist()
         for document in long.tolist():
             wanted = lengths[document] + self.reserve
-            full = []
+            while too_full and -too_full[0][0] >= wanted:
+                heapq.heappush(heap, heapq.heappop(too_full)[1:])
             while heap:
                 load, i = heap[0]
                 slot = max(teams[i], key=room.__getitem__)
                 if room[slot] >= wanted or room[slot] == self.capacity:
                     heapq.heapreplace(heap, (load + quadratic[document], i))
                     break
-                full.append(heapq.heappop(heap))
+                heapq.heappush(too_full, (-room[slot], *heapq.heappop(heap)))
             else:
                 slot = max(range(self.num_slots), key=room.__getitem__)  # an exchange may still make room
-            for team in full:
-                heapq.heappush(heap, team)
             room[slot] -= lengths[document]
             self._put(document, slot)
 
@@ -229,7 +237,7 @@ class Deal:
     def _pairs(self, slot: int) -> tuple[Int64Array, Int64Array]:
         """Pairs of documents of a slot, a pair of the same meaning one, shape (2, pairs), and their tokens."""
         documents = np.array(self.slots[slot][-PAIRED:], dtype=np.int64)
-        one, two = np.triu_indices(len(documents))
+        one, two = _triangle(len(documents))
         tokens = self.lengths[documents]
         return documents[[one, two]], tokens[one] + np.where(one == two, 0, tokens[two])
 
@@ -247,6 +255,11 @@ class Deal:
             donor = max(self.slots, key=len)
             if len(donor) > 1:
                 self._move(min(donor, key=self.lengths.__getitem__), slot)
+
+
+@cache
+def _triangle(num: int) -> tuple[Int64Array, Int64Array]:
+    return np.triu_indices(num)
 
 
 def _best(gain: Int64Array, need: int) -> int:
