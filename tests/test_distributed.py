@@ -166,6 +166,7 @@ def relative_difference(folder: Path, name: str, reference: str, start: str) -> 
 def test_every_document_once_per_epoch(launch, strategy):
     result = launch[f"epochs_{strategy}"]
     assert result["engine"] == ENGINES[launch.engine]
+    assert result["synchronisation"] == ("step" if launch.engine == "ddp" else "micro")
     first, second = epochs_of(result)
     for epoch in (first, second):
         assert count(epoch) == Counter(range(NUM_DOCUMENTS))

@@ -29,6 +29,7 @@ from peft import LoraConfig
 from transformers import EvalPrediction
 
 import trl_packfix
+from trl_packfix.parallelism import synchronisation
 
 TOKENIZER = build_tokenizer()
 NUM_EVALUATED = 23
@@ -126,6 +127,7 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
+        "synchronisation": synchronisation(trainer.accelerator, gathers_each_micro_batch=False),
         "seen": gather_object([trainer.seen]),
         "num_steps": trainer.state.global_step,
         "isolation": isolation and (isolation.isolated, isolation.equal, isolation.attention),

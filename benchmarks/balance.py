@@ -1,0 +1,242 @@
+"""How long ranks wait for each other: modelled for 8, 64 and 512 ranks, measured on two.
+
+    python benchmarks/balance.py --data DIR --csv balance.csv   # about 2 minutes
+    python benchmarks/balance.py --measured                     # two real ranks on this CPU, about 1 minute
+
+Modelled: imbalance is the sum over micro-steps of the largest rank cost over the sum of the mean cost, with the cost
+model of Llama 2 7B, 4 micro-batches per step, one plan (`stream`, whole steps only) for all methods of a row:
+  random            packs in the order of the plan, as TRL has them; `balance="none"`
+  micro             `balance="step"`, ranks wait after every micro-batch (ZeRO-2, ZeRO-3, FSDP)
+  step              the same where they wait once per step (DDP, ZeRO-1)
+  bound             what no schedule of the same documents per step and the same capacity can beat, for both
+  batch_rebalance   transformers' `BatchRebalanceSampler` on the documents of the first step, with its padding in its
+                    time and in its own mean (`padded`: its tokens over the real ones); its batches know no capacity:
+                    `tokens` is the largest over the capacity. Up to 13,000 documents: its search is quadratic in them
+Lengths: `flan` and `chat` are drawn from t0_p3_sample and oasst1_en_val_threads of --data, else lognormal with the same
+mean and spread; `long` is chat-like (lognormal, median 600, sigma 1) with 1 % of the documents at 8k to 64k tokens and
+0.1 % at 64k to 128k, uniform in the logarithm. All are cut at the capacity, batch size 1.
+
+Measured: one optimizer step after another on 2 gloo ranks under DDP, a small Llama, packs of 2,048 tokens with a long
+tail; the same documents per step, balanced and in the plan's order, turn by turn in one process pair. Ranks meet after
+every micro-batch, as TRL's gathering of metrics makes them.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+from about import describe, write_csv
+from planning import file_lengths
+from rich.console import Console
+from rich.table import Table
+
+from trl_packfix.costs import LLAMA_7B, cost_model
+from trl_packfix.imbalance import imbalance, imbalance_bound
+from trl_packfix.planning import PackPlan, plan_packs
+from trl_packfix.scheduling import Schedule, schedule_packs
+
+ACCUMULATION = 4
+CAPACITIES = (8192, 32768, 65536)
+TARGETS = {8192: 1.03, 32768: 1.05, 65536: 1.13}
+STEPS = {8: 8, 64: 2, 512: 1}
+FILES = {"flan": "t0_p3_sample", "chat": "oasst1_en_val_threads"}
+LOGNORMAL = {"flan": (114, 1.06), "chat": (325, 0.72), "long": (600, 1.0)}  # median, sigma
+MOST_FOR_REBALANCE = 13_000  # documents of a step; its search is quadratic in them
+Row = dict[str, Any]
+
+
+def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.ndarray:
+    """`num` lengths in tokens, before they are cut."""
+    rng = np.random.default_rng(seed)
+    if name in real:
+        return rng.choice(real[name], num)
+    median, sigma = LOGNORMAL[name]
+    lengths = np.maximum(rng.lognormal(np.log(median), sigma, num), 10)
+    if name == "long":
+        place = rng.random(num)
+        lengths = np.where(place < 0.011, 2 ** rng.uniform(13, 16, num), lengths)
+        lengths = np.where(place < 0.001, 2 ** rng.uniform(16, 17, num), lengths)
+    return lengths.astype(np.int64)
+
+
+def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarray]) -> Row:
+    slots = ACCUMULATION * world_size
+    mean = np.minimum(draw(name, 20_000, real, seed=1), capacity).mean()
+    lengths = np.minimum(draw(name, int((STEPS[world_size] + 0.3) * slots * capacity / mean), real), capacity)
+    plan = plan_packs(lengths, capacity)
+    num_steps = plan.num_packs // slots
+
+    def made(balance: str, synchronisation: str) -> Schedule:
+        settings = {"balance": balance, "synchronisation": synchronisation, "drop_last": True}
+        return schedule_packs(plan, lengths, num_steps, ACCUMULATION, world_size, LLAMA_7B, **settings)
+
+    as_they_come = made("none", "micro")
+    row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
+    row |= {"documents": len(as_they_come.order), "efficiency": efficiency(plan, lengths, num_steps * slots)}
+    for kind in ("micro", "step"):
+        start = time.process_time()
+        schedule = made("step", kind)
+        row[f"{kind}_us_per_document"] = (time.process_time() - start) / len(schedule.order) * 1e6
+        row[f"{kind}_random"] = imbalance(as_they_come, lengths, LLAMA_7B, kind)
+        row[kind] = imbalance(schedule, lengths, LLAMA_7B, kind)
+        row[f"{kind}_bound"] = imbalance_bound(schedule, lengths, LLAMA_7B, capacity, kind)
+    return row | rebalanced(as_they_come, lengths, capacity)
+
+
+def efficiency(plan: PackPlan, lengths: np.ndarray, num_packs: int) -> float:
+    return float(lengths[plan.order[: plan.offsets[num_packs]]].sum() / (num_packs * plan.capacity))
+
+
+def rebalanced(schedule: Schedule, lengths: np.ndarray, capacity: int) -> Row:
+    """transformers' sampler on the first of our steps, for its search takes minutes on a large one."""
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    documents = schedule.step_documents(0)
+    if len(documents) > MOST_FOR_REBALANCE:
+        return {}
+    some = lengths[documents]
+    sampler = BatchRebalanceSampler(
+        some.tolist(), len(some), schedule.world_size, schedule.accumulation, shuffle=False, drop_last=False
+    )
+    ranks = sampler._assign(list(range(len(some))), some.tolist())
+    longest = np.array([[some[batch].max() for batch in rank] for rank in ranks])
+    size = np.array([[len(batch) for batch in rank] for rank in ranks])
+    costs = size * LLAMA_7B(longest)  # (W, G): every document of a batch is as long as its longest
+    return {
+        "batch_rebalance": float(costs.max(axis=0).sum() / costs.mean(axis=0).sum()),
+        "padded": float((size * longest).sum() / some.sum()),
+        "tokens": float((size * longest).max() / capacity),
+    }
+
+
+def two_ranks(rank: int, rounds: int) -> None:
+    """One of the two processes of --measured."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trl_packfix.attention import select_attention
+    from trl_packfix.collator import PackedDataCollator
+    from trl_packfix.forwards import mark_packed_forwards
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=128, max_position_embeddings=8192)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    select_attention(model)
+    mark_packed_forwards(model)
+    trained = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer, collate = torch.optim.SGD(trained.parameters(), 1e-3), PackedDataCollator()
+
+    capacity, accumulation = 2048, 4
+    rng = np.random.default_rng(0)
+    lengths = np.where(rng.random(600) < 0.04, rng.integers(1024, 2049, 600), rng.lognormal(np.log(50), 0.8, 600))
+    lengths = np.maximum(lengths, 4).astype(np.int64)
+    plan, costs = plan_packs(lengths, capacity), cost_model(config)
+    num_steps = plan.num_packs // (2 * accumulation)
+    schedules = {
+        balance: schedule_packs(plan, lengths, num_steps, accumulation, 2, costs, balance, "micro", drop_last=True)
+        for balance in ("none", "step")
+    }
+
+    def run(schedule: Schedule) -> float:
+        batches = list(schedule.micro_batches(rank))
+        dist.barrier()
+        start = time.perf_counter()
+        for turn, documents in enumerate(batches):
+            tokens = [rng.integers(3, 128, lengths[i]) for i in documents]
+            batch = collate([{"input_ids": ids, "labels": ids} for ids in tokens])
+            last = (turn + 1) % accumulation == 0
+            trained.require_backward_grad_sync = last
+            loss = trained(**batch).loss
+            loss.backward()
+            dist.all_reduce(loss.detach())
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    seconds: dict[str, list[float]] = {balance: [] for balance in schedules}
+    for turn in range(rounds + 1):
+        for balance, schedule in schedules.items():
+            took = run(schedule)
+            if turn:  # the first warms up
+                seconds[balance].append(took)
+    if rank == 0:
+        medians = {balance: statistics.median(values) for balance, values in seconds.items()}
+        models = {balance: imbalance(schedule, lengths, costs, "micro") for balance, schedule in schedules.items()}
+        bound = imbalance_bound(schedules["none"], lengths, costs, capacity, "micro")
+        print(
+            f"two ranks, {num_steps} steps of {accumulation} micro-batches of {capacity} tokens, {rounds} rounds: "
+            f"{medians['none'] / num_steps:.2f} s a step in the plan's order, {medians['step'] / num_steps:.2f} s "
+            f"balanced: {medians['none'] / medians['step']:.3f} times (modelled "
+            f"{models['none'] / models['step']:.3f}; imbalance {models['none']:.3f} and {models['step']:.3f}, bound "
+            f"{bound:.3f})"
+        )
+    dist.destroy_process_group()
+
+
+def measured(rounds: int) -> None:
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+    environment = os.environ | port | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, "--rounds", str(rounds), "--rank"]
+    processes = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    codes = [process.wait(timeout=600) for process in processes]
+    if any(codes):
+        sys.exit("a rank failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--measured", action="store_true", help="two real ranks instead of the model")
+    parser.add_argument("--rounds", type=int, default=5, help="of --measured")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        two_ranks(args.rank, args.rounds)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(describe())
+    if args.measured:
+        measured(args.rounds)
+        return
+
+    real = {}
+    if args.data:
+        files = dict(file_lengths(args.data))
+        real = {name: files[file] for name, file in FILES.items()}
+    columns = ["lengths", "capacity", "ranks", "micro_random", "micro", "micro_bound", "batch_rebalance", "padded"]
+    columns += ["tokens", "step_random", "step", "step_bound"]
+    table, rows = Table(*columns, "target"), []
+    for name in ("flan", "chat", "long"):
+        for capacity in CAPACITIES:
+            for world_size in STEPS:
+                row = modelled(name, capacity, world_size, real)
+                rows.append(row | {"real": name in real, "target": TARGETS[capacity]})
+                cells = [
+                    format(row[c], ".3f") if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns
+                ]
+                met = row["micro"] <= TARGETS[capacity]
+                table.add_row(*cells, "met" if met else f"{TARGETS[capacity]} missed")
+                console.print(name, capacity, world_size, f"{row['micro']:.3f}", style="dim")
+        table.add_section()
+    console.print(table)
+    if args.csv:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
