@@ -11,7 +11,8 @@ model of Llama 2 7B, 4 micro-batches per step, one plan (`stream`, whole steps o
   bound             what no schedule of the same documents per step and the same capacity can beat, for both
   batch_rebalance   transformers' `BatchRebalanceSampler` on the documents of the first step, with its padding in its
                     time and in its own mean (`padded`: its tokens over the real ones); its batches know no capacity:
-                    `tokens` is the largest over the capacity. Up to 13,000 documents: its search is quadratic in them
+                    `tokens` is the largest over the capacity. Where a step has few
+                    documents only, for its search is quadratic in them
 Lengths: `flan` and `chat` are drawn from t0_p3_sample and oasst1_en_val_threads of --data, else lognormal with the same
 mean and spread; `long` is chat-like (lognormal, median 600, sigma 1) with 1 % of the documents at 8k to 64k tokens and
 0.1 % at 64k to 128k, uniform in the logarithm. All are cut at the capacity, batch size 1.
@@ -46,10 +47,10 @@ from trl_packfix.scheduling import Schedule, schedule_packs
 ACCUMULATION = 4
 CAPACITIES = (8192, 32768, 65536)
 TARGETS = {8192: 1.03, 32768: 1.05, 65536: 1.13}
-STEPS = {8: 8, 64: 2, 512: 1}
+STEPS = {8: 4, 64: 1, 512: 1}
 FILES = {"flan": "t0_p3_sample", "chat": "oasst1_en_val_threads"}
 LOGNORMAL = {"flan": (114, 1.06), "chat": (325, 0.72), "long": (600, 1.0)}  # median, sigma
-MOST_FOR_REBALANCE = 13_000  # documents of a step; its search is quadratic in them
+MOST_FOR_REBALANCE = {"flan": 3_000, "chat": 3_000, "long": 13_000}  # documents of a step: its search is quadratic
 Row = dict[str, Any]
 
 
@@ -88,7 +89,9 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
         row[f"{kind}_random"] = imbalance(as_they_come, lengths, LLAMA_7B, kind)
         row[kind] = imbalance(schedule, lengths, LLAMA_7B, kind)
         row[f"{kind}_bound"] = imbalance_bound(schedule, lengths, LLAMA_7B, capacity, kind)
-    return row | rebalanced(as_they_come, lengths, capacity)
+    if len(as_they_come.step_documents(0)) <= MOST_FOR_REBALANCE[name]:
+        row |= rebalanced(as_they_come, lengths, capacity)
+    return row
 
 
 def efficiency(plan: PackPlan, lengths: np.ndarray, num_packs: int) -> float:
@@ -100,8 +103,6 @@ def rebalanced(schedule: Schedule, lengths: np.ndarray, capacity: int) -> Row:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     documents = schedule.step_documents(0)
-    if len(documents) > MOST_FOR_REBALANCE:
-        return {}
     some = lengths[documents]
     sampler = BatchRebalanceSampler(
         some.tolist(), len(some), schedule.world_size, schedule.accumulation, shuffle=False, drop_last=False
@@ -138,9 +139,9 @@ def two_ranks(rank: int, rounds: int) -> None:
     trained = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, collate = torch.optim.SGD(trained.parameters(), 1e-3), PackedDataCollator()
 
-    capacity, accumulation = 2048, 4
+    capacity, accumulation = 2048, 8
     rng = np.random.default_rng(0)
-    lengths = np.where(rng.random(600) < 0.04, rng.integers(1024, 2049, 600), rng.lognormal(np.log(50), 0.8, 600))
+    lengths = np.where(rng.random(700) < 0.03, rng.integers(1900, 2049, 700), rng.lognormal(np.log(50), 0.8, 700))
     lengths = np.maximum(lengths, 4).astype(np.int64)
     plan, costs = plan_packs(lengths, capacity), cost_model(config)
     num_steps = plan.num_packs // (2 * accumulation)
@@ -149,7 +150,9 @@ def two_ranks(rank: int, rounds: int) -> None:
         for balance in ("none", "step")
     }
 
-    def run(schedule: Schedule) -> float:
+    def run(schedule: Schedule) -> tuple[float, float]:
+        """Seconds of the slower rank, and the sum over micro-batches of the CPU seconds of the slower one."""
+        cpu: list[float] = []
         batches = list(schedule.micro_batches(rank))
         dist.barrier()
         start = time.perf_counter()
@@ -158,32 +161,37 @@ def two_ranks(rank: int, rounds: int) -> None:
             batch = collate([{"input_ids": ids, "labels": ids} for ids in tokens])
             last = (turn + 1) % accumulation == 0
             trained.require_backward_grad_sync = last
+            busy = time.process_time()
             loss = trained(**batch).loss
             loss.backward()
+            cpu.append(time.process_time() - busy)
             dist.all_reduce(loss.detach())
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
         dist.barrier()
-        return time.perf_counter() - start
+        seconds, slowest = time.perf_counter() - start, torch.tensor(cpu)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return seconds, float(slowest.sum())
 
-    seconds: dict[str, list[float]] = {balance: [] for balance in schedules}
+    seconds: dict[str, list[tuple[float, float]]] = {balance: [] for balance in schedules}
     for turn in range(rounds + 1):
         for balance, schedule in schedules.items():
             took = run(schedule)
             if turn:  # the first warms up
                 seconds[balance].append(took)
     if rank == 0:
-        medians = {balance: statistics.median(values) for balance, values in seconds.items()}
-        models = {balance: imbalance(schedule, lengths, costs, "micro") for balance, schedule in schedules.items()}
+        wall, cpu = ({name: statistics.median(x[i] for x in took) for name, took in seconds.items()} for i in (0, 1))
+        model = {name: imbalance(schedule, lengths, costs, "micro") for name, schedule in schedules.items()}
         bound = imbalance_bound(schedules["none"], lengths, costs, capacity, "micro")
-        print(
-            f"two ranks, {num_steps} steps of {accumulation} micro-batches of {capacity} tokens, {rounds} rounds: "
-            f"{medians['none'] / num_steps:.2f} s a step in the plan's order, {medians['step'] / num_steps:.2f} s "
-            f"balanced: {medians['none'] / medians['step']:.3f} times (modelled "
-            f"{models['none'] / models['step']:.3f}; imbalance {models['none']:.3f} and {models['step']:.3f}, bound "
-            f"{bound:.3f})"
-        )
+        print(f"two ranks, {num_steps} steps of {accumulation} micro-batches of {capacity} tokens, {rounds} rounds")
+        print(f"modelled imbalance: {model['none']:.3f} as they come, {model['step']:.3f} balanced, bound {bound:.3f}")
+        for what, took in (("wall", wall), ("CPU of the slower rank", cpu)):
+            each = {name: value / num_steps for name, value in took.items()}
+            print(
+                f"{what}: {each['none']:.3f} s a step as they come, {each['step']:.3f} s balanced, "
+                f"{each['none'] / each['step']:.3f} times (modelled {model['none'] / model['step']:.3f})"
+            )
     dist.destroy_process_group()
 
 
@@ -221,7 +229,7 @@ def main() -> None:
     columns = ["lengths", "capacity", "ranks", "micro_random", "micro", "micro_bound", "batch_rebalance", "padded"]
     columns += ["tokens", "step_random", "step", "step_bound"]
     table, rows = Table(*columns, "target"), []
-    for name in ("flan", "chat", "long"):
+    for name in ("long", "flan", "chat"):
         for capacity in CAPACITIES:
             for world_size in STEPS:
                 row = modelled(name, capacity, world_size, real)
