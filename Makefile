@@ -41,6 +41,7 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planning.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/streaming.py $(DATA_FLAG)
+	$(BIN)/python benchmarks/balance.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/gradients.py --quick

@@ -175,3 +175,22 @@ def test_balance_pairs_packs_of_similar_cost():
 def test_an_epoch_too_short_for_one_step_is_refused():
     with pytest.raises(ValueError, match="1 packs, and one optimizer step needs more.*dataloader_drop_last=False"):
         planner([5, 5], "stream", batch_size=1, accumulation=2, drop_last=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=documents_of_a_dataset,
+    batch_size=st.integers(1, 4),
+    world_size=st.integers(1, 8),
+)
+def test_packed_evaluation_sees_every_document_once(lengths, batch_size, world_size):
+    """The settings of evaluation: `bfd` in table order, no accumulation."""
+    ranks = [
+        planner(lengths, "bfd", batch_size=batch_size, world_size=world_size, shuffle=False) for _ in range(world_size)
+    ]
+    batches = [list(PackedBatchSampler(plan, rank)) for rank, plan in enumerate(ranks)]
+    assert len({len(rank) for rank in batches}) == 1, "ranks run different numbers of batches"
+    seen = [i for rank in batches for batch in rank for i in batch if i != EMPTY]
+    assert sorted(seen) == list(range(len(lengths)))
+    dummies = sum(batch == [EMPTY] for rank in batches for batch in rank)
+    assert dummies == max(len(batches[0]) * world_size - len(lengths), 0), "a rank is empty though documents were left"
