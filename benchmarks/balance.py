@@ -208,6 +208,7 @@ def measured(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser.add_argument("--lengths", nargs="+", choices=LOGNORMAL, default=list(LOGNORMAL))
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--measured", action="store_true", help="two real ranks instead of the model")
     parser.add_argument("--rounds", type=int, default=5, help="of --measured")
@@ -229,7 +230,7 @@ def main() -> None:
     columns = ["lengths", "capacity", "ranks", "micro_random", "micro", "micro_bound", "batch_rebalance", "padded"]
     columns += ["tokens", "step_random", "step", "step_bound"]
     table, rows = Table(*columns, "target"), []
-    for name in ("long", "flan", "chat"):
+    for name in args.lengths:
         for capacity in CAPACITIES:
             for world_size in STEPS:
                 row = modelled(name, capacity, world_size, real)

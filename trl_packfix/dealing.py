@@ -21,7 +21,7 @@ SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones 
 RESERVE = 8  # of capacity / 8 in every slot, so that a few short ones stand in each and can be exchanged
 CONSIDERED, PAIRED = 64, 16  # documents of a slot that an exchange looks at, of one and of two documents
 PARTNERS = 16  # slots that an exchange of pairs asks
-FAILURES = 32  # searches for an exchange that find none, until a step is left as it was
+FAILURES = 4  # one in so many slots may find no exchange, until the step is left as it was
 
 
 class Deal:
@@ -177,7 +177,7 @@ class Deal:
             self.slot_of[documents] = slot
         self.shortest_first = self.longest_first[::-1]
         self.ascending = self.lengths[self.shortest_first]
-        attempts = FAILURES
+        attempts = self.num_slots // FAILURES + 16
         stuck: set[int] = set()
         while self.room.min() < 0:
             slot = next((i for i in np.argsort(self.room).tolist() if i not in stuck and self.room[i] < 0), None)

@@ -19,7 +19,7 @@ from .balancing import Synchronisation
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import LLAMA_7B, CostModel
 from .documents import Documents, Overlong, make_documents
-from .planning import PackPlan, plan_bfd, plan_packs, plan_stream
+from .planning import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
 from .reader import TokenReader
 from .scheduling import EMPTY, Balance, Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 
@@ -117,7 +117,7 @@ class EpochPlanner:
         lengths = self.documents.lengths
         if self.strategy == "wrapped":
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-            return plan_blocks(self.documents, self.batch_size, self.capacity, rng)
+            return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
         if self.strategy == "stream":
             if not self.shuffle:
                 return plan_stream(lengths, np.arange(len(lengths)), self.capacity)
@@ -171,28 +171,6 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_documents, generator=generator).numpy()
-
-
-def plan_blocks(documents: Documents, batch_size: int, capacity: int, rng: np.random.Generator | None) -> PackPlan:
-    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
-    assert documents.block is not None
-    _, first = np.unique(documents.block, return_index=True)
-    blocks = np.split(np.arange(len(documents)), first[1:])
-    if rng is not None:
-        blocks = [blocks[i] for i in rng.permutation(len(blocks))]
-    packs = [np.concatenate(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
-    return _plan_of(packs, documents.lengths, capacity)
-
-
-def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
-    """The same packs in another order."""
-    packs = [plan.order[plan.offsets[i] : plan.offsets[i + 1]] for i in rng.permutation(plan.num_packs)]
-    return _plan_of(packs, plan.lengths, plan.capacity)
-
-
-def _plan_of(packs: list[np.ndarray], lengths: np.ndarray, capacity: int) -> PackPlan:
-    offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-    return PackPlan(order=np.concatenate(packs), offsets=offsets, lengths=lengths, capacity=capacity)
 
 
 class PackedBatchSampler:

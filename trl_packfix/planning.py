@@ -189,6 +189,29 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buf
     return _plan(order[members], sizes, lengths, capacity)
 
 
+def plan_blocks(
+    block: np.ndarray, lengths: np.ndarray, batch_size: int, capacity: int, rng: np.random.Generator | None
+) -> PackPlan:
+    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
+    _, first = np.unique(block, return_index=True)
+    blocks = np.split(np.arange(len(block)), first[1:])
+    if rng is not None:
+        blocks = [blocks[i] for i in rng.permutation(len(blocks))]
+    packs = [np.concatenate(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
+    return _plan_of(packs, lengths, capacity)
+
+
+def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
+    """The same packs in another order."""
+    packs = [plan.order[plan.offsets[i] : plan.offsets[i + 1]] for i in rng.permutation(plan.num_packs)]
+    return _plan_of(packs, plan.lengths, plan.capacity)
+
+
+def _plan_of(packs: list[np.ndarray], lengths: np.ndarray, capacity: int) -> PackPlan:
+    offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
+    return PackPlan(order=np.concatenate(packs), offsets=offsets, lengths=lengths, capacity=capacity)
+
+
 def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, capacity: int) -> PackPlan:
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])

@@ -19,6 +19,8 @@ from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from .balancing import Synchronisation
+from .costs import LLAMA_7B, CostModel
 from .documents import Ledger, Overlong, refuse_nothing
 from .exact_fill import pack_arrivals
 from .loading import dummy_document, left_alone
@@ -64,7 +66,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         accumulation: micro-batches per optimizer step.
         rank, world_size: this data-parallel rank of all.
         overlong, truncation_mode: the policy for documents longer than `max_length`, see `make_documents`.
-        balance, hidden_size: see `schedule_packs`.
+        balance, cost_model, synchronisation: see `schedule_packs`.
         buffer_size: documents that wait at most; 128 more are read at a time.
         num_workers: processes that read; at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
@@ -84,7 +86,8 @@ class PackedStream(torch.utils.data.IterableDataset):
         overlong: Overlong = "truncate",
         truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
         balance: Balance = "step",
-        hidden_size: int = 4096,
+        cost_model: CostModel = LLAMA_7B,
+        synchronisation: Synchronisation = "micro",
         buffer_size: int = BUFFER_SIZE,
         vocab_size: int | None = None,
         pad_token_id: int = 0,
@@ -95,7 +98,8 @@ class PackedStream(torch.utils.data.IterableDataset):
         self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
-        self.balance, self.hidden_size, self.pad_token_id = balance, hidden_size, pad_token_id
+        self.balance, self.cost_model, self.synchronisation = balance, cost_model, synchronisation
+        self.pad_token_id = pad_token_id
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
         if self.num_workers < num_workers and rank == 0:
             message = "%d workers were asked for; %d read, because each needs a shard of its own."
@@ -192,7 +196,8 @@ class PackedStream(torch.utils.data.IterableDataset):
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
-        schedule = schedule_packs(plan, lengths, 1, self.accumulation, self.share.count, self.hidden_size, self.balance)
+        settings = (self.cost_model, self.balance, self.synchronisation)
+        schedule = schedule_packs(plan, lengths, 1, self.accumulation, self.share.count, *settings)
         dummy = dummy_document(self.pad_token_id)
         return [
             [dummy if i == EMPTY else documents[i] for i in micro_batch.tolist()]
