@@ -78,7 +78,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         gap = distance(together, probe.packed(short, large=True), [0, 2]) / scale
         seen.append((gap, Evidence(long, short, large=True)))
 
-    gradient = None if probe.is_wrapped else probe.gradient(documents)
+    gradient = None if probe.has_engine else probe.gradient(documents)
     change = max(gap for gap, _ in seen)
     # Where tokens alone show it, nothing else has moved, and the place can be seen best.
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .collator import PackedDataCollator
 from .forwards import all_in_one_batch, backbone, base_model, text_config
@@ -31,12 +32,13 @@ class Probe:
 
     Attributes:
         inner: the transformers model.
-        is_wrapped: whether DDP or an engine is around it.
+        has_engine: whether DDP or an engine hooks into its backward passes. FSDP2 shards the model in place, and
+            torch 2.13 crashes in `autograd.grad` through it.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.is_wrapped = _is_wrapped(model)
+        self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         while _is_wrapped(model):
             model = model.module
         self.inner = base_model(model)
