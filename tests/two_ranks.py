@@ -1,16 +1,20 @@
 """Scenarios of the trainer that run on any number of ranks; `test_distributed.py` launches them on two.
 
     torchrun --standalone --nproc_per_node 2 tests/two_ranks.py ddp FOLDER
-    deepspeed --num_gpus 2 tests/two_ranks.py zero3 FOLDER
+    deepspeed --num_gpus 2 tests/two_ranks.py deepspeed FOLDER
+    torchrun --standalone --nproc_per_node 2 tests/two_ranks.py fsdp2 FOLDER
 
-FOLDER holds `model` and `tied`, tiny Llamas, the second with one matrix for embeddings and LM head. One process pair
-runs all scenarios of an engine, because starting one takes longer than the scenarios. Each returns a dictionary that
-the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions
-in its own process for the numbers of one rank.
+FOLDER holds `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for embeddings and LM head) and a
+bloom, and a DeepSpeed config for each engine of DeepSpeed. One process pair runs all scenarios of its engines, because
+starting one takes longer than the scenarios. Each returns a dictionary that the main process saves as
+FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions in its own process for the
+numbers of one rank.
 """
 
+import faulthandler
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,14 +26,19 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import trl
-from accelerate.utils import gather_object
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, gather_object
 from conftest import build_tokenizer
 from datasets import Dataset
 from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
 from transformers import EvalPrediction
 
 import trl_packfix
 from trl_packfix.parallelism import synchronisation
+
+# The engines of one process pair, in the order in which they run
+LAUNCHES = {"ddp": ["ddp"], "deepspeed": ["zero3", "zero1", "zero2", "zero3_offload"], "fsdp2": ["fsdp2"]}
 
 TOKENIZER = build_tokenizer()
 NUM_EVALUATED = 23
@@ -62,13 +71,40 @@ def document_ids(batch: dict) -> list[int]:
     return [int(start) for start in starts if start.isdigit()]
 
 
+def engine_of(model: torch.nn.Module) -> str:
+    """What wraps the model that trains, as the engine itself says it."""
+    if isinstance(model, FSDPModule):
+        return "FSDP2"
+    if hasattr(model, "zero_optimization_stage"):
+        offload = " offload" if model.zero_offload_optimizer() else ""
+        return f"{type(model).__name__} {model.zero_optimization_stage()}{offload}"
+    return type(model).__name__
+
+
+def engine_settings(engine: str | None, folder: Path) -> dict:
+    """What `engine` wants of the config and of its surroundings, before the config is made; None is one process."""
+    if engine == "fsdp2":
+        # accelerate shards only where it believes in GPUs; the rest of FSDP2 runs on a CPU as it is.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        keep = {"use_configured_state": True}
+        return {"use_cpu": True, "accelerator_config": keep, "fsdp": True, "fsdp_config": {"version": 2}}
+    if engine in LAUNCHES["deepspeed"]:
+        # Under DeepSpeed `use_cpu` would hide the ranks; its launcher needs the backend named where there is no GPU.
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder / f"{engine}.json")
+        return {"ddp_backend": "gloo"}
+    return {"use_cpu": True}
+
+
 class Recorded:
     """Notes the engine that trains and the documents of every micro-batch that reaches it."""
 
     engine = None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.engine = type(model).__name__
+        self.engine = engine_of(model)
         self.seen.append(document_ids(inputs))
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -82,28 +118,33 @@ class Stock(Recorded, trl.SFTTrainer):
 
 
 def make_trainer(
-    folder: Path, name: str, cls: type = Packed, model: str = "model", num_documents: int = 97, lora=False, **settings
+    folder: Path,
+    name: str,
+    cls: type = Packed,
+    engine: str | None = None,
+    model: str = "model",
+    num_documents: int = 97,
+    lora: bool = False,
+    **settings,
 ) -> Packed | Stock:
     """A trainer on `folder / model` that writes to `folder / name`."""
     config = trl.SFTConfig
     if cls is Packed:
         config = trl_packfix.SFTConfig
         settings = {"packing": True, "packing_report": False} | settings
-    # Under DeepSpeed `use_cpu` would hide the ranks; its launcher needs the backend named where there is no GPU.
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     defaults = {
         "max_length": 64,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "learning_rate": 2.0 if lora else 0.5,
-        "gradient_checkpointing": deepspeed,  # TRL's default, and with LoRA under ZeRO-3 the reentrant kind
+        "gradient_checkpointing": False,
         "bf16": False,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "ddp_timeout": 60,  # turns a hang into an error
-        **({"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}),
+        "ddp_timeout": 90,  # turns a hang into an error
+        **engine_settings(engine, folder),
     }
     args = config(str(folder / name), **(defaults | settings))
     torch.manual_seed(0)  # for the adapters, which TRL makes before it sets the seed
@@ -181,7 +222,8 @@ def five_steps(folder: Path, name: str, **settings) -> dict:
 
 def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     """The same in TRL, padded; the model is saved before, too, as `folder / name / "start"`."""
-    settings = {key: value for key, value in (FIVE_STEPS | settings).items() if key != "packing_strategy"}
+    ours = ("packing_strategy", "on_leak")
+    settings = {key: value for key, value in (FIVE_STEPS | settings).items() if key not in ours}
     trainer = make_trainer(folder, name, Stock, **settings)
     trainer.save_model(str(folder / name / "start"))
     trainer.train()
@@ -189,9 +231,9 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     return outcome(trainer)
 
 
-def evaluate_first(folder: Path) -> dict:
+def evaluate_first(folder: Path, **settings) -> dict:
     """Evaluation of a model that no engine has trained."""
-    trainer = make_trainer(folder, "evaluate")
+    trainer = make_trainer(folder, "evaluate", **settings)
     return outcome(trainer, evaluation=evaluation(trainer))
 
 
@@ -210,51 +252,69 @@ def restart(folder: Path, name: str, **settings) -> dict:
     return outcome(resumed, whole=outcome(whole), per_epoch=per_epoch, stop=stop)
 
 
+def refused(folder: Path, engine: str) -> dict:
+    """What is said to a loss that would depend on how documents are spread over ranks."""
+    try:
+        make_trainer(folder, "refused", engine=engine, average_tokens_across_devices=False)
+    except ValueError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
 STRATEGIES = ("stream", "minibatch")
-KINDS = {"full": {}, "lora": {"lora": True}, "tied": {"model": "tied"}}
-BY_DOCUMENT = {"document_weighting": "document"}
-EPOCHS = {f"epochs_{strategy}": partial(epochs, packing_strategy=strategy) for strategy in STRATEGIES}
-FEW = {
-    f"few_{strategy}": partial(epochs, packing_strategy=strategy, num_documents=3, gradient_accumulation_steps=4)
-    for strategy in STRATEGIES
+CHECKPOINTED = {"gradient_checkpointing": True}  # TRL's default, and with LoRA under ZeRO-3 the reentrant kind
+KINDS = {
+    "full": {},
+    "full_checkpointed": CHECKPOINTED,
+    "lora": {"lora": True},
+    "lora_checkpointed": {"lora": True} | CHECKPOINTED,
+    "tied": {"model": "tied"} | CHECKPOINTED,
+    "idle": {"num_documents": 3},  # one of the four micro-batches of 2 ranks has no document
+    "leaking": {"model": "leaking", "on_leak": "unpack"},
 }
 
 
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     """By name, in the order in which they run."""
-    five = {
-        f"five_{kind}": partial(five_steps, name=f"{engine}/five_{kind}", **settings)
+    found = {
+        f"five_{kind}": partial(five_steps, name=f"{engine}/five_{kind}", engine=engine, **settings)
         for kind, settings in KINDS.items()
     }
-    restarts = {
-        f"restart_{strategy}_{workers}": partial(
-            restart,
-            name=f"{engine}/restart_{strategy}_{workers}",
-            packing_strategy=strategy,
-            dataloader_num_workers=workers,
-        )
-        for strategy in STRATEGIES
-        for workers in (0, 2)
-    }
-    five["five_document"] = partial(five_steps, name=f"{engine}/five_document", **BY_DOCUMENT)
-    first = {"evaluate_first": evaluate_first}
-    if engine == "zero3":
-        return EPOCHS | FEW | five | {"restart_stream_2": restarts["restart_stream_2"]} | first
-    return EPOCHS | {"epochs_stock": partial(epochs, cls=Stock)} | FEW | five | restarts | first
+    if engine in ("zero1", "zero2", "zero3_offload"):
+        return {name: found[name] for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_leaking")}
+    for strategy in STRATEGIES:
+        settings = {"packing_strategy": strategy, "engine": engine}
+        found[f"epochs_{strategy}"] = partial(epochs, **settings)
+        found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
+        for workers in (0, 2):
+            if engine == "ddp" or (strategy, workers) == ("stream", 0):
+                name = f"restart_{strategy}_{workers}"
+                more = settings | {"dataloader_num_workers": workers}
+                found[name] = partial(restart, name=f"{engine}/{name}", **more)
+    if engine == "ddp":
+        found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
+        found["refused"] = partial(refused, engine=engine)
+    if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
+        found["evaluate_first"] = partial(evaluate_first, engine=engine)
+    return found
 
 
-def main(engine: str, folder: Path) -> None:
+def main(launch: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    if engine == "zero3":
+    if launch == "deepspeed":
         import deepspeed
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for name, scenario in scenarios(engine).items():
-        print("scenario", name, flush=True)
-        result = scenario(folder)
-        if os.environ["RANK"] == "0":
-            torch.save(result, folder / engine / f"{name}.pt")
+    for engine in LAUNCHES[launch]:
+        for name, scenario in scenarios(engine).items():
+            start = time.monotonic()
+            faulthandler.dump_traceback_later(80)  # a hang says where, before `ddp_timeout` ends it
+            result = scenario(folder)
+            faulthandler.cancel_dump_traceback_later()
+            if os.environ["RANK"] == "0":
+                torch.save(result, folder / engine / f"{name}.pt")
+                print(f"scenario {engine} {name}: {time.monotonic() - start:.1f} s", flush=True)
     torch.distributed.destroy_process_group()
 
 
