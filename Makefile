@@ -1,5 +1,6 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    ruff, then every test             make check   ruff only; make types   mypy
+# make chaos   kill runs at random points, resume them, compare (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
 # make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
 #
@@ -20,6 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
 .PHONY: demo test check types bench sweep clean
+.PHONY: demo test check types chaos bench clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.
@@ -37,6 +39,9 @@ check: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+chaos: $(INSTALLED)
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planning.py $(DATA_FLAG)

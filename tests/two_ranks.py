@@ -12,6 +12,7 @@ numbers of one rank.
 """
 
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -36,6 +37,8 @@ from transformers import EvalPrediction
 
 import trl_packfix
 from trl_packfix.parallelism import synchronisation
+
+ROOT = Path(__file__).parent.parent
 
 # The engines of one process pair, in the order in which they run
 LAUNCHES = {"ddp": ["ddp"], "deepspeed": ["zero3", "zero1", "zero2", "zero3_offload"], "fsdp2": ["fsdp2"]}
@@ -79,6 +82,19 @@ def engine_of(model: torch.nn.Module) -> str:
         offload = " offload" if model.zero_offload_optimizer() else ""
         return f"{type(model).__name__} {model.zero_optimization_stage()}{offload}"
     return type(model).__name__
+
+
+def deepspeed_config(engine: str) -> dict:
+    """The config that this repository ships, as a CPU can run it; ZeRO-1 is ZeRO-2 with another number."""
+    config = json.loads((ROOT / "deepspeed_configs" / f"{engine.replace('zero1', 'zero2')}.json").read_text())
+    zero = config["zero_optimization"]
+    zero["stage"] = int(engine.removesuffix("_offload")[-1])
+    zero["overlap_comm"] = False  # wants streams, which a CPU has not
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero:
+            zero[name]["pin_memory"] = False
+            config["zero_force_ds_cpu_optimizer"] = False  # which would be compiled for minutes; torch's does
+    return config
 
 
 def engine_settings(engine: str | None, folder: Path) -> dict:
@@ -270,7 +286,8 @@ KINDS = {
     "lora_checkpointed": {"lora": True} | CHECKPOINTED,
     "tied": {"model": "tied"} | CHECKPOINTED,
     "idle": {"num_documents": 3},  # one of the four micro-batches of 2 ranks has no document
-    "leaking": {"model": "leaking", "on_leak": "unpack"},
+    "unpacked": {"model": "leaking", "on_leak": "unpack"},
+    "repaired": {"model": "leaking"},
 }
 
 
@@ -281,7 +298,10 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for kind, settings in KINDS.items()
     }
     if engine in ("zero1", "zero2", "zero3_offload"):
-        return {name: found[name] for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_leaking")}
+        return {
+            name: found[name]
+            for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_unpacked", "five_repaired")
+        }
     for strategy in STRATEGIES:
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)

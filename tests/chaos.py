@@ -1,0 +1,211 @@
+"""Kill a run at random points, resume it, and compare every batch and the weights with a run that was left alone.
+
+    python tests/chaos.py                        20 rounds on one process and 20 on two ranks
+    python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --seed 7
+
+A round waits for a random optimizer step of the three epochs, and some milliseconds more, so that a checkpoint may be
+half written; then one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A
+run that comes to its end is compared and begun anew. Processes are forked from one that has imported everything.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+from conftest import build_tiny_model
+from two_ranks import LAUNCHES, Packed, deepspeed_config, document_ids, make_trainer
+
+from trl_packfix.restart import newest_whole
+
+TESTS = Path(__file__).parent
+SETTINGS = {
+    "num_documents": 60,
+    "num_train_epochs": 3,
+    "learning_rate": 1e-2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
+}
+SECONDS = 60  # in which the other ranks must have ended, too
+
+
+class Noting(Packed):
+    """Writes the optimizer step and the documents of every micro-batch before it is trained."""
+
+    notes = None
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        print(json.dumps([self.state.global_step, document_ids(inputs)]), file=self.notes, flush=True)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: int, ranks: int, port: int) -> None:
+    """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
+    log = (folder / f"{name}.log").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    if ranks > 1:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({key: str(value) for key, value in (where | {"RANK": rank, "LOCAL_RANK": rank}).items()})
+    if engine in LAUNCHES["deepspeed"]:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled; gloo does as well
+    resume = newest_whole(folder / name)[0] is not None
+    accumulation = 4 // ranks  # the same documents in every step for any number of ranks
+    trainer = make_trainer(folder, name, Noting, engine, gradient_accumulation_steps=accumulation, **SETTINGS)
+    trainer.notes = notes_of(folder, name, attempt, rank).open("w")
+    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.save_model(str(folder / name / "final"))
+
+
+def notes_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
+    return folder / name / f"notes-{attempt}-{rank}.jsonl"
+
+
+def read_notes(file: Path) -> list[tuple[int, list[int]]]:
+    """(step, documents) of each micro-batch; the last line may be half."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [tuple(json.loads(line)) for line in lines]
+
+
+class Chaos:
+    """The runs of one number of ranks under one engine, in `folder`."""
+
+    def __init__(self, folder: Path, ranks: int, engine: str | None, seed: int):
+        self.folder, self.ranks, self.engine = folder, ranks, engine
+        self.random = random.Random(seed)
+        self.attempt = self.kills = self.unfinished = self.runs = self.mid_second = 0
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["chaos"])
+        build_tiny_model().save_pretrained(folder / "model")
+        if engine is not None:
+            (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
+        self.start("alone")
+        self.join(must_succeed=True)
+        self.expected = [read_notes(notes_of(folder, "alone", 0, rank)) for rank in range(ranks)]
+        self.num_steps = self.expected[0][-1][0] + 1
+
+    def start(self, name: str) -> None:
+        (self.folder / name).mkdir(exist_ok=True)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.processes = [
+            self.context.Process(
+                target=rank_main, args=(self.folder, name, self.engine, self.attempt, rank, self.ranks, port)
+            )
+            for rank in range(self.ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def join(self, must_succeed: bool = False) -> bool:
+        """Wait for all ranks; whether they came to the end. None may outlive another by more than a minute."""
+        while all(process.is_alive() for process in self.processes):
+            time.sleep(0.02)
+        deadline = time.monotonic() + SECONDS
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                raise SystemExit(f"A rank was still alive {SECONDS} seconds after another had ended.")
+        succeeded = all(process.exitcode == 0 for process in self.processes)
+        if must_succeed and not succeeded:
+            logs = "\n".join(file.read_text()[-3000:] for file in self.folder.glob("*.log"))
+            raise SystemExit(f"A run that nobody killed has failed:\n{logs}")
+        return succeeded
+
+    def round(self, kill: bool = True) -> None:
+        """One attempt; it is killed at a random point unless `kill` is False or it comes to the end before."""
+        whole, passed_over = newest_whole(self.folder / "run")
+        self.unfinished += len(passed_over)
+        done = int(whole.name.split("-")[1]) if whole else 0
+        self.start("run")
+        if kill:
+            step, delay = self.random.randrange(done, self.num_steps), self.random.uniform(0, 0.1)
+            victim = self.random.choice(self.processes)
+            notes = notes_of(self.folder, "run", self.attempt, 0)
+            while all(process.is_alive() for process in self.processes):
+                seen = read_notes(notes)
+                if seen and seen[-1][0] >= step:
+                    time.sleep(delay)
+                    os.kill(victim.pid, signal.SIGKILL)
+                    self.kills += 1
+                    self.mid_second += self.num_steps // 3 < step < 2 * self.num_steps // 3
+                    break
+                time.sleep(0.002)
+        finished = self.join(must_succeed=not kill)
+        self.compare(finished)
+        self.attempt += 1
+
+    def compare(self, finished: bool) -> None:
+        for rank, expected in enumerate(self.expected):
+            seen = read_notes(notes_of(self.folder, "run", self.attempt, rank))
+            if not seen:
+                continue  # killed before its first batch
+            first = [step for step, _ in expected].index(seen[0][0])
+            if seen != expected[first : first + len(seen)]:
+                raise SystemExit(f"Attempt {self.attempt}, rank {rank} trained other batches than the run left alone.")
+        if finished:
+            weights, expected = (
+                torch.cat([p.flatten() for p in self.load(name)]) for name in ("run/final", "alone/final")
+            )
+            if not torch.equal(weights, expected):
+                difference = (weights - expected).abs().max()
+                raise SystemExit(f"Attempt {self.attempt} ended with other weights, by up to {difference:.1e}.")
+            shutil.rmtree(self.folder / "run")
+            self.runs += 1
+
+    def load(self, name: str) -> list[torch.Tensor]:
+        from safetensors.torch import load_file
+
+        return [value for _, value in sorted(load_file(self.folder / name / "model.safetensors").items())]
+
+
+def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, seed: int = 0) -> Chaos:
+    """Kill `rounds` times, then let the last run come to its end.
+
+    Raises:
+        SystemExit: a batch or a weight differs from the run left alone, or a rank outlived another.
+    """
+    # The process that all others are forked from finds this module, and this package, there.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    runs = Chaos(folder, ranks, engine, seed)
+    while runs.kills < rounds:
+        runs.round()
+    runs.round(kill=False)
+    return runs
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--engine", choices=["zero3"], help="of two ranks; default DDP")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory() as scratch:
+            start = time.monotonic()
+            engine = arguments.engine if ranks > 1 else None
+            runs = chaos(Path(scratch), arguments.rounds, ranks, engine, arguments.seed)
+        print(
+            f"{ranks} rank(s): {runs.kills} kills, {runs.mid_second} of them in mid-epoch 2, {runs.unfinished} "
+            f"unfinished checkpoints passed over, {runs.runs} runs to the end: batches and weights as uninterrupted "
+            f"({time.monotonic() - start:.0f} s)",
+            flush=True,
+        )
