@@ -10,13 +10,15 @@ On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP
     deepspeed --num_gpus=8 examples/train.py --deepspeed deepspeed_configs/zero2.json
     accelerate launch examples/train.py
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py
+On several nodes: examples/launch.
 
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name DATASET_OR_FILE.jsonl --output_dir output
 
 Without --model_name_or_path and --dataset_name it takes small ones from the hub or, where the hub cannot be reached,
 those of the demo (examples/offline.py), and says which. `--config FILE.yaml` holds any of the flags below; flags on
-the command line go first. Packing is on, with micro-batches of per_device_train_batch_size * max_length tokens.
+the command line go first. `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir,
+and begins where there is none. Packing is on, with micro-batches of per_device_train_batch_size * max_length tokens.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from offline import multiplies_bf16, smollm2, word_problems
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.restart import newest_whole
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -102,7 +105,10 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume = training_args.resume_from_checkpoint
+    if resume == "newest":  # so that a job script may always say so: without a whole checkpoint the run begins
+        resume = newest_whole(Path(training_args.output_dir))[0] is not None
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Saved in {training_args.output_dir}")
     if training_args.push_to_hub:

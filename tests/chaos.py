@@ -3,9 +3,9 @@
     python tests/chaos.py                        20 rounds on one process and 20 on two ranks
     python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --seed 7
 
-A round waits for a random optimizer step of the three epochs, and some milliseconds more, so that a checkpoint may be
-half written; then one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A
-run that comes to its end is compared and begun anew. Processes are forked from one that has imported everything.
+A round waits for a random optimizer step, or for the checkpoint after it to be begun, and for some milliseconds; then
+one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A run that comes to
+its end is compared and begun anew. Processes are forked from one that has imported everything.
 """
 
 import argparse
@@ -134,21 +134,29 @@ class Chaos:
         done = int(whole.name.split("-")[1]) if whole else 0
         self.start("run")
         if kill:
-            step, delay = self.random.randrange(done, self.num_steps), self.random.uniform(0, 0.1)
-            victim = self.random.choice(self.processes)
-            notes = notes_of(self.folder, "run", self.attempt, 0)
-            while all(process.is_alive() for process in self.processes):
-                seen = read_notes(notes)
-                if seen and seen[-1][0] >= step:
-                    time.sleep(delay)
-                    os.kill(victim.pid, signal.SIGKILL)
-                    self.kills += 1
-                    self.mid_second += self.num_steps // 3 < step < 2 * self.num_steps // 3
-                    break
-                time.sleep(0.002)
+            # Within the length of an epoch from here, so that some runs come to their end and some die in each epoch.
+            step = done + self.random.randrange(self.num_steps // 3)
+            in_saving = self.random.random() < 0.5
+            self.kill_at(step, in_saving, self.random.uniform(0, 0.03 if in_saving else 0.1))
         finished = self.join(must_succeed=not kill)
         self.compare(finished)
         self.attempt += 1
+
+    def kill_at(self, step: int, in_saving: bool, delay: float) -> None:
+        """SIGKILL for a random rank, `delay` seconds after `step` or the next checkpoint begins, if they ever do."""
+        victim, notes = self.random.choice(self.processes), notes_of(self.folder, "run", self.attempt, 0)
+        every = SETTINGS["save_steps"]
+        next_checkpoint = self.folder / "run" / f"checkpoint-{(step // every + 1) * every}"
+        while all(process.is_alive() for process in self.processes):
+            seen = read_notes(notes)
+            if seen and seen[-1][0] >= step and (not in_saving or next_checkpoint.exists()):
+                time.sleep(delay)
+                if victim.is_alive():
+                    os.kill(victim.pid, signal.SIGKILL)
+                    self.kills += 1
+                    self.mid_second += self.num_steps // 3 < step < 2 * self.num_steps // 3
+                return
+            time.sleep(0.002)
 
     def compare(self, finished: bool) -> None:
         for rank, expected in enumerate(self.expected):

@@ -296,6 +296,30 @@ def test_restart_of_sharded_models(result, engine, folder):
     assert relative_difference(folder, f"{run}/resumed", f"{run}/whole", start="model") < 1e-6
 
 
+@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("strategy", two_ranks.STRATEGIES)
+def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents(result, folder, strategy):
+    name = f"ddp/restart_{strategy}_0"
+    found = result(f"restart_{strategy}_0")
+    checkpoint = str(folder / name / "whole" / f"checkpoint-{found['stop']}")
+    settings = two_ranks.THREE_EPOCHS | {"packing_strategy": strategy}
+    with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*number of ranks is 4 again"):
+        two_ranks.make_trainer(folder, f"{name}/refused", **settings).train(checkpoint)
+    one = two_ranks.make_trainer(folder, f"{name}/one", gradient_accumulation_steps=4, **settings)
+    one.train(checkpoint)
+    one.save_model()
+    assert step_documents({"seen": [one.seen]}, accumulation=4) == step_documents(found["whole"])[found["stop"] :]
+    assert relative_difference(folder, f"{name}/one", f"{name}/whole", start="model") < 1e-5
+
+
+def test_the_checkpoint_of_another_engine_is_refused(deepspeed, folder):
+    """The Trainer would not find the optimizer state, and would not say so."""
+    found = deepspeed["zero3", "restart_stream_0"]
+    one = two_ranks.make_trainer(folder, "refused", gradient_accumulation_steps=4, **two_ranks.THREE_EPOCHS)
+    with pytest.raises(ValueError, match="`engine` was 'deepspeed' and is 'none'"):
+        one.train(str(folder / "zero3" / "restart_stream_0" / "whole" / f"checkpoint-{found['stop']}"))
+
+
 def check_restart(resumed: dict) -> None:
     whole, stop, per_epoch = resumed["whole"], resumed["stop"], resumed["per_epoch"]
     assert resumed["engine"] == whole["engine"]

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from test_trainer import texts, trainer, weights
 
-from trl_packfix.restart import FILE
+from trl_packfix.restart import FILE, check_same_batches
 
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 
@@ -138,6 +138,16 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
     file.write_text(json.dumps(state | {"version": 99}))
     with pytest.raises(ValueError, match="has version 99"):
         resume(folder, "checkpoint-10")
+
+
+def test_zero_refuses_another_number_of_ranks_whatever_the_documents(run):
+    planner, checkpoint = run._train_planner, Path(run.args.output_dir) / "checkpoint-10"
+    state = json.loads((checkpoint / FILE).read_text())
+    state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
+    check_same_batches("checkpoint-10", state, run._settings, planner)
+    state["settings"]["engine"] = "deepspeed"
+    with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*Set them back"):
+        check_same_batches("checkpoint-10", state, run._settings | {"engine": "deepspeed"}, planner)
 
 
 def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):

@@ -6,14 +6,15 @@
 
 FOLDER holds `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for embeddings and LM head) and a
 bloom, and a DeepSpeed config for each engine of DeepSpeed. One process pair runs all scenarios of its engines, because
-starting one takes longer than the scenarios. Each returns a dictionary that the main process saves as
-FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions in its own process for the
-numbers of one rank.
+starting one takes longer than the scenarios; `die_ddp` and `die_zero3` have pairs of their own. Each scenario returns a
+dictionary that the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the
+same functions in its own process for the numbers of one rank.
 """
 
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -33,7 +34,7 @@ from conftest import build_tokenizer
 from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
-from transformers import EvalPrediction
+from transformers import EvalPrediction, TrainerCallback
 
 import trl_packfix
 from trl_packfix.parallelism import synchronisation
@@ -56,6 +57,8 @@ FIVE_STEPS = {
     "max_grad_norm": 0.0,
     "packing_strategy": "minibatch",
 }
+
+THREE_EPOCHS = {"num_train_epochs": 3, "num_documents": 60, "learning_rate": 1e-2}
 
 
 def documents(num: int, seed: int = 0) -> Dataset:
@@ -255,7 +258,7 @@ def evaluate_first(folder: Path, **settings) -> dict:
 
 def restart(folder: Path, name: str, **settings) -> dict:
     """Three epochs whole, then again from a checkpoint in the middle of the second; both models are saved."""
-    settings = {"num_train_epochs": 3, "num_documents": 60, "learning_rate": 1e-2, "save_strategy": "steps"} | settings
+    settings = THREE_EPOCHS | {"save_strategy": "steps"} | settings
     whole = make_trainer(folder, f"{name}/whole", **settings)
     per_epoch = len(whole.get_train_dataloader()) // whole.args.gradient_accumulation_steps
     stop = per_epoch + per_epoch // 2
@@ -275,6 +278,28 @@ def refused(folder: Path, engine: str) -> dict:
     except ValueError as error:
         return {"message": str(error)}
     return {"message": ""}
+
+
+class Dies(TrainerCallback):
+    """Rank 1 gets SIGKILL in the middle of an optimizer step; `folder / "killed"` says when."""
+
+    STEP = 7
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.STEP and args.process_index == 1:
+            (self.folder / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(folder: Path, engine: str) -> None:
+    """Train with a checkpoint every second step, until rank 1 dies."""
+    settings = THREE_EPOCHS | {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    trainer = make_trainer(folder, "run", engine=engine, **settings)
+    trainer.add_callback(Dies(folder))
+    trainer.train()
 
 
 STRATEGIES = ("stream", "minibatch")
@@ -321,12 +346,15 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
 
 def main(launch: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    if launch == "deepspeed":
+    engines = LAUNCHES.get(launch, [launch.removeprefix("die_")])
+    if engines[0] in LAUNCHES["deepspeed"]:
         import deepspeed
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for engine in LAUNCHES[launch]:
+    if launch.startswith("die_"):
+        die(folder, engines[0])
+    for engine in engines:
         for name, scenario in scenarios(engine).items():
             start = time.monotonic()
             faulthandler.dump_traceback_later(80)  # a hang says where, before `ddp_timeout` ends it

@@ -1,0 +1,21 @@
+"""Runs a script under DeepSpeed on a CPU without compiling DeepSpeed's shared-memory all-reduce: gloo has one, too.
+
+deepspeed --num_gpus 2 tests/on_cpu.py examples/train.py --max_steps 2
+"""
+
+import os
+import runpy
+import sys
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
+
+import deepspeed
+
+if __name__ == "__main__":
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # more than a minute of compilation
+    # The launcher puts `--local_rank` in front; the script gets it as its launcher would have given it.
+    script = next(argument for argument in sys.argv[1:] if argument.endswith(".py"))
+    sys.argv.remove(script)
+    sys.argv[0] = script
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")

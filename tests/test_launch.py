@@ -1,0 +1,165 @@
+"""Real launchers on two ranks of a CPU: what they do when a rank dies, train.py under each, and the recipes."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import two_ranks
+from conftest import build_tiny_model, build_tokenizer
+from test_distributed import TORCHRUN, environment, free_port
+from test_examples import small
+
+from trl_packfix.restart import newest_whole
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "examples" / "launch"
+SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
+BIN = Path(sys.executable).parent
+ON_CPU = str(ROOT / "tests" / "on_cpu.py")
+TRAIN = str(ROOT / "examples" / "train.py")
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A tiny model, conversations of several lengths and a DeepSpeed config."""
+    folder = tmp_path_factory.mktemp("launch")
+    for model in ("model", "Qwen/Qwen3-0.6B"):
+        build_tiny_model().save_pretrained(folder / model)
+        build_tokenizer().save_pretrained(folder / model)
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * (1 + i % 5)}]}
+        for i in range(40)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "zero3.json").write_text(json.dumps(two_ranks.deepspeed_config("zero3")))
+    return folder
+
+
+def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
+    """Exit code and output; the command and all that it started end after four minutes."""
+    log = folder / "launch.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(folder, **env), stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            process.wait(240)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return process.returncode, log.read_text()
+
+
+# A rank dies
+
+
+@needs_gloo
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engine, workplace, tmp_path):
+    for name in ("model", "zero3.json"):
+        (tmp_path / name).symlink_to(workplace / name)
+    launcher, env, reason = TORCHRUN, {}, "Signal 9 (SIGKILL)"
+    if engine == "zero3":
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
+        env, reason = {"ACCELERATE_USE_DEEPSPEED": "true"}, "exits with return code = -9"
+    script = str(ROOT / "tests" / "two_ranks.py")
+    code, log = launch([sys.executable, *launcher, script, f"die_{engine}", str(tmp_path)], tmp_path, **env)
+    seconds = time.time() - float((tmp_path / "killed").read_text())
+    assert code != 0 and seconds < 60, log[-3000:]
+    assert reason in log, log[-3000:]
+    checkpoint, passed_over = newest_whole(tmp_path / "run")
+    assert checkpoint.name == "checkpoint-6" and not passed_over
+    state = json.loads((checkpoint / "packing_state.json").read_text())
+    assert state["settings"]["world_size"] == 2
+
+
+# train.py
+
+
+def check_trained(folder: Path, output: str, engine_file: str | None) -> None:
+    """The run had two ranks and the engine whose file lies in its checkpoint (None: DDP, one file for all ranks)."""
+    checkpoint = folder / output / "checkpoint-2"
+    state = json.loads((checkpoint / "packing_state.json").read_text())
+    assert state["global_step"] == 2
+    assert state["settings"]["world_size"] == 2
+    assert state["settings"]["engine"] == ("none" if engine_file is None else "deepspeed")
+    assert {"rng_state_0.pth", "rng_state_1.pth"} < {Path(name).name for name in state["files"]}
+    assert any(Path(name).name == (engine_file or "optimizer.pt") for name in state["files"])
+    assert (folder / output / "model.safetensors").is_file()
+
+
+ZERO3_FILE = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@needs_gloo
+@needs_deepspeed
+def test_train_under_accelerate_launch(workplace):
+    flags = "--use_deepspeed --deepspeed_config_file zero3.json --num_processes 2 --num_machines 1 --mixed_precision no"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags.split(), "--dynamo_backend", "no"]
+    command += ["--main_process_port", free_port(), ON_CPU, TRAIN, *small(workplace, "accelerate")]
+    code, log = launch([*command, "--use_cpu", "false", "--ddp_backend", "gloo", "--bf16", "false"], workplace)
+    assert code == 0, log[-4000:]
+    check_trained(workplace, "accelerate", ZERO3_FILE)
+
+
+# The recipes, on one node: only the names of its parts differ from several
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_recipe_is_valid_shell(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("bash accepts it; shellcheck is not installed")
+    subprocess.run([shellcheck, "--external-sources", str(script)], check=True, cwd=ROOT)
+
+
+@needs_gloo
+@needs_deepspeed
+def test_deepspeed_recipe(workplace, tmp_path):
+    """The launcher adds `--local_rank`; train.py takes ZeRO-3 where nothing else is said."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# one node\nlocalhost slots=2\n")
+    (tmp_path / "ssh").write_text("#!/usr/bin/env bash\nhostname\n")  # the launcher asks whether the node answers
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"HOSTFILE": str(hostfile), "PORT": free_port(), "TRAIN": ON_CPU}
+    env["PATH"] = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
+    code, log = launch([str(LAUNCH / "deepspeed.sh"), TRAIN, *small(workplace, "deepspeed")], workplace, **env)
+    assert code == 0 and "--local_rank=1" in log, log[-4000:]
+    check_trained(workplace, "deepspeed", ZERO3_FILE)
+
+
+@needs_gloo
+def test_slurm_recipe_and_its_requeue(workplace, tmp_path):
+    """`srun` and `scontrol` are stand-ins; what they start, torchrun.sh included, is real."""
+    for name, text in {"scontrol": "echo localhost", "srun": 'shift; cd "$ROOT"; exec "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_JOB_NODELIST": "node-[1-1]", "SLURM_NNODES": "1", "GPUS": "2", "ROOT": str(ROOT)}
+    env |= {"SLURM_JOB_ID": free_port(), "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
+    flags = small(workplace, str(workplace / "slurm"))
+    flags[flags.index("rows.jsonl")] = str(workplace / "rows.jsonl")
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), *flags, "--bf16", "false", "--learning_rate", "1e-3"]
+    code, log = launch(command, workplace, **env)
+    assert code == 0, log[-4000:]
+    check_trained(workplace, "slurm", None)
+    command[command.index("--max_steps") + 1] = "3"
+    code, log = launch(command, workplace, **env)
+    assert code == 0, log[-4000:]
+    state = json.loads((workplace / "slurm" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3 and "'num_tokens'" in log
+    first = json.loads((workplace / "slurm" / "checkpoint-2" / "packing_state.json").read_text())
+    last = json.loads((workplace / "slurm" / "checkpoint-3" / "packing_state.json").read_text())
+    assert last["num_tokens"] > first["num_tokens"], "the requeued job began anew"
