@@ -52,7 +52,7 @@ class Noting(Packed):
 
 def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: int, ranks: int, port: int) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
-    log = (folder / f"{name}.log").open("a")
+    log = log_of(folder, name, attempt, rank).open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     if ranks > 1:
@@ -68,6 +68,13 @@ def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: i
     trainer.notes = notes_of(folder, name, attempt, rank).open("w")
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / name / "final"))
+    if ranks > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def log_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
+    return folder / f"{name}-{attempt}-{rank}.log"
 
 
 def notes_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
@@ -98,6 +105,7 @@ class Chaos:
         self.num_steps = self.expected[0][-1][0] + 1
 
     def start(self, name: str) -> None:
+        self.name = name
         (self.folder / name).mkdir(exist_ok=True)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -123,8 +131,9 @@ class Chaos:
                 raise SystemExit(f"A rank was still alive {SECONDS} seconds after another had ended.")
         succeeded = all(process.exitcode == 0 for process in self.processes)
         if must_succeed and not succeeded:
-            logs = "\n".join(file.read_text()[-3000:] for file in self.folder.glob("*.log"))
-            raise SystemExit(f"A run that nobody killed has failed:\n{logs}")
+            logs = [log_of(self.folder, self.name, self.attempt, rank).read_text() for rank in range(self.ranks)]
+            codes = [process.exitcode for process in self.processes]
+            raise SystemExit(f"Attempt {self.attempt}, which nobody killed, ended with {codes}:\n{logs}")
         return succeeded
 
     def round(self, kill: bool = True) -> None:

@@ -253,18 +253,18 @@ class ExactRestart(trl.SFTTrainer):
 
     def _whole_checkpoint(self, given: str | bool) -> str:
         """The checkpoint to load, as the main process chooses it for all ranks; `_resumed` becomes its state."""
-        found: list[Any] = [None, None, None]
+        found: list[Any] = [None, None, None, None]
         if self.is_world_process_zero():
             try:
-                found[0], found[1] = choose_checkpoint(given, self.args.output_dir)
+                checkpoint, warning = choose_checkpoint(given, self.args.output_dir)
+                found = [checkpoint, read_state(Path(checkpoint)), warning, None]
             except ValueError as error:
-                found[2] = str(error)
-        checkpoint, warning, error = broadcast_object_list(found)
-        if error is not None:
-            raise ValueError(error)
+                found[3] = str(error)
+        checkpoint, state, warning, problem = broadcast_object_list(found)
+        if problem is not None:
+            raise ValueError(problem)
         if warning is not None:
             logger.warning(warning)
-        state = read_state(Path(checkpoint))
         self._check_origin(checkpoint, state)
         if state is not None:
             self._resumed = checkpoint, state
@@ -278,7 +278,8 @@ class ExactRestart(trl.SFTTrainer):
                 f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
             )
         if (state is None) == self.args.packing and not self.args.ignore_data_skip:
-            run = "without packing, or by another trainer," if state is None else "with packing"
+            run = "without packing, by another trainer or with `save_only_model=True`"
+            run = "with packing" if state is not None else run
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given with `packing={self.args.packing}`, and it was "
                 f"saved {run}. Nothing says which documents are left of its epoch. Set `packing={state is not None}` "
