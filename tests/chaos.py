@@ -9,6 +9,7 @@ its end is compared and begun anew. Processes are forked from one that has impor
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ class Noting(Packed):
 def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: int, ranks: int, port: int) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
     log = log_of(folder, name, attempt, rank).open("w")
+    faulthandler.enable(log)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     if ranks > 1:
