@@ -58,7 +58,7 @@ def test_megatron_is_refused_and_one_process_is_not():
 @needs_deepspeed
 @pytest.mark.parametrize("number, expected", [(0, "step"), (1, "step"), (2, "micro"), (3, "micro")])
 def test_zero_waits_in_every_micro_batch_from_stage_2(number, expected):
-    assert synchronisation(accelerator(**stage(number)), gathers_each_micro_batch=False) == expected
+    assert synchronisation(accelerator(**stage(number))) == expected
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,4 @@ def test_zero_waits_in_every_micro_batch_from_stage_2(number, expected):
     ],
 )
 def test_ddp_waits_once_per_step_unless_metrics_are_gathered(kind, expected):
-    assert synchronisation(accelerator(kind), gathers_each_micro_batch=False) == expected
-    assert synchronisation(accelerator(kind), gathers_each_micro_batch=True) == "micro"
+    assert synchronisation(accelerator(kind)) == expected

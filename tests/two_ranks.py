@@ -187,7 +187,7 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
-        "synchronisation": synchronisation(trainer.accelerator, gathers_each_micro_batch=False),
+        "synchronisation": synchronisation(trainer.accelerator),
         "seen": gather_object([trainer.seen]),
         "num_steps": trainer.state.global_step,
         "isolation": isolation and (isolation.isolated, isolation.equal, isolation.attention),

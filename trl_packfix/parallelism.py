@@ -9,17 +9,12 @@ from .balancing import Synchronisation
 WAITS_ONCE_PER_STEP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
-def synchronisation(accelerator: Any, gathers_each_micro_batch: bool) -> Synchronisation:
+def synchronisation(accelerator: Any) -> Synchronisation:
     """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
 
-    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward.
-
-    Args:
-        gathers_each_micro_batch: whether the loss gathers metrics from all ranks in each micro-batch, as TRL's does.
-            Then ranks wait there, whatever the engine.
+    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss
+    gathers metrics in every micro-batch, whatever the engine; `objective` does so once per log.)
     """
-    if gathers_each_micro_batch:
-        return "micro"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
     return "step" if accelerator.distributed_type in WAITS_ONCE_PER_STEP else "micro"

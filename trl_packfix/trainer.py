@@ -76,8 +76,6 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
     ```
     """
 
-    _gathers_each_micro_batch = True  # TRL's `compute_loss` gathers metrics of all ranks
-
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -207,7 +205,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             shuffle=args.train_sampling_strategy != "sequential",
             balance=args.balance,
             drop_last=args.dataloader_drop_last,
-            synchronisation=synchronisation(self.accelerator, self._gathers_each_micro_batch),
+            synchronisation=synchronisation(self.accelerator),
             cost_model=self._cost_model,
         )
 
@@ -253,7 +251,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             truncation_mode=args.truncation_mode,
             balance=args.balance,
             cost_model=self._cost_model,
-            synchronisation=synchronisation(self.accelerator, self._gathers_each_micro_batch),
+            synchronisation=synchronisation(self.accelerator),
             vocab_size=self._vocab_size,
             pad_token_id=self._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,

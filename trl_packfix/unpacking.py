@@ -32,9 +32,7 @@ class UnpackedForward:
     def __init__(self, model: nn.Module):
         self.num_tokens = self.num_padded = 0
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
-        self._running: list[
-            tuple[DocumentRows, str, Tensor, dict[str, Any]] | None
-        ] = []  # its calls
+        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # its calls
         inner = base_model(model)
         rows = backbone(inner)
         # always_call: a forward that raises must not leave its documents to the next one
