@@ -20,8 +20,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check types bench sweep clean
-.PHONY: demo test check types chaos bench clean
+.PHONY: demo test check types chaos bench sweep clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.

@@ -251,6 +251,24 @@ def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     assert isolated and equal and (attention == "packfix_varlen") is (kind not in ("unpacked", "repaired"))
 
 
+@on_whole_engines
+def test_document_weights_on_two_ranks_equal_one(result, engine, one_process, folder):
+    found, expected = result("five_document"), one_process["packed_document"]
+    assert step_documents(found) == step_documents(expected)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert relative_difference(folder, f"{engine}/five_document", "one/packed_document", start="model") < 1e-5
+    by_token = relative_difference(folder, f"{engine}/five_document", "one/packed_full", start="model")
+    assert by_token > 1e-2, "the weights make no difference here"
+
+
+@pytest.mark.parametrize("engine, kind", [*RUN, *((engine, "document") for engine in WHOLE)])
+def test_what_two_ranks_log_is_what_one_logs(result, kind, one_process):
+    found, expected = result(f"five_{kind}"), one_process[f"packed_{kind}"]
+    assert found["num_tokens"] == expected["num_tokens"] and len(found["logged"]) == 5
+    for ours, theirs in zip(found["logged"], expected["logged"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 @pytest.mark.parametrize("engine, kind", RUN)
 def test_evaluation_on_two_ranks_equals_one(result, kind, one_process):
     expected = one_process[f"packed_{kind}"]["evaluation"]

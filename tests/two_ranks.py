@@ -314,6 +314,7 @@ KINDS = {
     "unpacked": {"model": "leaking", "on_leak": "unpack"},
     "repaired": {"model": "leaking"},
 }
+BY_DOCUMENT = {"document_weighting": "document"}
 
 
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
@@ -327,6 +328,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
             name: found[name]
             for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_unpacked", "five_repaired")
         }
+    found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
     for strategy in STRATEGIES:
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)

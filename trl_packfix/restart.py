@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import trl
 from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
@@ -277,7 +278,9 @@ class ExactRestart(trl.SFTTrainer):
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
                 f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
             )
-        if (state is None) == self.args.packing and not self.args.ignore_data_skip:
+        # A stream has no plan to compare: `stream_checkpoint.py` brings it back to where it was.
+        planned = self.args.packing and not isinstance(self.train_dataset, IterableDataset)
+        if (state is None) == planned and not self.args.ignore_data_skip:
             run = "without packing, by another trainer or with `save_only_model=True`"
             run = "with packing" if state is not None else run
             raise ValueError(
