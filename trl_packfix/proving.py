@@ -1,5 +1,6 @@
 """A model and its packs: attention is chosen, isolation is proved, and what leaks is unpacked."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,10 @@ class PackedModel:
                 if name != self.attention.name:
                     reason = f"the model's own, for {self.attention.name} cannot say what its masks say"
                     self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)
+                    if self.args.enforce_flash_attention and self.args.device.type == "cuda":
+                        warnings.warn(
+                            f"attention {name!r} on packed batches is not flash attention: {reason}", stacklevel=2
+                        )
                 return
             search.remove()
 

@@ -6,7 +6,7 @@ parent takes its place, up to the backbone.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -89,7 +89,11 @@ class RepairSearch:
     @property
     def repairs(self) -> list[Repair]:
         """What is repaired now."""
-        return [repair for _, repair in self._restarted] + [
+        first: dict[tuple[str, str], Repair] = {}
+        for _, repair in self._restarted:
+            known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
+            first[repair.module, repair.way] = replace(known, count=known.count + 1)
+        return [*first.values()] + [
             Repair(kind.__name__, site.names[0], len(site.names), str(site.way)) for kind, site in self._sites.items()
         ]
 
