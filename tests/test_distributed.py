@@ -21,6 +21,8 @@ from conftest import build_tiny_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from trl_packfix import zoo
+
 ROOT = Path(__file__).parent.parent
 LAUNCH_SECONDS = 420  # a pair takes 40 to 100 alone on 2 cores; a hang inside one is an error after `ddp_timeout`
 ENGINES = {
@@ -92,6 +94,10 @@ def folder(tmp_path_factory) -> Path:
     build_tiny_model().save_pretrained(folder / "model")
     build_tiny_model(tie_word_embeddings=True).save_pretrained(folder / "tied")
     build_tiny_model("bloom", hidden_dropout=0.0, attention_dropout=0.0).save_pretrained(folder / "leaking")
+    for kind in ("mamba", "lfm2"):
+        zoo.build_model(kind, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2).save_pretrained(
+            folder / kind
+        )
     for engine in two_ranks.LAUNCHES["deepspeed"]:
         (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
     return folder
@@ -249,6 +255,20 @@ def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     """The probe calls the LM head and fused steps after it do not: ZeRO-3, which prefetches, has to know of both."""
     isolated, equal, attention = result(f"five_{kind}")["isolation"]
     assert isolated and equal and (attention == "packfix_varlen") is (kind not in ("unpacked", "repaired"))
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("model", two_ranks.ALTERNATING)
+def test_ranks_with_other_numbers_of_documents_gather_the_same_parameters(result, engine, model, folder):
+    """Parameters are gathered per call of a module, so a repaired module is called once, however many documents."""
+    found = result(f"alternating_{model}")
+    assert [len(found["seen"][0][step]) for step in range(6)] == [1, 3, 20] * 2
+    assert [len(found["seen"][1][step]) for step in range(6)] == [3, 20, 1] * 2
+    assert bool(found["repaired"]) is (model != "model")
+    expected = two_ranks.alternating(folder, f"one/alternating_{model}_{engine}", model)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6) and len(found["losses"]) == 3
+    name = f"{engine}/alternating_{model}"
+    assert relative_difference(folder, name, f"one/alternating_{model}_{engine}", start=model) < 1e-5
 
 
 @on_whole_engines

@@ -5,10 +5,10 @@
     torchrun --standalone --nproc_per_node 2 tests/two_ranks.py fsdp2 FOLDER
 
 FOLDER holds `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for embeddings and LM head) and a
-bloom, and a DeepSpeed config for each engine of DeepSpeed. One process pair runs all scenarios of its engines, because
-starting one takes longer than the scenarios; `die_ddp` and `die_zero3` have pairs of their own. Each scenario returns a
-dictionary that the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the
-same functions in its own process for the numbers of one rank.
+bloom, `mamba` and `lfm2`, and a DeepSpeed config for each engine of DeepSpeed. One process pair runs all scenarios of
+its engines, because starting one takes longer than the scenarios; `die_ddp` and `die_zero3` have pairs of their own.
+Each scenario returns a dictionary that the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the
+launch. A test calls the same functions in its own process for the numbers of one rank.
 """
 
 import faulthandler
@@ -34,9 +34,11 @@ from conftest import build_tokenizer
 from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
 import trl_packfix
+from trl_packfix.collator import PackedDataCollator
 from trl_packfix.parallelism import synchronisation
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +138,24 @@ class Stock(Recorded, trl.SFTTrainer):
     pass
 
 
+class Alternating(Packed):
+    """Ranks hold 1, 3 and 20 documents in turn, and never as many as each other; one process trains the same steps."""
+
+    COUNTS = (1, 3, 20)
+
+    def get_train_dataloader(self) -> DataLoader:
+        super().get_train_dataloader()  # makes the report
+        tokens = iter(self.train_dataset["input_ids"])
+        batches = []
+        for micro_step in range(6):
+            for rank in (0, 1):
+                count = self.COUNTS[(micro_step + rank) % 3]
+                batch = [{"input_ids": next(tokens)} for _ in range(count)]
+                if self.args.world_size == 1 or rank == self.args.process_index:
+                    batches.append(PackedDataCollator()(batch))
+        return DataLoader(batches, batch_size=None)
+
+
 def make_trainer(
     folder: Path,
     name: str,
@@ -148,7 +168,7 @@ def make_trainer(
 ) -> Packed | Stock:
     """A trainer on `folder / model` that writes to `folder / name`."""
     config = trl.SFTConfig
-    if cls is Packed:
+    if issubclass(cls, Packed):
         config = trl_packfix.SFTConfig
         settings = {"packing": True, "packing_report": False} | settings
     defaults = {
@@ -250,6 +270,16 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     return outcome(trainer)
 
 
+def alternating(folder: Path, name: str, model: str, **settings) -> dict:
+    """Three optimizer steps on packs of 1, 3 and 20 documents; the model is saved as `folder / name`."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    settings = FIVE_STEPS | {"max_steps": 3, "num_documents": 97, "gradient_accumulation_steps": 4 // ranks} | settings
+    trainer = make_trainer(folder, name, Alternating, model=model, learning_rate=0.1, **settings)
+    trainer.train()
+    trainer.save_model()
+    return outcome(trainer, repaired=[repair.module for repair in trainer.packing_report.isolation.repaired])
+
+
 def evaluate_first(folder: Path, **settings) -> dict:
     """Evaluation of a model that no engine has trained."""
     trainer = make_trainer(folder, "evaluate", **settings)
@@ -317,6 +347,9 @@ KINDS = {
 BY_DOCUMENT = {"document_weighting": "document"}
 
 
+ALTERNATING = ("model", "leaking", "mamba", "lfm2")  # the last raises on a pack until it is repaired
+
+
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     """By name, in the order in which they run."""
     found = {
@@ -338,6 +371,9 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
                 name = f"restart_{strategy}_{workers}"
                 more = settings | {"dataloader_num_workers": workers}
                 found[name] = partial(restart, name=f"{engine}/{name}", **more)
+    for model in ALTERNATING if engine != "ddp" else ():
+        name = f"alternating_{model}"
+        found[name] = partial(alternating, name=f"{engine}/{name}", model=model, engine=engine)
     if engine == "ddp":
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["refused"] = partial(refused, engine=engine)
