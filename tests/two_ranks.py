@@ -272,7 +272,7 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
 
 def alternating(folder: Path, name: str, model: str, **settings) -> dict:
     """Three optimizer steps on packs of 1, 3 and 20 documents; the model is saved as `folder / name`."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     settings = FIVE_STEPS | {"max_steps": 3, "num_documents": 97, "gradient_accumulation_steps": 4 // ranks} | settings
     trainer = make_trainer(folder, name, Alternating, model=model, learning_rate=0.1, **settings)
     trainer.train()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from .places import Leaves, argument_leaves, output_leaves
 from .probe import CannotRun, Probe
 from .rows import Axes
 
@@ -91,14 +91,14 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[Any]) -> Ax
     return Axes(tokens, batch) if tokens else None
 
 
-def sizes_of(values: Any) -> Sizes:
+def _sizes(leaves: Leaves) -> Sizes:
     """Shapes of tensors and values of numbers, by their place."""
     found: Sizes = {}
-    for path, value in tree_flatten_with_path(values)[0]:
+    for place, value in leaves:
         if isinstance(value, Tensor):
-            found[keystr(path)] = tuple(value.shape)
+            found[place] = tuple(value.shape)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[keystr(path)] = value
+            found[place] = value
     return found
 
 
@@ -109,11 +109,11 @@ def _watch(modules: dict[str, nn.Module], run: Any) -> dict[str, tuple[Sizes, Si
     for name, module in modules.items():
 
         def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            seen.setdefault(name, (sizes_of((args, kwargs)), {}))
+            seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
 
         def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
             if not seen[name][1]:
-                seen[name][1].update(sizes_of(output))
+                seen[name][1].update(_sizes(output_leaves(output)[0]))
 
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))

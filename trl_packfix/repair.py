@@ -5,17 +5,17 @@ parameters are sharded (ZeRO-3, FSDP); elsewhere documents of similar length sha
 `search.py` finds the modules and the way; only the leak probe says whether it helped.
 """
 
-import inspect
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from .axes import ModuleAxes
 from .forwards import DocumentBatch, DocumentBatches, PackedForward, in_backward, packed_forwards
+from .places import argument_leaves, output_leaves
 from .rows import Axes
 
 # What models call boundaries on the way to their kernels; a document by itself has none
@@ -67,8 +67,8 @@ class RepairedModule:
                 'on_leak="unpack".'
             )
         self.axes, self.way = axes, way
-        self._names = list(inspect.signature(module.forward).parameters)
-        self._running: list[tuple[PackedForward, tuple, dict[str, Any]] | None] = []
+        self._is_sharded = is_sharded(module)
+        self._running: list[tuple[DocumentBatches, tuple, dict[str, Any]] | None] = []
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
             # always_call: a forward that raises must not leave its documents to the next one
@@ -84,15 +84,14 @@ class RepairedModule:
         if running is None:
             self._running.append(None)
             return None
-        self._running.append((running, args, kwargs))
-        first = self._documents(running, module).batches[0]
+        # FSDP2 shards a module between its calls: what was sharded once will be again.
+        self._is_sharded = self._is_sharded or is_sharded(module)
+        budget = (inf if self._is_sharded else running.num_tokens) if self.way.rows else 0
+        documents = running.documents(budget)
+        self._running.append((documents, args, kwargs))
+        first = documents.batches[0]
         packed_forwards.append(first.forward)
-        return self._inputs(args, kwargs, first)
-
-    def _documents(self, running: PackedForward, module: nn.Module) -> DocumentBatches:
-        if not self.way.rows:
-            return running.documents(0)
-        return running.documents(inf if is_sharded(module) else running.num_tokens)
+        return self._inputs(module, args, kwargs, first)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         state = self._running.pop() if self._running else None
@@ -101,34 +100,32 @@ class RepairedModule:
         packed_forwards.pop()
         if output is None:
             return None
-        running, args, kwargs = state
-        documents = self._documents(running, module)
+        documents, args, kwargs = state
         outputs = [output]
         for batch in documents.batches[1:]:
             packed_forwards.append(batch.forward)
             try:
-                args_here, kwargs_here = self._inputs(args, kwargs, batch)
+                args_here, kwargs_here = self._inputs(module, args, kwargs, batch)
                 outputs.append(module.forward(*args_here, **kwargs_here))
             finally:
                 packed_forwards.pop()
-        leaves = [tree_flatten_with_path(each)[0] for each in outputs]
+        leaves = [output_leaves(each)[0] for each in outputs]
         joined = [
-            self._join(keystr(places[0][0]), [value for _, value in places], documents)
-            for places in zip(*leaves, strict=True)
+            self._join(places[0][0], [value for _, value in places], documents) for places in zip(*leaves, strict=True)
         ]
-        return tree_unflatten(joined, tree_flatten_with_path(output)[1])
+        return tree_unflatten(joined, output_leaves(output)[1])
 
-    def _inputs(self, args: tuple, kwargs: dict[str, Any], batch: DocumentBatch) -> tuple[tuple, dict[str, Any]]:
-        leaves, tree = tree_flatten_with_path((args, kwargs))
+    def _inputs(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: DocumentBatch
+    ) -> tuple[tuple, dict[str, Any]]:
+        leaves, tree = argument_leaves(module, args, kwargs)
         given = []
-        for path, value in leaves:
-            place = keystr(path)
-            name = path[1].key if path[0].idx == 1 else self._names[min(path[1].idx, len(self._names) - 1)]
-            if name.startswith(BOUNDARY_NAMES) or (name == "position_ids" and not self.way.positions):
+        for place, value in leaves:
+            if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.way.positions):
                 value = None
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone itself, and hands down positions where the whole model does not.
-                axes = self.axes.inputs.get(place, POSITIONS if name == "position_ids" else None)
+                axes = self.axes.inputs.get(place, POSITIONS if place == "position_ids" else None)
                 if axes is None and place not in self.axes.inputs:
                     raise ValueError(
                         f"a repaired module was given a tensor of shape {tuple(value.shape)} at {place}, where the "
@@ -168,10 +165,10 @@ class RestartedPositions:
         if running is None:
             return None
         starts = running.documents(0).rows.starts
-        leaves, tree = tree_flatten_with_path((args, kwargs))
+        leaves, tree = argument_leaves(module, args, kwargs)
         given = [
-            value - value.index_select(self.axis, starts) + self.first if keystr(path) == self.place else value
-            for path, value in leaves
+            value - value.index_select(self.axis, starts) + self.first if place == self.place else value
+            for place, value in leaves
         ]
         return tree_unflatten(given, tree)
 

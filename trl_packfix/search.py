@@ -124,7 +124,7 @@ class RepairSearch:
         outer = [other for other in self._repaired() if name == other or name.startswith(other + ".")]
         if outer:
             return min(outer, key=len)
-        while type(self._modules[name]).__module__.startswith("torch.") and "." in name:
+        while _is_torchs(self._modules[name]) and "." in name:
             name = name.rpartition(".")[0]
         return name
 
@@ -188,5 +188,10 @@ def agreed(value: Any) -> Any:
     return value
 
 
+def _is_torchs(module: nn.Module) -> bool:
+    # FSDP2 gives a module a class made by torch that inherits from its own.
+    return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(module).__mro__)
+
+
 def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
-    return any("position_ids" in place for each in axes for place in each.inputs)
+    return any(place == "position_ids" for each in axes for place in each.inputs)

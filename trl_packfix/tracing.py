@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from .places import Leaves, argument_leaves, output_leaves
 from .probe import CannotRun, Probe
 
 
@@ -154,15 +154,15 @@ def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: 
     for name, module in modules.items():
 
         def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            given = tree_leaves((args, kwargs))
-            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for x in given)
+            given, _ = argument_leaves(module, args, kwargs)
+            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in given)
             wanted = sees_positions or not positions_only
-            inputs.setdefault(name, []).append(_by_token((args, kwargs), num_tokens) if wanted else None)
+            inputs.setdefault(name, []).append(_by_token(given, num_tokens) if wanted else None)
 
         def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
             given = inputs[name].pop()
             if given is not None:
-                records.setdefault(name, []).append((given, _by_token(output, num_tokens)))
+                records.setdefault(name, []).append((given, _by_token(output_leaves(output)[0], num_tokens)))
 
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
@@ -181,12 +181,12 @@ def _span(lengths: list[int], index: int) -> slice:
     return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
 
 
-def _by_token(values: Any, num_tokens: int) -> Values:
+def _by_token(leaves: Leaves, num_tokens: int) -> Values:
     found = {}
-    for path, value in tree_flatten_with_path(values)[0]:
+    for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
-            found[keystr(path)] = (axis, value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu())
+            found[place] = (axis, value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu())
     return found
 
 
