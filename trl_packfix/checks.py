@@ -66,7 +66,7 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
                 "them. Use LoRA, or set `packing=False`."
             )
     positions = getattr(model_config(model, args), "max_position_embeddings", None)
-    if args.max_length is not None and positions is not None and args.max_length > positions:
+    if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
