@@ -91,6 +91,7 @@ def test_arguments_are_those_of_trl():
         ("_get_num_items_in_batch", "self batch_samples device"),
         ("_track_num_input_tokens", "self inputs"),
         ("_save_checkpoint", "self model trial"),
+        ("create_model_card", "self model_name dataset_name tags"),
         ("log", "self logs start_time"),
         # restart.py: it looks at checkpoints before `train` reads them, and writes its file when those of all ranks
         # are there and older checkpoints still are; no callback runs at that moment
@@ -123,6 +124,7 @@ def test_nothing_else_is_overridden():
         "log",
         "train",
         "_save_rng_state",
+        "create_model_card",  # says that the model was trained on packs, and what was proved
     }
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("check",)
+COMMANDS = ("plan", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

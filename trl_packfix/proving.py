@@ -15,6 +15,7 @@ from .config import SFTConfig
 from .forwards import base_model, carry_boundaries, mark_packed_forwards
 from .isolation import check_isolation
 from .probe import Probe
+from .publishing import metrics
 from .repair import Repair
 from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
@@ -135,6 +136,7 @@ class BeforeFirstStep(TrainerCallback):
                 "isolation/tolerance": isolation.tolerance,
                 "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
                 "isolation/unpacked": int(trainer.packed_model.is_unpacked),
+                **metrics(trainer.packing_report),
             }
         )
 

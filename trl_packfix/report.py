@@ -1,8 +1,9 @@
 """The report: what packing did with the data, in numbers that a person can act on."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -11,8 +12,13 @@ from rich.table import Table
 from .documents import Ledger
 from .imbalance import imbalance, imbalance_bound
 from .loading import EpochPlanner
+from .reader import TokenReader
+from .samples import LengthHistogram, PlanSample, length_histogram, plan_sample
 from .streaming import PackedStream, StreamCounts
 from .verdict import IsolationReport
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,28 @@ class PackingReport:
     trained_tokens_not_reached: int = 0
     imbalance: float | None = None
     imbalance_bound: float | None = None
+    lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
+    sample: PlanSample | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict:
-        return {**asdict(self), "ledger": self.ledger.to_dict()}
+        """All but the sample, as JSON takes it."""
+        values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
+        del values["sample"]
+        return values
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Packs as strips, the mask of one, lengths, and the cost of each rank; written to `path` if one is given.
+
+        Needs matplotlib (`pip install "trl_packfix[plot]"`).
+
+        Raises:
+            ValueError: of a stream, whose documents are not known.
+        """
+        from .pictures import plot_report
+
+        return plot_report(self, path)
 
     def save(self, directory: str | Path) -> Path:
         """Write `packing_report.json` into the directory and return its path."""
@@ -96,6 +119,8 @@ class PackingReport:
             ),
             ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
         ]
+        if self.lengths is not None:
+            rows.append(("lengths", self.lengths.line()))
         if self.num_packs is not None:
             rows.append(
                 (
@@ -223,11 +248,13 @@ def _verdict(isolation: IsolationReport) -> str:
     return text
 
 
-def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingReport:
-    """The report of a run that trains with this planner."""
+def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> PackingReport:
+    """The report of a run that trains with this planner on documents of this table."""
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
     plan = planner.first_plan
+    packed_rows = reader.seq_lengths()
+    lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
     return PackingReport(
@@ -238,7 +265,7 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
         accumulation=planner.accumulation,
         world_size=planner.world_size,
         capacity=planner.capacity,
-        num_rows=num_rows,
+        num_rows=len(reader),
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
         num_trained_tokens=int(documents.trained.sum()),
@@ -256,6 +283,8 @@ def make_report(planner: EpochPlanner, overlong: str, num_rows: int) -> PackingR
             schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
         ),
         ledger=documents.ledger,
+        lengths=length_histogram(lengths_given[lengths_given > 0]),
+        sample=plan_sample(planner, reader),
     )
 
 

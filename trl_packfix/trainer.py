@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from .evaluation import ExactEvaluation
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
 from .parallelism import check_parallelism, synchronisation
 from .proving import BeforeFirstStep, PackedModel
+from .publishing import add_to_card
 from .reader import TokenReader
 from .report import PackingReport, make_report, make_stream_report
 from .restart import ExactRestart
@@ -188,7 +190,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             return self._stream_loader()
         planner = self._planner(self._documents, self.args.packing_strategy)
         self._check_restart(planner)
-        self.packing_report = make_report(planner, self.args.effective_overlong, len(self._reader))
+        self.packing_report = make_report(planner, self.args.effective_overlong, self._reader)
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
 
@@ -271,6 +273,13 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             num_skipped = step % max_steps * args.gradient_accumulation_steps
             resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
         return model, loader
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.packing_report is not None and self.is_world_process_zero():
+            add_to_card(Path(self.args.output_dir) / "README.md", self.packing_report)
 
     # Attention
 

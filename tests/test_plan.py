@@ -1,0 +1,148 @@
+"""`trl-packfix plan`: its figures are those of a training run, and the length it recommends is the one to choose."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.forecast import candidate_lengths
+from trl_packfix.sources import read_lengths
+
+NOT_PLANNED = ("attention", "isolation")  # what only a model can say
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A model with its tokenizer, and conversations of 12 to about 200 tokens as JSON lines and as parquet."""
+    folder = tmp_path_factory.mktemp("plan")
+    build_tiny_model("qwen3").save_pretrained(folder / "model")
+    build_tokenizer().save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "q" * int(rng.integers(1, 60))}],
+            "completion": [{"role": "assistant", "content": "a" * int(rng.integers(0, 100))}],
+        }
+        for _ in range(60)
+    ]
+    Dataset.from_list(rows).to_json(folder / "rows.jsonl")
+    Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    return folder
+
+
+def plan(capsys, *words, code=0):
+    assert main(["plan", *map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
+def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, capsys):
+    settings = {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
+    words = [f"--{name}={value}" for name, value in (settings | {"packing_strategy": strategy}).items()]
+    words = [workplace / "rows.jsonl", "--model", workplace / "model", *words]
+    (found,) = plan(capsys, *words, code=int(strategy != "wrapped"))["plans"]
+    args = SFTConfig(
+        str(tmp_path),
+        packing=True,
+        packing_strategy=strategy,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        max_steps=1,
+        packing_report=True,
+        **settings,
+    )
+    rows = Dataset.from_json(str(workplace / "rows.jsonl"))
+    run = SFTTrainer(build_tiny_model("qwen3"), args, train_dataset=rows, processing_class=build_tokenizer())
+    run.train()
+    trained = json.loads((tmp_path / "packing_report.json").read_text())
+    assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
+    planned = {name: found[name] for name in trained if name not in NOT_PLANNED}
+    assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
+    assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
+    assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
+
+
+def test_several_lengths_strategies_and_world_sizes(workplace, capsys):
+    words = ["--max-length", 64, 256, "--strategy", "stream", "wrapped", "--world-size", 1, 3, 512, "--tflops", 100]
+    found = plan(capsys, workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
+    keys = [(each["max_length"], each["strategy"], each["world_size"]) for each in found["plans"]]
+    assert keys == [(n, s, w) for n in (64, 256) for s in ("stream", "wrapped") for w in (1, 3, 512)]
+    assert found["max_length"] == 256
+    for one, three, many in zip(*(found["plans"][i::3] for i in range(3)), strict=True):
+        assert one["imbalance"] == 1 <= three["imbalance_bound"] <= three["imbalance"]
+        assert many["num_steps"] == 1 and three["num_steps"] == -(-one["num_packs"] // 3)
+        # 3 ranks do the same work in a third of the time, but for the waiting
+        assert three["tokens_per_second"] == pytest.approx(3 * one["tokens_per_second"] / three["imbalance"])
+        assert one["tokens_per_second"] == pytest.approx(one["num_tokens"] * 100e12 / one["flops"])
+
+
+def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, capsys):
+    lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    found = plan(capsys, tmp_path / "lengths.txt", "--strategy", "stream")
+    assert [each["max_length"] for each in found["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
+    lost = [each["lost_trained_share"] for each in found["plans"]]
+    trained = sum(lengths) - len(lengths)
+    assert lost == pytest.approx([10 * (3000 - 1024) / trained, 10 * (3000 - 2048) / trained, 0])
+    assert found["max_length"] == 4096 and "no trained token" in found["reasons"][0]
+    # a length given that is too short: the best of them, and exit code 1
+    found = plan(capsys, tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
+    assert found["max_length"] == 2048 and "try a longer one" in found["reasons"][0]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".npy", ".json", ".csv", "named.csv"])
+def test_files_of_lengths(suffix, tmp_path):
+    path, lengths = tmp_path / f"x{suffix}", [5, 7, 300]
+    if suffix == ".npy":
+        np.save(path, np.array(lengths, np.int32))
+    elif suffix == ".json":
+        path.write_text(json.dumps(lengths))
+    elif suffix == "named.csv":
+        path.write_text("id,length\n" + "\n".join(f"row{i},{n}" for i, n in enumerate(lengths)))
+    else:
+        path.write_text("\n".join(map(str, lengths)))
+    assert read_lengths(path).tolist() == lengths
+
+
+def test_rows_are_no_lengths(tmp_path):
+    (tmp_path / "x.json").write_text('[{"text": "a"}]')
+    (tmp_path / "x.csv").write_text("text\na")
+    assert read_lengths(tmp_path / "x.json") is None and read_lengths(tmp_path / "x.csv") is None
+
+
+def test_the_table_for_people(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("10 20 30 1000")
+    assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "--world-size", "2", "--tflops", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 documents, 1,060 tokens" in out and "Recommended: max_length 1,024 loses no trained token" in out
+    assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "On 2 ranks" in out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["no/such/data"], "no/such/data"),
+        (["rows.jsonl"], "Set `--tokenizer` or `--model`"),
+        (["rows.jsonl", "a.txt", "--tokenizer", "model"], "1 files of lengths and 1 datasets"),
+        (["a.txt", "--world-size", "0"], "`--world-size 0`"),
+        (["a.txt", "--batch-size", "0"], "`--batch-size 0`"),
+        (["a.txt", "--max-length", "1"], "`max_length=1` was given"),
+        (["a.txt", "--max-length", "8", "--strategy", "wrapped", "--overlong", "drop"], "splits long documents"),
+        (["a.txt", "--max-length", "8", "--overlong", "raise"], "allows none"),
+        (["a.txt", "--model", "model", "--max-length", "9999"], "has 4096 positions"),
+        (["bad.txt"], "as a file of lengths"),
+        (["rows.xml"], "Files named .xml are not known"),
+    ],
+)
+def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    (workplace / "a.txt").write_text("10 20 30")
+    (workplace / "bad.txt").write_text("10 -20")
+    (workplace / "rows.xml").write_text("<a/>")
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""`trl-packfix plan`: which max_length, what it cuts and what it costs, before anything is rented."""
+
+import argparse
+import json
+from typing import Any
+
+from . import flags
+
+EXAMPLES = """\
+  trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B
+  trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
+  trl-packfix plan lengths.txt --strategy stream bfd_split wrapped --tflops 350 --json
+
+Figures are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 % of
+the trained tokens are lost at the length recommended; 1 if more; 2 if there is no plan."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="before training: efficiency, steps, imbalance and what is cut, for lengths, strategies and world sizes",
+        description="Pack a dataset on paper, and say which max_length to choose and what it costs. Needs no GPU and "
+        "no weights.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_document_flags(parser)
+    flags.add_packing_flags(parser, several=True)
+    parser.add_argument(
+        "--synchronisation",
+        choices=("micro", "step"),
+        default="micro",
+        help="ranks wait for each other after every micro-batch (ZeRO-2, ZeRO-3, FSDP; default) or after the step "
+        "(DDP, ZeRO-1)",
+    )
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        metavar="N",
+        help="what one GPU reaches in training, in 10^12 operations per second (about 40 %% of its peak is usual): "
+        "models tokens per second and hours. Without --model the model is a Llama of 7B",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, values in (("world-size", args.world_size), ("tflops", [args.tflops] if args.tflops is not None else [])):
+        if any(value <= 0 for value in values):
+            raise ValueError(
+                f"`--{name} {' '.join(map(str, values))}` was given. Nothing trains on that. Set numbers above 0."
+            )
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .costs import LLAMA_7B, cost_model
+    from .forecast import MOST_LOST, candidate_lengths, forecasts, recommend
+    from .sources import open_tables
+
+    config = None
+    if args.model is not None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(args.model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    for length in args.max_length or ():
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses that. "
+                f"Set `--max-length` to {positions} or less."
+            )
+    for length in args.max_length or ():
+        for strategy in args.strategy:
+            flags.packing_config(args, length, strategy)  # refused before anything is tokenised
+    reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
+    lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), positions)
+    configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
+    model = LLAMA_7B if config is None else cost_model(config)
+    found = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(configs) * len(args.world_size))
+        for each in forecasts(reader, configs, args.world_size, model, args.synchronisation, args.tflops):
+            found.append(each)
+            progress.advance(task)
+    advice = recommend(found)
+    if args.json:
+        plans = [each.to_dict() for each in found]
+        print(json.dumps({"plans": plans, "max_length": advice.max_length, "reasons": advice.reasons}, indent=2))
+    else:
+        _show(found, advice.reasons, args)
+    return 0 if advice.lost <= MOST_LOST else 1
+
+
+def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    first = found[0].report
+    print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
+    print(f"lengths  {first.lengths.line()}")
+    print(
+        f"micro-batches of {args.batch_size} x max_length tokens, accumulation {args.accumulation}, balance "
+        f"{args.balance!r}; imbalance: modelled time over that of ranks that never wait"
+    )
+    table = Table(box=SIMPLE, pad_edge=False)
+    for name in (
+        "max_length",
+        "strategy",
+        "ranks",
+        "packs",
+        "filled",
+        "padded",
+        "steps",
+        "docs/step",
+        "imbalance",
+        "cut",
+        "lost",
+        "PFLOP",
+        *(["tokens/s", "hours"] if args.tflops else []),
+    ):
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    for each in found:
+        report, ledger = each.report, each.report.ledger
+        dropped = sum(count.documents for count in ledger.dropped.values())
+        table.add_row(
+            f"{report.max_length:,}",
+            report.strategy,
+            f"{report.world_size:,}",
+            "-" if report.num_packs is None else f"{report.num_packs:,}",
+            "-" if report.efficiency is None else f"{report.efficiency:.1%}",
+            f"{report.padding_efficiency:.1%}",
+            f"{report.num_steps:,}",
+            f"{report.documents_per_step:,.1f}",
+            f"{report.imbalance:.3f}",
+            f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
+            f"{each.lost:.2%}",
+            f"{each.flops / 1e15:,.3g}",
+            *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2f}"] if args.tflops else []),
+        )
+    console = Console()
+    # A file or a pipe has no width: nothing may be folded there.
+    (console if console.is_terminal else Console(width=160)).print(table)
+    print(
+        "filled: of the packs; padded: of unpacked batches of this size; cut: documents truncated, split or dropped; "
+        "lost: of\nthe trained tokens; PFLOP: 10^15 operations of one epoch"
+    )
+    print("\nRecommended: " + "\n  ".join(reasons))

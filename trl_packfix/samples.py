@@ -1,0 +1,115 @@
+"""What is kept of a plan to look at: the lengths of all documents in a few bins, and the first packs. numpy only.
+
+The report prints the histogram, and the pictures draw all of it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .collator import IGNORE_INDEX
+from .imbalance import rank_costs
+from .loading import EpochPlanner
+from .reader import TokenReader
+
+Int64Array = npt.NDArray[np.int64]
+
+NUM_BINS = 24
+NUM_PACKS = 8
+NUM_MICRO_STEPS = 8
+SHADES = " .:-=+*#%@"  # that any terminal and log file can hold
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """Documents by length in tokens, before any is cut.
+
+    Attributes:
+        edges: bin i holds lengths from `edges[i]` up to, but not including, `edges[i + 1]`; widths grow evenly.
+        counts: documents in each bin, one fewer than edges.
+        median, p99: tokens that half and 99 % of the documents do not exceed.
+    """
+
+    edges: list[int]
+    counts: list[int]
+    shortest: int
+    median: int
+    p99: int
+    longest: int
+
+    def line(self) -> str:
+        """One line of text, the height of each bin as a shade.
+
+        >>> length_histogram(np.array([1, 2, 2, 4])).line()
+        '1 [.@  .] 4; half have at most 2, 99 % at most 4'
+        """
+        # ceil: a bin with any document is never blank
+        heights = [-(-count * (len(SHADES) - 1) // max(self.counts)) for count in self.counts]
+        bars = "".join(SHADES[height] for height in heights)
+        return (
+            f"{self.shortest:,} [{bars}] {self.longest:,}; half have at most {self.median:,}, 99 % at most {self.p99:,}"
+        )
+
+
+def length_histogram(lengths: Int64Array) -> LengthHistogram:
+    """Bins of even width on a logarithmic scale; lengths of at least 1 token, shape (N,), N > 0."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    edges = np.unique(np.rint(np.geomspace(shortest, longest + 1, NUM_BINS + 1)).astype(np.int64))
+    counts, _ = np.histogram(lengths, bins=edges)  # the last bin is closed, and nothing is as long as its end
+    median, p99 = np.quantile(lengths, [0.5, 0.99], method="inverted_cdf")
+    return LengthHistogram(edges.tolist(), counts.tolist(), shortest, int(median), int(p99), longest)
+
+
+@dataclass(frozen=True)
+class PackSample:
+    """The documents of one micro-batch, in order.
+
+    Attributes:
+        rows: row of the table that each comes from.
+        lengths: tokens of each.
+        trained: of each, the runs of trained tokens as (first, one after the last), counted from its start.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+    trained: list[list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class PlanSample:
+    """The beginning of the first epoch.
+
+    Attributes:
+        packs: the first micro-batches, rank after rank.
+        costs: modelled FLOPs of each of the first micro-steps and each rank.
+    """
+
+    packs: list[PackSample]
+    costs: list[list[float]]
+
+
+def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM_PACKS) -> PlanSample:
+    """The first `num_packs` micro-batches that hold a document, and the costs of the first micro-steps."""
+    documents, schedule = planner.documents, planner.schedule(0)
+    filled = np.flatnonzero(np.diff(schedule.offsets))[:num_packs]
+    packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
+    costs = rank_costs(schedule, documents.lengths, planner.cost_model)
+    return PlanSample(
+        [
+            PackSample(
+                documents.row[pack].tolist(),
+                documents.lengths[pack].tolist(),
+                [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
+            )
+            for pack in packs
+        ],
+        costs.reshape(-1, planner.world_size)[:NUM_MICRO_STEPS].tolist(),
+    )
+
+
+def _trained_runs(reader: TokenReader, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+    trained = reader.read(row, start, stop)["labels"] != IGNORE_INDEX
+    trained[0] = False  # the first token of a document is never a target
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))
+    return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
