@@ -5,11 +5,12 @@ modules import what is heavy only when they run, so that `--help` is quick.
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("plan", "check")
+COMMANDS = ("plan", "show", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(subparsers)
     args = parser.parse_args(argv)
+    with contextlib.redirect_stdout(sys.stderr):
+        # DeepSpeed, where it is installed, logs to stdout from its first import on; results stand there, and `--json`
+        # must be nothing else.
+        import_module(".trainer", __package__)
     try:
         return modules[args.command].run(args)
     except (ValueError, OSError) as error:  # OSError: no such model, no such file

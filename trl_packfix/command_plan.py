@@ -53,16 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from .costs import LLAMA_7B, cost_model
     from .forecast import MOST_LOST, candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
-    config = None
-    if args.model is not None:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(args.model).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(flags.model_config(args), "max_position_embeddings", None)
     for length in args.max_length or ():
         if positions is not None and length > positions:
             raise ValueError(
@@ -75,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), positions)
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
-    model = LLAMA_7B if config is None else cost_model(config)
+    model = flags.cost_model(args)
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=len(configs) * len(args.world_size))

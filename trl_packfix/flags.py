@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import SFTConfig
+    from .costs import CostModel
     from .sources import Tokenisation
 
 STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
@@ -89,6 +90,23 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         dataset_text_field=args.text_field,
         dataset_num_proc=args.num_proc,
     )
+
+
+def model_config(args: argparse.Namespace) -> Any:
+    """The text config of `--model`; None without."""
+    if args.model is None:
+        return None
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(args.model).get_text_config()
+
+
+def cost_model(args: argparse.Namespace) -> "CostModel":
+    """That of `--model`, else of a Llama of 7B."""
+    from .costs import LLAMA_7B, cost_model
+
+    config = model_config(args)
+    return LLAMA_7B if config is None else cost_model(config)
 
 
 def packing_config(args: argparse.Namespace, max_length: int, strategy: str) -> "SFTConfig":

@@ -84,24 +84,10 @@ def forecasts(
     documents: Documents | None = None
     made_for: tuple | None = None
     for config, world_size in product(configs, world_sizes):
-        wrapped = config.packing_strategy == "wrapped"
-        policy = (config.max_length, config.effective_overlong, config.truncation_mode, wrapped)
+        policy = _policy(config)
         if documents is None or policy != made_for:
             documents, made_for = make_documents(reader, *policy), policy
-        planner = EpochPlanner(
-            documents,
-            config.packing_strategy,
-            batch_size=config.per_device_train_batch_size,
-            max_length=config.max_length,
-            accumulation=config.gradient_accumulation_steps,
-            world_size=world_size,
-            seed=config.seed if config.data_seed is None else config.data_seed,
-            shuffle=config.train_sampling_strategy != "sequential",
-            balance=config.balance,
-            drop_last=config.dataloader_drop_last,
-            synchronisation=synchronisation,
-            cost_model=cost_model,
-        )
+        planner = _planner(documents, config, world_size, cost_model, synchronisation)
         report = make_report(planner, config.effective_overlong, reader)
         # of the documents that the epoch reaches, as is the imbalance
         flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
@@ -110,6 +96,40 @@ def forecasts(
             continue
         seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
+
+
+def planner_for(reader: TokenReader, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
+    """The planner of a training run with this config on so many ranks."""
+    return _planner(make_documents(reader, *_policy(config)), config, world_size, cost_model)
+
+
+def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
+    """What decides where documents are cut: the arguments of `make_documents`."""
+    wrapped = config.packing_strategy == "wrapped"
+    return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
+
+
+def _planner(
+    documents: Documents,
+    config: SFTConfig,
+    world_size: int,
+    cost_model: CostModel,
+    synchronisation: Synchronisation = "micro",
+) -> EpochPlanner:
+    return EpochPlanner(
+        documents,
+        config.packing_strategy,
+        batch_size=config.per_device_train_batch_size,
+        max_length=config.max_length,
+        accumulation=config.gradient_accumulation_steps,
+        world_size=world_size,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        shuffle=config.train_sampling_strategy != "sequential",
+        balance=config.balance,
+        drop_last=config.dataloader_drop_last,
+        synchronisation=synchronisation,
+        cost_model=cost_model,
+    )
 
 
 @dataclass(frozen=True)

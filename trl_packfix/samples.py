@@ -66,14 +66,26 @@ class PackSample:
     """The documents of one micro-batch, in order.
 
     Attributes:
+        step, micro, rank: where it is trained: optimizer step, micro-batch of it, data-parallel rank.
+        documents: indices of the documents, as the planner counts them.
         rows: row of the table that each comes from.
         lengths: tokens of each.
         trained: of each, the runs of trained tokens as (first, one after the last), counted from its start.
     """
 
+    step: int
+    micro: int
+    rank: int
+    documents: list[int]
     rows: list[int]
     lengths: list[int]
     trained: list[list[tuple[int, int]]]
+
+    def place(self, accumulation: int, world_size: int) -> str:
+        """Where it is trained, in as few words as tell it from others: "3", "3.1" or "3.1 rank 2"."""
+        micro = f".{self.micro}" if accumulation > 1 else ""
+        rank = f" rank {self.rank}" if world_size > 1 else ""
+        return f"{self.step}{micro}{rank}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class PlanSample:
     """The beginning of the first epoch.
 
     Attributes:
-        packs: the first micro-batches, rank after rank.
+        packs: some micro-batches of the first optimizer steps, from the first rank and micro-batch to the last.
         costs: modelled FLOPs of each of the first micro-steps and each rank.
     """
 
@@ -90,21 +102,31 @@ class PlanSample:
 
 
 def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM_PACKS) -> PlanSample:
-    """The first `num_packs` micro-batches that hold a document, and the costs of the first micro-steps."""
+    """`num_packs` micro-batches that hold a document, and the costs of the first micro-steps.
+
+    Where a step has more micro-batches than that, they are taken evenly from all of the first: within a step the
+    dearest packs come first.
+    """
     documents, schedule = planner.documents, planner.schedule(0)
-    filled = np.flatnonzero(np.diff(schedule.offsets))[:num_packs]
+    accumulation, world_size = planner.accumulation, planner.world_size
+    filled = np.flatnonzero(np.diff(schedule.offsets))[: max(num_packs, accumulation * world_size)]
+    filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
     packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
     costs = rank_costs(schedule, documents.lengths, planner.cost_model)
     return PlanSample(
         [
             PackSample(
+                int(slot) // world_size // accumulation,
+                int(slot) // world_size % accumulation,
+                int(slot) % world_size,
+                pack.tolist(),
                 documents.row[pack].tolist(),
                 documents.lengths[pack].tolist(),
                 [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
             )
-            for pack in packs
+            for slot, pack in zip(filled, packs, strict=True)
         ],
-        costs.reshape(-1, planner.world_size)[:NUM_MICRO_STEPS].tolist(),
+        costs.reshape(-1, world_size)[:NUM_MICRO_STEPS].tolist(),
     )
 
 

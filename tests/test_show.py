@@ -1,0 +1,153 @@
+"""`trl-packfix show`, and the pictures: what is shown is what the first batches of a training run hold."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset
+from matplotlib.image import imread
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.report import make_stream_report
+from trl_packfix.showing import pack_text, shown_packs
+
+SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
+FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("show")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"question {i}\n" + "q" * int(rng.integers(1, 40))}],
+            "completion": [{"role": "assistant", "content": f"answer {i} " + "a" * int(rng.integers(0, 60))}],
+        }
+        for i in range(50)
+    ]
+    Dataset.from_list(rows).to_json(folder / "rows.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(workplace):
+    """The training run whose packs are shown; it has made its report, and not trained."""
+    args = SFTConfig(str(workplace / "out"), packing=True, use_cpu=True, bf16=False, report_to=[], **SETTINGS)
+    rows = Dataset.from_json(str(workplace / "rows.jsonl"))
+    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
+    run.get_train_dataloader()
+    return run
+
+
+def show(workplace, capsys, *words):
+    assert main(["show", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "tokenizer"), *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_is_shown_is_what_is_trained(workplace, run, capsys):
+    packs = json.loads(show(workplace, capsys, *FLAGS, "--packs", "4", "--json"))
+    assert [pack["place"] for pack in packs] == ["0.0", "0.1", "1.0", "1.1"]
+    for pack, batch in zip(packs, run.get_train_dataloader(), strict=False):
+        documents = pack["documents"]
+        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() and len(documents) > 1
+        parts = [part for each in documents for part in each["parts"]]
+        assert sum((part["input_ids"] for part in parts), []) == batch["input_ids"][0].tolist()
+        trained = sum(([part["trained"]] * len(part["input_ids"]) for part in parts), [])
+        assert trained == (batch["labels"][0] != -100).tolist() and any(trained) and not all(trained)
+        positions = [list(range(a, b + 1)) for a, b in (each["position_ids"] for each in documents)]
+        assert sum(positions, []) == batch["position_ids"][0].tolist()
+        assert all(each["stop"] - each["start"] == each["position_ids"][1] + 1 for each in documents)
+        answers = ["".join(part["text"] for part in each["parts"] if part["trained"]) for each in documents]
+        assert all(f"answer {each['row']} " in text for each, text in zip(documents, answers, strict=True))
+
+
+def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, capsys):
+    out = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "1000")
+    assert out.startswith("[n] document n") and "step 0.0: " in out and "... and " in out
+    rows = re.findall(r"\[(\d)\] row (\d+), tokens 0-(\d+), (\d+) trained, position_ids 0\.\.(\d+)\n    (.*)", out)
+    assert [row[0] for row in rows] == ["0", "1"]
+    for _, row, last, trained, position, text in rows:
+        assert last == position
+        (marked,) = re.findall(r"\[\[(.*)\]\]", text)
+        assert marked.startswith("answer") or f"answer {row} " in marked
+        assert len(marked.replace("<|im_end|>", "e").replace("\\n", "n")) == int(trained)  # one token per byte
+        assert f"question {row}\\n" in text.split("[[")[0]
+    short = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "10")
+    hidden = [int(n) for n in re.findall(r"\[\.\.\. (\d+) \.\.\.\]", short)]
+    assert hidden == [int(row[2]) + 1 - 10 for row in rows]
+
+
+def test_documents_have_a_colour_each_and_it_is_not_alone(run):
+    (pack,) = shown_packs(run._planner(run._documents, "stream"), run._reader, 1)
+    text = pack_text(pack, run.processing_class)
+    colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
+    headings = [style for style in colours if style.startswith("bold")]
+    assert all(a != b for a, b in zip(headings[::2], headings[2::2], strict=False)) and len(set(headings)) > 2
+    assert all(f"[{i}] row" in text.plain for i in range(len(pack.documents)))
+
+
+def test_lengths_alone_show_boundaries(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("10 20 30")
+    assert main(["show", str(tmp_path / "x.txt"), "--max-length", "30", "--batch-size", "1"]) == 0
+    assert "30 of 30 tokens" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "x.txt"), "--json"]) == 0
+    (pack,) = json.loads(capsys.readouterr().out)
+    assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
+
+
+@pytest.mark.parametrize("words", [["--packs", "0"], ["--world-size", "0"]])
+def test_nothing_to_show_is_exit_code_2(words, workplace, capsys):
+    assert main(["show", str(workplace / "rows.jsonl"), *words]) == 2
+    assert "Set it to 1 or more" in capsys.readouterr().err
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("words", [[], ["--world-size=3", "--strategy=bfd_split"], ["--strategy=minibatch"]])
+def test_plot(words, workplace, tmp_path, capsys):
+    path = tmp_path / "packs.png"
+    assert str(path) in show(workplace, capsys, *FLAGS, *words, "--plot", str(path))
+    picture = imread(path)
+    assert picture.shape[1] > 1000 and path.stat().st_size < 300_000
+    assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
+
+
+def test_the_picture_says_what_the_report_says(run):
+    report = run.packing_report
+    figure = report.plot()
+    figure.canvas.draw()
+    strips, mask, lengths, costs = figure.axes
+    assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
+    assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
+    assert len(strips.get_yticks()) == len(report.sample.packs) == 8
+    # triangles cover the share of the causal mask that the title names: none crosses a boundary
+    corners = [patch.get_xy()[:3] for patch in mask.patches]
+    areas = [(xy[2, 0] - xy[0, 0]) * (xy[1, 1] - xy[0, 1]) for xy in corners]
+    named = int(re.search(r"(\d+)% of", mask.get_title(loc="left")).group(1))
+    assert named == pytest.approx(100 * sum(areas) / sum(a**0.5 for a in areas) ** 2, abs=2) and len(areas) > 1
+    # no title runs out of the picture or into another
+    boxes = [axes._left_title.get_window_extent() for axes in figure.axes]
+    width, height = figure.canvas.get_width_height()
+    assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height for box in boxes)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_every_trained_token_is_drawn(run):
+    """Tall bars are the trained tokens of the documents shown, and nothing else."""
+    for pack in run.packing_report.sample.packs:
+        for document, runs in zip(pack.documents, pack.trained, strict=True):
+            assert sum(end - first for first, end in runs) == run._documents.trained[document]
+
+
+def test_a_stream_has_no_picture(run):
+    from trl_packfix.streaming import PackedStream
+
+    stream = PackedStream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
+    with pytest.raises(ValueError, match="A stream has none"):
+        make_stream_report(stream, 3).plot()
