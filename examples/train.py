@@ -13,7 +13,7 @@ On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP
 On several nodes: examples/launch.
 
 Your own model and data:
-    python examples/train.py --model_name_or_path MODEL --dataset_name DATASET_OR_FILE.jsonl --output_dir output
+    python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
 Without --model_name_or_path and --dataset_name it takes small ones from the hub or, where the hub cannot be reached,
 those of the demo (examples/offline.py), and says which. `--config FILE.yaml` holds any of the flags below; flags on
@@ -37,6 +37,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.restart import newest_whole
+from trl_packfix.sources import load_rows
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -75,8 +76,8 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict:
     name = script_args.dataset_name
     if name is None:
         return word_problems(1000).train_test_split(test_size=50, seed=0)
-    if Path(name).is_file():
-        return DatasetDict({script_args.dataset_train_split: load_dataset("json", data_files=name, split="train")})
+    if Path(name).is_file() or (Path(name) / "prepared.json").is_file():  # of `trl-packfix prepare`
+        return DatasetDict({script_args.dataset_train_split: load_rows(name)})
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 

@@ -9,8 +9,9 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
-COMMANDS = ("plan", "show", "check")
+COMMANDS = ("plan", "show", "prepare", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in modules.values():
         module.add_parser(subparsers)
     args = parser.parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):
-        # DeepSpeed, where it is installed, logs to stdout from its first import on; results stand there, and `--json`
-        # must be nothing else.
-        import_module(".trainer", __package__)
+    if find_spec("deepspeed"):
+        # It logs to what is stdout at its first import, and the Trainer imports it. `--json` must be alone there.
+        with contextlib.redirect_stdout(sys.stderr):
+            import_module("deepspeed")
     try:
         return modules[args.command].run(args)
     except (ValueError, OSError) as error:  # OSError: no such model, no such file

@@ -130,7 +130,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
             f"{each.lost:.2%}",
             f"{each.flops / 1e15:,.3g}",
-            *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2f}"] if args.tflops else []),
+            *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
         )
     console = Console()
     # A file or a pipe has no width: nothing may be folded there.

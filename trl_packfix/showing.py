@@ -111,9 +111,9 @@ def pack_text(
         num_tokens: most tokens of a document that are written out, half from its start and half from its end.
     """
     count = pack.cu_seq_lens[-1]
-    text = Text(
-        f"step {pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n", "bold"
-    )
+    text = Text()
+    heading = f"step {pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n"
+    text.append(heading, "bold")
     starts = " ".join(map(str, pack.cu_seq_lens[: num_documents + 1]))
     rest = len(pack.documents) - num_documents
     text.append(f"cu_seq_lens {starts}{' ...' if rest > 0 else ''}\n")

@@ -1,0 +1,118 @@
+"""docs/images/*.png, made from real data by the code they show: `make pictures DATA=DIR`.
+
+DIR holds t0_p3_sample.jsonl, oasst1_en_val_threads.jsonl, qmsum_train.jsonl, gsm8k_train.jsonl and smollm2_tokenizer/.
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import main as trl_packfix
+from trl_packfix.costs import LLAMA_7B
+from trl_packfix.forecast import planner_for
+from trl_packfix.showing import pack_text, shown_packs
+from trl_packfix.sources import Tokenisation, load_rows, open_tables
+
+IMAGES = Path(__file__).parent / "images"
+FONT, POINTS, LINE, DPI = "DejaVu Sans Mono", 9, 1.45, 110
+MOST_BYTES = 300_000
+
+
+def screenshot(path: Path, renderable: object, columns: int) -> None:
+    """What `rich` prints on a terminal of so many columns, as a picture."""
+    # In memory only: without a legacy terminal, of 256 colours, whatever machine this runs on
+    console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system="256", legacy_windows=False)
+    rows = console.render_lines(renderable, pad=False)
+    cell, height = POINTS * 0.602 / 72, POINTS * LINE / 72  # inches; 0.602 is the width of a letter of this font
+    size = (columns * cell + 0.4, len(rows) * height + 0.3)
+    figure = Figure(figsize=size, facecolor="#16181d")
+    FigureCanvasAgg(figure)
+    for line, row in enumerate(rows):
+        column = 0
+        for segment in row:
+            style = segment.style
+            color = style.color.get_truecolor(MONOKAI).hex if style and style.color else "#e6e6e6"
+            figure.text(
+                (0.2 + column * cell) / size[0],
+                1 - (0.15 + (line + 0.5) * height) / size[1],
+                segment.text.replace("$", r"\$"),
+                color=color,
+                fontfamily=FONT,
+                fontsize=POINTS,
+                fontweight="bold" if style and style.bold else "normal",
+                va="center",
+            )
+            column += segment.cell_length
+    figure.savefig(path, dpi=DPI)
+
+
+def report_of(data: Path, name: str, **settings: object) -> object:
+    """The report of a run on real documents; the model is tiny and random, and the run ends after a step."""
+    tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=8192, **sizes))
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        args = SFTConfig(folder, packing=True, use_cpu=True, bf16=False, max_steps=1, report_to=[], **settings)
+        rows = load_rows(str(data / name))
+        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+    return trainer.packing_report
+
+
+class Recorded:
+    """A report's own `show`, as something that rich can render."""
+
+    def __init__(self, report: object):
+        self.report = report
+
+    def __rich_console__(self, console: Console, options: object):
+        recorder = Console(file=io.StringIO(), force_terminal=True, width=console.width, color_system=None)
+        self.report.show(recorder)
+        yield Text(recorder.file.getvalue().rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    data = parser.parse_args().data
+    IMAGES.mkdir(exist_ok=True)
+    tokenizer = str(data / "smollm2_tokenizer")
+    t0, chats, long, even = (
+        str(data / f"{name}.jsonl") for name in ("t0_p3_sample", "oasst1_en_val_threads", "qmsum_train", "gsm8k_train")
+    )
+    flags = ["--tokenizer", tokenizer, "--batch-size", "1"]
+    trl_packfix(["show", t0, *flags, "--max-length", "2048", "--world-size", "2", "--plot", f"{IMAGES}/packs.png"])
+    words = ["--max-length", "16384", "--world-size", "8", "--accumulation", "2", "--plot", f"{IMAGES}/long.png"]
+    trl_packfix(["show", t0, chats, long, *flags, *words])
+
+    settings = {"max_length": 1024, "per_device_train_batch_size": 4}
+    screenshot(IMAGES / "report.png", Recorded(report_of(data, "t0_p3_sample.jsonl", **settings)), columns=112)
+
+    config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
+    reader = open_tables([t0], tokenizer, Tokenisation())
+    (pack,) = shown_packs(planner_for(reader, config, 1, LLAMA_7B), reader, 1)
+    screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
+
+    with contextlib.redirect_stdout(io.StringIO()) as plan:
+        words = ["--strategy", "stream", "--world-size", "8", "64", "--accumulation", "4", "--tflops", "350"]
+        trl_packfix(["plan", long, t0, even, *flags, *words])
+    screenshot(IMAGES / "plan.png", Text(plan.getvalue().rstrip()), columns=140)
+
+    for path in sorted(IMAGES.glob("*.png")):
+        size = path.stat().st_size
+        print(f"{path.name}: {size:,} bytes")
+        assert size < MOST_BYTES, f"{path} is too large for a README"
+
+
+if __name__ == "__main__":
+    main()

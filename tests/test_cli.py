@@ -1,0 +1,107 @@
+"""The command line as a whole, and `trl-packfix prepare`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset, load_from_disk
+
+import trl_packfix
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+    chats = [
+        {"messages": [{"role": "user", "content": "q" * i}, {"role": "assistant", "content": "a"}]} for i in (1, 9)
+    ]
+    Dataset.from_list(chats * 5).to_json(folder / "chats.jsonl")
+    Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(folder / "pairs.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"] if command is None else [command, "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    if command is None:
+        assert all(f"  {name} " in text for name in COMMANDS)
+    else:
+        assert "--json" in text and "xit code" in text
+        assert text.count(f"trl-packfix {command}") > (1 if command != "check" else 0)  # usage, and examples
+
+
+def test_every_command_is_a_module():
+    files = {path.stem for path in Path(trl_packfix.__file__).parent.glob("command_*.py")}
+    assert files == {f"command_{name}" for name in COMMANDS}
+
+
+def test_json_is_all_that_stdout_holds(workplace):
+    """In a process of its own: libraries that log to stdout do so when they are first imported."""
+    words = ["plan", "chats.jsonl", "--tokenizer", "tokenizer", "--max-length", "64", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_packfix", *words],
+        cwd=workplace,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["max_length"] == 64
+    assert "Tokenizing train dataset" in done.stderr  # long work shows its progress
+
+
+def prepare(workplace, capsys, output, *words):
+    names = [str(workplace / name) for name in ("chats.jsonl", "pairs.jsonl")]
+    code = main(["prepare", *names, "--tokenizer", str(workplace / "tokenizer"), "--output", str(output), *words])
+    return code, capsys.readouterr()
+
+
+def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
+    code, printed = prepare(workplace, capsys, tmp_path / "table", "--json")
+    manifest = json.loads(printed.out)
+    assert code == 0 and manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())
+    table = load_from_disk(tmp_path / "table")
+    assert table.column_names == ["input_ids", "labels"] and len(table) == manifest["rows"] == 15
+    assert manifest["tokens"] == sum(map(len, table["input_ids"]))
+    trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
+    assert manifest["trained_tokens"] == trained
+
+    def trainer(dataset, folder):
+        args = SFTConfig(str(folder), packing=True, max_length=64, use_cpu=True, bf16=False, report_to=[], max_steps=1)
+        return SFTTrainer(build_tiny_model(), args, train_dataset=dataset, processing_class=build_tokenizer())
+
+    run = trainer(table, tmp_path / "a")
+    assert run.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
+    raw = trainer(Dataset.from_json(str(workplace / "chats.jsonl")), tmp_path / "b")
+    assert raw.train_dataset["input_ids"] == table["input_ids"][:10]
+    assert raw.train_dataset["labels"] == table["labels"][:10]
+    run.train()
+    assert run.packing_report.ledger.given.tokens == manifest["tokens"]
+
+
+def test_prepared_data_can_be_planned_without_a_tokenizer(workplace, tmp_path, capsys):
+    code, printed = prepare(workplace, capsys, tmp_path / "table")
+    assert code == 0 and "load_from_disk" in printed.out and "15 rows" in printed.out
+    assert main(["plan", str(tmp_path / "table"), "--max-length", "64", "--json"]) == 0
+    (stream, _) = json.loads(capsys.readouterr().out)["plans"]
+    assert stream["num_rows"] == 15 and stream["num_trained_tokens"] > 0
+
+
+def test_prepare_writes_over_nothing(workplace, tmp_path, capsys):
+    (tmp_path / "precious").write_text("x")
+    code, printed = prepare(workplace, capsys, tmp_path)
+    assert code == 2 and "is not empty" in printed.err
+    assert main(["prepare", "x.jsonl", "--output", str(tmp_path / "new")]) == 2
+    assert "No tokenizer was given" in capsys.readouterr().err
