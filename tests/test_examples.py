@@ -18,6 +18,7 @@ from conftest import build_tiny_model, build_tokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
+from trl_packfix.cli import main as trl_packfix
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -123,6 +124,14 @@ def test_deepspeed_launcher_takes_zero3(monkeypatch):
     config = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert config["zero_optimization"]["stage"] == 3
     assert torch.cuda.is_available() or settings == {"ddp_backend": "gloo", "bf16": False}
+
+
+def test_train_takes_a_prepared_folder(workplace, tmp_path, monkeypatch):
+    words = [str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "Qwen" / "Qwen3-0.6B")]
+    assert trl_packfix(["prepare", *words, "--output", str(tmp_path / "table")]) == 0
+    arguments = ScriptArguments(dataset_name=str(tmp_path / "table"))
+    rows = load_train(monkeypatch)["load_documents"](arguments)[arguments.dataset_train_split]
+    assert rows.column_names == ["input_ids", "labels"] and len(rows) == NUM_ROWS
 
 
 def test_without_a_hub_train_falls_back(monkeypatch):

@@ -1,0 +1,95 @@
+"""The report in the terminal, in loggers, in a file and in the model card: the same numbers everywhere."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset
+from rich.console import Console
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.publishing import metrics
+from trl_packfix.samples import length_histogram
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    rows = Dataset.from_dict({"text": ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]})
+    args = SFTConfig(
+        str(tmp_path_factory.mktemp("run")),
+        packing=True,
+        max_length=64,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        max_steps=2,
+    )
+    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
+    run.train()
+    return run
+
+
+def test_the_report_in_about_twelve_lines(run, capsys):
+    report = run.packing_report
+    assert 10 <= len(report.lines()) <= 14
+    report.show()
+    plain = capsys.readouterr().out
+    assert len(plain.splitlines()) == len(report.lines()) + 1 and plain.isascii()
+    for text in (
+        f"{report.num_packs:,} packs",
+        f"{report.efficiency:.2%}",
+        "proved on this model",
+        "lost",
+        "truncated",
+    ):
+        assert text in plain
+    assert report.lengths.line() in plain
+    console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    report.show(console)
+    assert "Packing report" in console.export_text()
+
+
+def test_loggers_get_the_numbers_of_the_report(run):
+    (entry,) = [each for each in run.state.log_history if "packing/efficiency" in each]
+    saved = json.loads(Path(run.args.output_dir, "packing_report.json").read_text())
+    assert {name: value for name, value in entry.items() if name.startswith("packing/")} == metrics(run.packing_report)
+    for name in ("efficiency", "padding_efficiency", "documents_per_step", "imbalance", "lower_bound"):
+        assert entry[f"packing/{name}"] == saved[name]
+    lost = saved["ledger"]["lost_trained_tokens"] / saved["ledger"]["given"]["trained_tokens"]
+    assert entry["packing/lost_trained_share"] == lost > 0
+
+
+def test_the_model_card_says_packed_how_and_proved(run):
+    run.create_model_card(model_name="x")
+    run.create_model_card(model_name="x")  # written anew, not twice
+    card = Path(run.args.output_dir, "README.md").read_text()
+    assert card.count("## Packing") == 1 and card.index("## Packing") < card.index("### Framework versions")
+    for label, text in run.packing_report.lines():
+        assert f"| {label} | {text.replace('|', '/')} |" in card
+    assert "(stream)" in card and "proved on this model" in card and "Cite TRL as" in card
+
+
+def test_an_unpacked_run_has_the_card_of_trl(tmp_path):
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    rows = Dataset.from_dict({"text": ["abc", "defg"]})
+    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
+    run.create_model_card()
+    assert "Packing" not in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])
+def test_histogram_counts_every_document(lengths):
+    lengths = np.array(lengths)
+    found = length_histogram(lengths)
+    assert sum(found.counts) == len(lengths) and found.edges[0] == lengths.min() and found.edges[-1] > lengths.max()
+    (bars,) = re.findall(r"\[(.*)\]", found.line())
+    assert len(bars) == len(found.counts) <= 24
+    assert [bar == " " for bar in bars] == [count == 0 for count in found.counts]
+    assert (lengths <= found.median).mean() >= 0.5 > (lengths < found.median).mean()
+    assert (lengths <= found.p99).mean() >= 0.99 > (lengths < found.p99).mean()
