@@ -107,10 +107,16 @@ def test_labels_of_another_length_are_refused_with_the_row():
         TokenReader(data)
 
 
-def test_masks_without_labels_are_refused():
-    data = Dataset.from_dict({"input_ids": [[1, 2]], "completion_mask": [[0, 1]]})
-    with pytest.raises(ValueError, match="completion_mask"):
-        TokenReader(data)
+def test_labels_are_made_from_a_mask_where_there_are_none():
+    columns = {"input_ids": [[1, 2, 3], [4, 5]], "completion_mask": [[1, 0, 1], [0, 1]]}
+    for mask in (columns, columns | {"completion_mask": [[True, False, True], [False, True]]}):
+        reader = TokenReader(Dataset.from_dict(mask))
+        assert [reader.read(i, 0, n)["labels"].tolist() for i, n in ((0, 3), (1, 2))] == [[1, -100, 3], [-100, 5]]
+        assert make_documents(reader, 8).trained.tolist() == [1, 1]
+    with pytest.raises(ValueError, match="a mask of another length .* 3 `input_ids` and 1 `completion_mask`"):
+        TokenReader(Dataset.from_dict(columns | {"completion_mask": [[1], [0, 1]]}))
+    with pytest.raises(ValueError, match="only one mask is read"):
+        TokenReader(Dataset.from_dict(columns | {"assistant_masks": [[1, 0, 1], [0, 1]]}))
 
 
 def test_views_share_memory_with_the_dataset():

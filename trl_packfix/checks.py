@@ -12,7 +12,8 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
 from .config import SFTConfig
-from .reader import TokenReader
+from .prepared import prepared_token_range
+from .reader import TokenReader, mask_columns
 
 NUM_SHOWN = 10  # rows that a message names
 
@@ -154,10 +155,11 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
     Raises:
         ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
     """
-    reader = TokenReader(dataset)
+    masks = mask_columns(dataset)
+    reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)  # TRL makes labels of both
     if "attention_mask" in dataset.column_names:
         mask = TokenReader(dataset.select_columns("attention_mask").rename_column("attention_mask", "input_ids"))
-        row = mask.first_row_outside(1, 2)
+        row = mask.first_row_outside(1, 2) if prepared_token_range(mask) != (1, 1) else None
         if row is not None:
             raise ValueError(
                 f"Row {row} of the {name} dataset is padded: its `attention_mask` has zeros. Packing needs no padding, "
@@ -166,7 +168,7 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
             )
     if vocab_size is None:
         return
-    low, high = reader.token_range()
+    low, high = prepared_token_range(reader)
     if low < 0 or high >= vocab_size:
         row = reader.first_row_outside(0, vocab_size)
         if row is not None:

@@ -19,9 +19,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
-from .documents import make_documents
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
 from .objective import PackedObjective
+from .prepared import prepared_documents
 from .proving import PackedModel
 from .reader import TokenReader
 from .stream_reader import read_whole
@@ -120,7 +120,7 @@ class ExactEvaluation(PackedObjective):
         reader = TokenReader(dataset)
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong = "raise" if args.overlong == "raise" else "truncate"
-        documents = make_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        documents = prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)

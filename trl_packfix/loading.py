@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from .balancing import Synchronisation
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import LLAMA_7B, CostModel
-from .documents import Documents, Overlong, make_documents
+from .documents import Documents, Overlong
 from .planning import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
+from .prepared import prepared_documents
 from .reader import TokenReader
 from .scheduling import EMPTY, Balance, Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 
@@ -290,7 +291,7 @@ def packed_dataloader(
         A `DataLoader` with `len()` micro-batches, a multiple of `gradient_accumulation_steps`.
     """
     reader = TokenReader(dataset)
-    documents = make_documents(
+    documents = prepared_documents(
         reader, max_length, overlong or IMPLIED_OVERLONG[strategy], wrapped=strategy == "wrapped"
     )
     planner = EpochPlanner(

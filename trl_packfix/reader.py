@@ -4,12 +4,21 @@ A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader keeps, f
 row starts in it; reading a span is then one numpy slice, without a copy and without Python lists.
 """
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from .collator import IGNORE_INDEX
+
+MASKS = ("completion_mask", "assistant_masks")
+
+
+def mask_columns(dataset: Dataset) -> list[str]:
+    """The columns of 0 and 1 that say which tokens are trained where there are no `labels`."""
+    return [name for name in MASKS if name in dataset.column_names]
 
 
 class _ListColumn:
@@ -31,6 +40,8 @@ class _ListColumn:
             values = chunk.values
             if pa.types.is_null(values.type) and not len(values):
                 values = values.cast(pa.int64())  # all rows are empty, and Arrow could not tell the type
+            if pa.types.is_boolean(values.type):
+                values = values.cast(pa.int8())  # a mask: Arrow has eight of them in a byte, numpy one
             if chunk.null_count or values.null_count or not pa.types.is_integer(values.type):
                 raise ValueError(
                     f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing "
@@ -60,13 +71,14 @@ class _ListColumn:
 class TokenReader:
     """Reads spans (row, start, stop) of a tokenised `datasets.Dataset`; R rows.
 
-    Columns: `input_ids`, optionally `labels` (absent: the tokens), optionally `seq_lengths` (rows that are packs
-    already). Selected and shuffled datasets are read through their indices. Memory-mapped datasets stay on disk, and a
-    reader that is sent to another process carries the path, not the tokens.
+    Columns: `input_ids`, optionally `labels`, optionally `seq_lengths` (rows that are packs already). Without `labels`
+    they are made as they are read and never stored: the tokens, where there is a `completion_mask` or
+    `assistant_masks` only those under a 1. Selected and shuffled datasets are read through their indices. Memory-mapped
+    datasets stay on disk, and a reader that is sent to another process carries the path, not the tokens.
 
     Raises:
-        ValueError: no `input_ids`, a column of the wrong type, labels of another length, a dataset with a transform,
-            a stream.
+        ValueError: no `input_ids`, a column of the wrong type, labels or a mask of another length, both masks and no
+            labels, a dataset with a transform, a stream.
     """
 
     def __init__(self, dataset: Dataset):
@@ -87,14 +99,14 @@ class TokenReader:
                 f"The dataset has the columns {dataset.column_names} and no `input_ids`. Packing works on tokenised "
                 "rows. Do not set `skip_prepare_dataset`, or provide `input_ids` (and `labels`) yourself."
             )
-        masks = [name for name in ("completion_mask", "assistant_masks") if name in dataset.column_names]
-        if masks and "labels" not in dataset.column_names:
+        targets = ["labels"] if "labels" in dataset.column_names else mask_columns(dataset)
+        if len(targets) > 1:
             raise ValueError(
-                f"The dataset has the column `{masks[0]}` and no `labels`. Only labels say what is trained, so every "
-                "token would be. Add `labels` (-100 where a token is not trained), or leave `skip_prepare_dataset` "
-                "unset so that they are built."
+                f"The dataset has the columns {targets} and no `labels`. A token is trained where both masks are 1, "
+                "and only one mask is read. Add `labels` (-100 where a token is not trained), or leave "
+                "`skip_prepare_dataset` unset so that they are built."
             )
-        names = [name for name in ("input_ids", "labels", "seq_lengths") if name in dataset.column_names]
+        names = ["input_ids", *targets, *(name for name in ("seq_lengths",) if name in dataset.column_names)]
         self._dataset = dataset.select_columns(names)
         self._open()
         self._check_labels()
@@ -106,7 +118,9 @@ class TokenReader:
         indices = None if mapping is None else mapping.column(0).to_numpy()
         columns = {name: _ListColumn(name, table.column(name), indices) for name in self._dataset.column_names}
         self._tokens = columns["input_ids"]
-        self._labels = columns.get("labels")
+        self._has_labels = "labels" in columns
+        # what says which tokens are trained; None: all
+        self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
     def __getstate__(self) -> dict:
@@ -117,19 +131,31 @@ class TokenReader:
         self._open()
 
     def _check_labels(self) -> None:
-        if self._labels is None:
+        if self._targets is None:
             return
-        wrong = np.flatnonzero(self._labels.length != self._tokens.length)
+        wrong = np.flatnonzero(self._targets.length != self._tokens.length)
         if len(wrong):
             row = wrong[0]
+            what, value = ("labels", "-100") if self._has_labels else ("a mask", "0")
+            name = self._dataset.column_names[1]
             raise ValueError(
-                f"{len(wrong)} rows have labels of another length than their tokens; the first is row {row} with "
-                f"{self._tokens.length[row]} `input_ids` and {self._labels.length[row]} `labels`. Each token needs "
-                "exactly one label. Give `labels` the length of `input_ids`, with -100 where a token is not trained."
+                f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
+                f"{self._tokens.length[row]} `input_ids` and {self._targets.length[row]} `{name}`. Each token needs "
+                f"exactly one. Give `{name}` the length of `input_ids`, with {value} where a token is not trained."
             )
 
     def __len__(self) -> int:
         return len(self._tokens.length)
+
+    @property
+    def fingerprint(self) -> str:
+        """What `datasets` knows these rows and columns by: the same for the same data and steps in any process."""
+        return self._dataset._fingerprint  # there is no public accessor
+
+    @property
+    def files(self) -> list[Path]:
+        """The Arrow files that the table is mapped from; none for a table in memory."""
+        return [Path(file["filename"]) for file in self._dataset.cache_files]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -143,35 +169,41 @@ class TokenReader:
         return self._seq_lengths.length, self._seq_lengths.flat().astype(np.int64)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """One span as `input_ids` and `labels`: views on the dataset's own memory, shape (stop - start,)."""
+        """One span as `input_ids` and `labels`, shape (stop - start,): views on the dataset's own memory.
+
+        Only labels that are made from a mask are not a view.
+        """
         tokens = self._tokens.read(row, start, stop)
-        return {
-            "input_ids": tokens,
-            "labels": tokens if self._labels is None else self._labels.read(row, start, stop),
-        }
+        if self._targets is None:
+            return {"input_ids": tokens, "labels": tokens}
+        targets = self._targets.read(row, start, stop)
+        if not self._has_labels:
+            targets = np.where(targets != 0, tokens, np.int64(IGNORE_INDEX))
+        return {"input_ids": tokens, "labels": targets}
 
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Trained tokens of each span, shape (N,): labels that are not -100, the first of the span never counted.
 
-        One pass over the labels, chunk by chunk; 4 bytes of working memory per token of the largest chunk.
+        One pass over the labels or the mask, chunk by chunk; 4 bytes of working memory per token of the largest chunk.
         """
-        if self._labels is None:
+        untrained = IGNORE_INDEX if self._has_labels else 0
+        if self._targets is None:
             return np.maximum(stop - start - 1, 0)
         counts = np.zeros(len(row), dtype=np.int64)
-        chunk_of_span = self._labels.chunk[row]
+        chunk_of_span = self._targets.chunk[row]
         by_chunk = np.argsort(chunk_of_span, kind="stable")
-        bounds = np.searchsorted(chunk_of_span[by_chunk], np.arange(len(self._labels.values) + 1))
-        for number, values in enumerate(self._labels.values):
+        bounds = np.searchsorted(chunk_of_span[by_chunk], np.arange(len(self._targets.values) + 1))
+        for number, values in enumerate(self._targets.values):
             spans = by_chunk[bounds[number] : bounds[number + 1]]
             if not len(spans):
                 continue
-            base = self._labels.start[row[spans]]
+            base = self._targets.start[row[spans]]
             first, last = base + np.minimum(start[spans] + 1, stop[spans]), base + stop[spans]
             low, high = first.min(), last.max()
             trained = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
-            np.cumsum(values[low:high] != IGNORE_INDEX, out=trained[1:])
+            np.cumsum(values[low:high] != untrained, out=trained[1:])
             counts[spans] = trained[last - low] - trained[first - low]
         return counts
 

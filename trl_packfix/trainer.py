@@ -25,13 +25,14 @@ from . import checks
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
 from .costs import cost_model
-from .documents import Documents, drop_untrained, make_documents
+from .documents import Documents, drop_untrained
 from .evaluation import ExactEvaluation
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
 from .parallelism import check_parallelism, synchronisation
+from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
-from .reader import TokenReader
+from .reader import TokenReader, mask_columns
 from .report import PackingReport, make_report, make_stream_report
 from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
@@ -138,7 +139,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                 self.add_callback(StreamCallback(self))
             else:
                 self._reader = TokenReader(self.train_dataset)
-                self._documents = make_documents(
+                self._documents = prepared_documents(
                     self._reader,
                     args.max_length,
                     args.effective_overlong,
@@ -159,14 +160,20 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
+        is_training_set, self._prepares_training_set = self._prepares_training_set, False
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
                 if packing:
                     checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
                 checks.check_not_packed(dataset, dataset_name, packing)
+                if packing and formatting_func is None and "labels" not in dataset.column_names:
+                    if not self.completion_only_loss and "completion_mask" in dataset.column_names:
+                        dataset = dataset.remove_columns("completion_mask")
+                    if len(mask_columns(dataset)) < 2:
+                        # TRL would write all tokens once more as labels, row by row; the reader makes them
+                        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
                 checks.check_raw_dataset(dataset, dataset_name, self._tokenizer, args)
-        is_training_set, self._prepares_training_set = self._prepares_training_set, False
         is_evaluated_as_documents = not is_training_set and isinstance(dataset, Dataset) and not self._has_own_collator
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)

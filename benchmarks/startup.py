@@ -1,0 +1,233 @@
+"""From `trainer = SFTTrainer(...)` to the first batch: ours and TRL's, first and second start, and the collators.
+
+    python benchmarks/startup.py                                  # 10 and 100 thousand tokenised documents, 3 minutes
+    python benchmarks/startup.py --num 1000000 --csv startup.csv  # a million, where TRL takes minutes
+    python benchmarks/startup.py --parts collator                 # only batches per second of the loaders
+
+Tokenisation is apart: the documents are token ids already, int32 in Arrow files as `datasets` writes them (`plain`;
+with a `completion_mask` as for prompt and completion, `masked`). Every start is a process of its own; its clock starts
+when everything is imported and the model is made, so what differs is the preparation, the plan and the first batch:
+  first    nothing is cached
+  second   the same again, with what the first start left beside the dataset
+`wall s` and `CPU s` are of this, `peak MiB` is the growth of the resident memory at its peak, pages of mapped files
+included; `written MiB` is what the start left on the disk. Ratios are CPU seconds of TRL's start over ours.
+
+Part collator: batches of the train loaders of both trainers in one process, microseconds of CPU a batch (median of
+rounds, ours and theirs in turn), T tokens of documents of 2048/64 to 2048/1 tokens. TRL's reads a pack that it has
+written to disk as one row, ours gathers documents from all over the table.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+import trl
+from about import describe, write_csv
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import trl_packfix
+
+VOCABULARY = 32_000
+MAX_LENGTH = 2048
+LENGTHS = (4.6, 0.9)  # lognormal: median 100, mean 150 tokens
+
+Row = dict[str, Any]
+
+
+def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
+    """A tokenised dataset as `map` leaves it: record batches of 1000 rows."""
+    rng = np.random.default_rng(0)
+
+    def parts() -> Any:
+        for begin in range(0, len(lengths), 1000):
+            part = lengths[begin : begin + 1000]
+            offsets = pa.array(np.append(0, np.cumsum(part)), pa.int32())
+            ids = rng.integers(3, VOCABULARY, part.sum(), dtype=np.int32)
+            columns = {"input_ids": pa.ListArray.from_arrays(offsets, ids)}
+            if masked:  # the second half of each document is trained
+                inside = np.arange(part.sum()) - np.repeat(np.cumsum(part) - part, part)
+                mask = (inside >= np.repeat(part // 2, part)).astype(np.int8)
+                columns["completion_mask"] = pa.ListArray.from_arrays(offsets, mask)
+            yield pa.table(columns)
+
+    datasets.Dataset(pa.concat_tables(parts())).save_to_disk(folder)
+
+
+def tiny_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=65536,
+        )
+    )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_trainer(method: str, dataset: datasets.Dataset, model: LlamaForCausalLM, max_length: int = MAX_LENGTH) -> Any:
+    """`method` is "trl" (its packing, bfd) or one of our strategies."""
+    library = trl if method == "trl" else trl_packfix
+    args = library.SFTConfig(
+        tempfile.gettempdir(),
+        packing=True,
+        packing_strategy="bfd" if method == "trl" else method,
+        completion_only_loss="completion_mask" in dataset.column_names,
+        max_length=max_length,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+    )
+    return library.SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer())
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def size_mib(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+
+
+def one_start(method: str, folder: Path) -> Row:
+    """Measured in this process, which has done nothing else."""
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    model, dataset = tiny_model(), datasets.load_from_disk(folder)
+    list(torch.utils.data.DataLoader(dataset.select([0]), collate_fn=list))  # imports on first use
+    peaks, done = [resident_mib()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            peaks.append(resident_mib())
+
+    before = size_mib(folder)
+    watcher = threading.Thread(target=watch, daemon=True)  # a start that fails must end
+    watcher.start()
+    wall, cpu = time.perf_counter(), time.process_time()
+    trainer = make_trainer(method, dataset, model)
+    made = time.perf_counter() - wall
+    batch = next(iter(trainer.get_train_dataloader()))
+    row = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "trainer_wall_s": made}
+    done.set()
+    watcher.join()
+    assert batch["input_ids"].shape[0] == 1
+    return row | {"peak_mib": max(peaks) - peaks[0], "written_mib": size_mib(folder) - before}
+
+
+def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row]:
+    """Two starts of each method on a fresh copy of the same documents."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 2, MAX_LENGTH).astype(np.int64)
+    write_documents(folder / "documents", lengths, masked)
+    rows = []
+    for method in methods:
+        copy = folder / "copy"
+        shutil.copytree(folder / "documents", copy)
+        for start in ("first", "second"):
+            command = [sys.executable, __file__, "--one", method, str(copy)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            measured = json.loads(output.splitlines()[-1])
+            kind = "masked" if masked else "plain"
+            row = {"part": "start", "documents": num, "tokens": int(lengths.sum()), "kind": kind, "start": start}
+            rows.append(row | {"method": method} | measured)
+            tell(rows[-1])
+        shutil.rmtree(copy)
+    shutil.rmtree(folder / "documents")
+    for row in rows:
+        row["trl_over_this"] = cpu_of(rows, "trl", row["start"]) / row["cpu_s"]
+    return rows
+
+
+def cpu_of(rows: list[Row], method: str, start: str) -> float:
+    return next((row["cpu_s"] for row in rows if (row["method"], row["start"]) == (method, start)), float("nan"))
+
+
+def tell(row: Row) -> None:
+    print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+
+def collators(folder: Path, rounds: int) -> list[Row]:
+    """Microseconds of CPU for each batch of the two train loaders, documents of a few lengths."""
+    rows = []
+    for max_length in (2048, 8192):
+        for length in (max_length // 64, max_length // 8, max_length):
+            num = 200 * max_length // length
+            lengths = np.random.default_rng(0).integers(length * 3 // 4, length + 1, num)
+            documents = folder / f"{max_length}-{length}"
+            write_documents(documents, lengths, masked=False)
+            table = datasets.load_from_disk(documents)
+            names = ("stream", "trl")
+            loaders = [make_trainer(name, table, tiny_model(), max_length).get_train_dataloader() for name in names]
+            seconds: dict[str, list[float]] = {name: [] for name in names}
+            for _ in range(rounds):
+                for name, loader in zip(names, loaders, strict=True):
+                    start, batches = time.process_time(), sum(1 for _ in loader)
+                    seconds[name].append((time.process_time() - start) / batches)
+            ours, theirs = (statistics.median(seconds[name]) * 1e6 for name in names)
+            row = {"part": "collator", "max_length": max_length, "document": length, "ours_us": ours, "trl_us": theirs}
+            rows.append(row | {"trl_over_this": theirs / ours})
+            tell(rows[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, nargs="*", default=[10_000, 100_000], help="tokenised documents")
+    parser.add_argument("--parts", nargs="*", default=["start", "collator"], choices=["start", "collator"])
+    parser.add_argument("--kinds", nargs="*", default=["plain", "masked"], choices=["plain", "masked"])
+    parser.add_argument(
+        "--methods", nargs="*", default=["stream", "bfd", "minibatch", "trl"], help="strategies, or trl"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of the collators, of which the median is taken")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one_start(args.one[0], Path(args.one[1]))))
+        return
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    print(describe())
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        if "start" in args.parts:
+            for num in args.num:
+                for kind in args.kinds:
+                    rows += starts(num, kind == "masked", args.methods, Path(temporary))
+        if "collator" in args.parts:
+            rows += collators(Path(temporary), args.rounds)
+    for row in rows:
+        tell(row)
+    if args.csv:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

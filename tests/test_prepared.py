@@ -1,0 +1,140 @@
+"""A second start: nothing is tokenised, cut or looked through again, and what was kept is what would be made."""
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, load_from_disk
+from test_trainer import documents_of, texts, trainer
+
+from trl_packfix.documents import make_documents
+from trl_packfix.prepared import prepared_documents, prepared_token_range
+from trl_packfix.reader import TokenReader
+
+
+def saved(folder, num=40):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 200, n) for n in rng.integers(2, 60, num)]
+    Dataset.from_dict({"input_ids": rows, "labels": [np.where(row < 100, row, -100) for row in rows]}).save_to_disk(
+        folder
+    )
+    return load_from_disk(folder)
+
+
+def files(folder, pattern="*"):
+    return {file: file.stat().st_mtime_ns for file in folder.glob(pattern) if file.name != "state.json"}
+
+
+SETTINGS = [
+    {"max_length": 30},
+    {"max_length": 31},
+    {"max_length": None},
+    {"max_length": 30, "overlong": "split"},
+    {"max_length": 30, "overlong": "drop"},
+    {"max_length": 30, "truncation_mode": "keep_end"},
+    {"max_length": 30, "wrapped": True},
+    {"max_length": 30, "keep_untrained": True},
+]
+
+
+def test_what_is_found_is_what_would_be_made(tmp_path):
+    data = saved(tmp_path)
+    for number, settings in enumerate(SETTINGS):
+        for again in (False, True):
+            reader = TokenReader(load_from_disk(tmp_path))
+            got, expected = prepared_documents(reader, **settings), make_documents(reader, **settings)
+            assert got.ledger == expected.ledger
+            for name in ("row", "start", "stop", "trained", "block"):
+                assert np.array_equal(getattr(got, name), getattr(expected, name)), (settings, name, again)
+            assert len(files(tmp_path, "cache-packfix-spans-*.npz")) == number + 1
+    for change in (data.shuffle(seed=1), data.select(range(7)), data.remove_columns("labels")):
+        reader = TokenReader(change)
+        assert np.array_equal(prepared_documents(reader, 30).trained, make_documents(reader, 30).trained)
+    assert prepared_token_range(TokenReader(data)) == TokenReader(data).token_range()
+
+
+def test_nothing_is_made_twice(tmp_path):
+    """A kept file with other spans comes back as it is: so it was read, and nothing was cut."""
+    saved(tmp_path)
+    prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
+    arrays = dict(np.load(path))
+    np.savez(path, **(arrays | {"stop": arrays["stop"] - 1}))
+    found = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    assert np.array_equal(found.stop, arrays["stop"] - 1)
+
+
+def test_files_that_changed_or_broke_are_not_believed(tmp_path, caplog):
+    saved(tmp_path)
+    before = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
+    path.write_bytes(path.read_bytes()[:200])
+    after = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    assert np.array_equal(before.stop, after.stop) and "is made again" in caplog.text
+    # the same fingerprint and another file, as after a copy by hand
+    fingerprint = load_from_disk(tmp_path)._fingerprint
+    other = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
+    other._fingerprint = fingerprint
+    other.save_to_disk(tmp_path / "other")
+    (tmp_path / "other" / "data-00000-of-00001.arrow").replace(tmp_path / "data-00000-of-00001.arrow")
+    changed = TokenReader(load_from_disk(tmp_path))
+    assert changed.fingerprint == TokenReader(other).fingerprint
+    assert prepared_documents(changed, 30).lengths.tolist() == [3]
+
+
+def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
+    data = saved(tmp_path)
+    before = files(tmp_path)
+    datasets.disable_caching()
+    try:
+        prepared_documents(TokenReader(data), 30)
+    finally:
+        datasets.enable_caching()
+    in_memory = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
+    prepared_documents(TokenReader(in_memory), 30)
+    assert files(tmp_path) == before and TokenReader(in_memory).files == []
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    data = saved(tmp_path)
+    reader = TokenReader(data)
+    # a folder in the place of the file: nothing can be put there, for any user
+    prepared_documents(reader, 30)
+    (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
+    path.unlink()
+    path.mkdir()
+    assert len(prepared_documents(reader, 30)) == len(make_documents(reader, 30))
+
+
+@pytest.mark.parametrize("form", ["text", "tokenised"])
+def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
+    data = texts() if form == "text" else Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4})
+    data.save_to_disk(tmp_path / "data")
+    seen, left = [], []
+    for _ in range(2):
+        run = trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
+        seen.append([documents_of(batch) for batch in run.get_train_dataloader()])
+        left.append(files(tmp_path / "data"))
+    assert seen[0] == seen[1] and left[0] == left[1]
+    assert len(list((tmp_path / "data").glob("cache-packfix-spans-*.npz"))) == 1
+    # documents that are tokenised already are not written once more
+    assert any((tmp_path / "data").glob("cache-*.arrow")) is (form == "text")
+
+
+def test_documents_with_masks_are_packed_as_trl_labels_them(tmp_path):
+    """Labels are made from a mask as they are read; without packing TRL writes them."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 200, n) for n in rng.integers(2, 30, 40)]
+    masks = {name: [rng.integers(0, 2, len(row)) for row in rows] for name in ("completion_mask", "assistant_masks")}
+    for names, settings in (
+        (["completion_mask"], {"completion_only_loss": True}),
+        (["completion_mask"], {"completion_only_loss": False}),
+        (["assistant_masks"], {}),
+        (["completion_mask", "assistant_masks"], {"completion_only_loss": True}),
+        (["completion_mask", "assistant_masks"], {"completion_only_loss": False}),
+    ):
+        data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
+        packed, padded = (trainer(tmp_path, data, packing=packing, **settings) for packing in (True, False))
+        assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and settings["completion_only_loss"])
+        got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
+        expected = [(row["input_ids"], [-100, *row["labels"][1:]]) for row in padded.train_dataset]
+        assert sorted(got) == sorted(expected)
