@@ -136,12 +136,12 @@ class TokenReader:
         wrong = np.flatnonzero(self._targets.length != self._tokens.length)
         if len(wrong):
             row = wrong[0]
-            what, value = ("labels", "-100") if self._has_labels else ("a mask", "0")
+            what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
             name = self._dataset.column_names[1]
             raise ValueError(
                 f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
                 f"{self._tokens.length[row]} `input_ids` and {self._targets.length[row]} `{name}`. Each token needs "
-                f"exactly one. Give `{name}` the length of `input_ids`, with {value} where a token is not trained."
+                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not trained."
             )
 
     def __len__(self) -> int:
