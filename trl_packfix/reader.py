@@ -141,7 +141,8 @@ class TokenReader:
             raise ValueError(
                 f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
                 f"{self._tokens.length[row]} `input_ids` and {self._targets.length[row]} `{name}`. Each token needs "
-                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not trained."
+                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not "
+                "trained."
             )
 
     def __len__(self) -> int:

@@ -1,0 +1,203 @@
+"""Does packing change what is learned: training and validation curves of one small model on the same documents.
+
+    python benchmarks/convergence.py --data DIR --csv convergence.csv --plot convergence.png   # some minutes
+
+Everyone trains once on the same documents of gsm8k_train.jsonl (else on made-up sums), as bytes, from the same weights:
+  padded      `packing=False`, 8 documents per step: TRL's unpacked training
+  regrouped   the same in two micro-batches of 4: what the order of summation alone does to the curves
+  minibatch   `padding_free=True`: the documents of every step are those of `padded`, without padding
+  stream, bfd packs of 2048 tokens per step; `wrapped` cuts the concatenation instead
+  density     `stream` with packs of 1024 to 16384 tokens: more documents per step, fewer steps, the same learning rate
+All at equal documents seen. Validation is exact (total loss / total trained tokens) on documents that nobody trains on.
+The differences are the largest over all steps (training loss, logged every step) and over all evaluations.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from about import describe, write_csv
+from conftest import build_tokenizer
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trl_packfix import SFTConfig, SFTTrainer
+
+MAX_LENGTH = 1024
+NUM_HELD_OUT = 32
+RUNS: dict[str, dict[str, Any]] = {
+    "padded": {"per_device_train_batch_size": 8},
+    "regrouped": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "minibatch": {"per_device_train_batch_size": 8, "padding_free": True},
+    "bfd": {"per_device_train_batch_size": 2, "packing": True, "packing_strategy": "bfd"},
+    "wrapped": {"per_device_train_batch_size": 2, "packing": True, "packing_strategy": "wrapped"},
+    "stream 1024": {"per_device_train_batch_size": 1, "packing": True},
+    "stream 2048": {"per_device_train_batch_size": 2, "packing": True},
+    "stream 4096": {"per_device_train_batch_size": 4, "packing": True},
+    "stream 8192": {"per_device_train_batch_size": 8, "packing": True},
+    "stream 16384": {"per_device_train_batch_size": 16, "packing": True},
+}
+
+Row = dict[str, Any]
+
+
+def texts(folder: Path | None, num: int) -> Dataset:
+    if folder is not None and folder.is_dir():
+        lines = (folder / "gsm8k_train.jsonl").read_text().splitlines()[:num]
+        turns = [json.loads(line)["messages"] for line in lines]
+        return Dataset.from_dict({"text": ["\n".join(turn["content"] for turn in row) for row in turns]})
+    rng = np.random.default_rng(0)
+    sums = [rng.integers(1, 60, (int(n), 2)) for n in rng.integers(8, 80, num)]
+    return Dataset.from_dict({"text": ["; ".join(f"{a}+{b}={a + b}" for a, b in pairs) for pairs in sums]})
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            eos_token_id=2,
+        )
+    )
+
+
+def train(name: str, train_set: Dataset, held_out: Dataset, learning_rate: float) -> list[Row]:
+    """One run; a row for each logged step and each evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            folder,
+            max_length=MAX_LENGTH,
+            num_train_epochs=1,
+            learning_rate=learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.05,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=0.2,
+            eval_on_start=True,
+            per_device_eval_batch_size=8,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            packing_report=False,
+            disable_tqdm=True,
+            **RUNS[name],
+        )
+        start = time.process_time()
+        trainer = SFTTrainer(
+            model(), args, train_dataset=train_set, eval_dataset=held_out, processing_class=build_tokenizer()
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        seconds = time.process_time() - start
+    rows = []
+    for entry in trainer.state.log_history:
+        row = {"run": name, "step": entry["step"], "documents": entry["step"] / trainer.state.max_steps}
+        row["documents"] = round(row["documents"] * len(trainer.train_dataset), 1)
+        row |= {"steps": trainer.state.max_steps, "documents_per_step": len(train_set) / trainer.state.max_steps}
+        row |= {key: entry[key] for key in ("loss", "eval_loss") if key in entry}
+        rows.append(row | {"learning_rate": learning_rate, "cpu_s": round(seconds, 1)})
+    return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+
+def curve(rows: list[Row], name: str, value: str) -> tuple[np.ndarray, np.ndarray]:
+    points = [(row["documents"], row[value]) for row in rows if row["run"] == name and value in row]
+    return tuple(np.array(points).T)
+
+
+def differences(rows: list[Row], reference: str = "padded") -> None:
+    for name in dict.fromkeys(row["run"] for row in rows):
+        (documents, loss), (_, validation) = (curve(rows, name, key) for key in ("loss", "eval_loss"))
+        (same_documents, same_loss), (_, same) = (curve(rows, reference, key) for key in ("loss", "eval_loss"))
+        training = np.abs(loss - same_loss).max() if np.array_equal(documents, same_documents) else float("nan")
+        row = next(row for row in rows if row["run"] == name)
+        text = f"{name:<13} {row['documents_per_step']:6.1f} documents a step, {row['steps']:4} steps, "
+        text += f"eval_loss {validation[0]:.4f} -> {validation[-1]:.4f}, beside {reference}: "
+        text += f"training {training:.1e}, validation {np.abs(validation - same).max():.1e}, {row['cpu_s']} CPU s"
+        print(text, flush=True)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for name, style in (("padded", {"lw": 4, "alpha": 0.35}), ("minibatch", {"lw": 1.2})):
+        left.plot(*curve(rows, name, "loss"), label=f"{name}, training", color="C0", **style)
+        left.plot(*curve(rows, name, "eval_loss"), label=f"{name}, validation", color="C1", **style)
+    left.set(title="The same documents per step", xlabel="documents seen", ylabel="loss per trained token")
+    left.legend(frameon=False)
+    for name in ("padded", "minibatch", "stream 2048", "bfd", "wrapped"):
+        documents, loss = curve(rows, name, "eval_loss")
+        middle.plot(documents[1:], loss[1:], label=name, ls="--" if name == "minibatch" else "-", marker=".")
+    middle.set(title="Other documents per step: packs of 2048", xlabel="documents seen", ylabel="validation loss")
+    middle.legend(frameon=False)
+    ends = {}
+    for name in dict.fromkeys(row["run"] for row in rows):
+        if name.startswith("stream"):
+            density = next(row["documents_per_step"] for row in rows if row["run"] == name)
+            ends[density] = curve(rows, name, "eval_loss")[1][-1]
+    right.plot(list(ends), list(ends.values()), marker="o", label="stream")
+    padded = next(row["documents_per_step"] for row in rows if row["run"] == "padded")
+    right.plot(padded, curve(rows, "padded", "eval_loss")[1][-1], "s", color="C3", label="padded, minibatch")
+    right.set(title="Density at equal documents seen", xlabel="documents per optimizer step", xscale="log")
+    right.set(ylabel="validation loss at the end")
+    right.set_xticks(list(ends), [f"{density:.0f}" for density in ends], minor=False)
+    right.minorticks_off()
+    right.legend(frameon=False)
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with gsm8k_train.jsonl")
+    parser.add_argument("--num", type=int, default=384, help="documents to train on")
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="`padded` is always run")
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (all runs are needed)")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.set_verbosity_error()
+    print(describe())
+    documents = texts(args.data, args.num + NUM_HELD_OUT)
+    held_out, train_set = documents.select(range(NUM_HELD_OUT)), documents.select(range(NUM_HELD_OUT, len(documents)))
+    rows: list[Row] = []
+    for name in ["padded", *(name for name in args.runs if name != "padded")]:
+        rows += train(name, train_set, held_out, args.learning_rate)
+        differences([row for row in rows if row["run"] in ("padded", name)])
+        if args.csv:
+            write_csv(args.csv, rows)  # each time: a run that is stopped leaves what it has
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Training throughput on one GPU: padded, TRL's packing and ours, at most 8 minutes. NOT MEASURED YET: no GPU was here.
+
+    python benchmarks/throughput_gpu.py --data DIR --csv throughput_gpu.csv
+    python benchmarks/throughput_gpu.py --smoke   # tiny sizes on the CPU: exercises every part, proves no figure
+
+Parts, in the order of their worth; what fails (out of memory included) or no longer fits the time is a row with the
+reason, and the CSV is written after every row.
+  ceiling    8192^3 matrix products in bf16: what this card can do, in TFLOP/s
+  exactness  logits and gradients of packed documents in bf16 against each document alone in fp32, over the error that
+             the document alone has in bf16 itself: about 1 means that packing adds nothing to rounding
+  train      `Trainer.train()` of models with random weights in the shapes of Qwen2.5-1.5B (full, AdamW) and Llama-2-7B
+             (LoRA), bf16, gradient checkpointing, batch sizes 8, 4 and 16; lengths of t0_p3_sample (FLAN-like,
+             max_length 2048) and gsm8k_train (OrcaMath-like, 1024), random tokens:
+      padded         TRL unpacked, sdpa
+      ours           `minibatch`: the same documents per step as padded, no padding
+      TRL bfd        TRL's packing as it comes, sdpa
+      TRL bfd flash  the same on the kernels of ours (flash_attention_2 where it is installed)
+      ours stream    packs of the same capacity as TRL's
+`share` is the speed-up over padded in documents/s over padded/real tokens, all that removing padding can give; the
+target is 0.95. MFU counts real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N
+without embeddings; recomputation is not counted. Steps are timed after two, each ends in a synchronisation.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import datasets
+import numpy as np
+import torch
+import transformers
+import trl
+from about import describe, write_csv
+from conftest import build_tokenizer
+from datasets import Dataset
+from peft import LoraConfig
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
+
+import trl_packfix
+from trl_packfix.attention import select_attention
+from trl_packfix.collator import PackedDataCollator
+from trl_packfix.forwards import mark_packed_forwards
+
+WARM_UP = 2  # steps
+QWEN = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+LLAMA = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    max_position_embeddings=4096,
+)
+TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "padded": (trl, {}),
+    "ours": (trl_packfix, {"packing": True, "packing_strategy": "minibatch", "packing_report": False}),
+    "TRL bfd": (trl, {"packing": True}),
+    "TRL bfd flash": (trl, {"packing": True}),
+    "ours stream": (trl_packfix, {"packing": True, "packing_report": False}),
+}
+LENGTHS = {"t0_p3_sample": (114, 1.27, 2048), "gsm8k_train": (165, 0.38, 1024)}  # median, sigma, max_length
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str
+    dtype: torch.dtype
+    smoke: bool
+    seconds: float  # timed steps of one contender, at most about this
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return (4,) if self.smoke else (8, 4, 16)
+
+    def config(self, config: transformers.PretrainedConfig, layers: int | None = None) -> transformers.PretrainedConfig:
+        changes = dict(TINY) if self.smoke else {}
+        if layers is not None:
+            changes["num_hidden_layers"] = layers
+        kept = {key: value for key, value in config.to_diff_dict().items() if key != "layer_types"}  # one per layer
+        return type(config)(**(kept | changes))
+
+    def build(self, config: transformers.PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype or self.dtype, attn_implementation="sdpa")
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def ceiling(machine: Machine) -> Row:
+    size = 256 if machine.smoke else 8192
+    a, b = (torch.randn(size, size, device=machine.device, dtype=machine.dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        machine.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        machine.synchronize()
+        best = min(best, (time.perf_counter() - start) / 10)
+    return {"part": "ceiling", "tflops": 2 * size**3 / best / 1e12}
+
+
+def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
+    """Tokens of `num` documents in random order: real ones where there is a folder, else lognormal."""
+    median, sigma, max_length = LENGTHS[name]
+    rng = np.random.default_rng(0)
+    if folder is None:
+        return np.clip(rng.lognormal(np.log(median), sigma, num), 2, max_length).astype(int)
+    tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
+    lines = (folder / f"{name}.jsonl").read_text().splitlines()
+    rows = [json.loads(lines[i]) for i in rng.permutation(len(lines))[:num]]
+    texts = [
+        "\n".join(turn["content"] for turn in row["messages"])
+        if "messages" in row
+        else row["prompt"] + row["completion"]
+        for row in rows
+    ]
+    return np.clip([len(ids) for ids in tokenizer(texts)["input_ids"]], 2, max_length)
+
+
+def exactness(machine: Machine, lengths: np.ndarray) -> Row:
+    """Largest error over the documents (logits) and of the summed gradient, packed over alone, both against fp32."""
+    config = machine.config(QWEN, layers=2 if machine.smoke else 4)
+    rng = np.random.default_rng(0)
+    documents = [{"input_ids": rng.integers(3, 300, n)} for n in lengths[:8]]
+    batch = PackedDataCollator()(documents)
+    batch = {k: v.to(machine.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    ids = [torch.from_numpy(document["input_ids"])[None].to(machine.device) for document in documents]
+
+    def run(dtype: torch.dtype, packed: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        model = machine.build(config, torch.float32).to(dtype)  # the same weights, rounded
+        if packed:
+            select_attention(model)
+            mark_packed_forwards(model)
+            logits = (
+                model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0].split([i.shape[1] for i in ids])
+            )
+        else:
+            logits = [model(i).logits[0] for i in ids]
+        pairs = zip(logits, ids, strict=True)
+        loss = sum(functional.cross_entropy(x[:-1].float(), i[0, 1:], reduction="sum") for x, i in pairs)
+        loss.backward()
+        gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+        return [x.detach().float() for x in logits], gradient
+
+    def error(got: Any, expected: Any) -> tuple[float, float]:
+        pairs = list(zip(got[0], expected[0], strict=True))
+        logits = max(((x - y).norm() / y.norm()).item() for x, y in pairs)
+        return logits, ((got[1] - expected[1]).norm() / expected[1].norm()).item()
+
+    truth = run(torch.float32, packed=False)
+    (alone_logits, alone_gradient), (logits, gradient) = (
+        error(run(torch.bfloat16, packed), truth) for packed in (False, True)
+    )
+    row = {"part": "exactness", "documents": len(documents), "tokens": int(lengths[:8].sum())}
+    row |= {"alone_logits": alone_logits, "alone_gradient": alone_gradient}
+    return row | {"packed_over_alone_logits": logits / alone_logits, "packed_over_alone": gradient / alone_gradient}
+
+
+class Clock(TrainerCallback):
+    """Times steps after the warm-up, each to its synchronised end, and stops the run when there is enough."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
+
+    def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """What a micro-batch holds, as tensors on its device: reading them here would make the card wait."""
+        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        starts = kwargs["position_ids"] == 0 if kwargs.get("position_ids") is not None else None
+        documents = starts.sum() if starts is not None and mask is None else ids.shape[0]
+        self.batches.append((documents, ids.numel() if mask is None else mask.sum(), ids.numel()))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.machine.synchronize()
+        if state.global_step == WARM_UP:
+            self.batches.clear()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.machine.synchronize()
+        if state.global_step > WARM_UP:
+            self.seconds, self.steps = self.seconds + time.perf_counter() - self.started, self.steps + 1
+            control.should_training_stop = self.seconds > self.machine.seconds or self.steps == 20
+
+
+def train(
+    machine: Machine, name: str, config: Any, lora: bool, table: Dataset, batch_size: int, max_length: int
+) -> Row:
+    package, settings = CONTENDERS[name]
+    model = machine.build(machine.config(config))
+    if name == "TRL bfd flash":
+        select_attention(model)
+        mark_packed_forwards(model)
+    clock = Clock(machine)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = package.SFTConfig(
+            folder,
+            max_length=max_length,
+            per_device_train_batch_size=batch_size,
+            max_steps=WARM_UP + 20,
+            bf16=machine.device == "cuda",
+            use_cpu=machine.device == "cpu",
+            optim="adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
+            activation_checkpointing=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        )
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+        trainer = package.SFTTrainer(
+            model,
+            args,
+            train_dataset=table,
+            processing_class=build_tokenizer(),
+            peft_config=adapter,
+            callbacks=[clock],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)
+        if machine.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    if not clock.steps:
+        raise RuntimeError("the run ended before the first timed step")
+    documents, tokens, computed = (sum(int(batch[i]) for batch in clock.batches) for i in range(3))
+    parameters = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n and "lora" not in n)
+    row = {"steps": clock.steps, "documents_per_s": documents / clock.seconds, "tokens_per_s": tokens / clock.seconds}
+    row |= {"computed_over_real": computed / tokens, "attention": trainer.model.config._attn_implementation}
+    if machine.device == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    lengths = np.array([len(ids) for ids in table["input_ids"]], dtype=float)
+    squares = (lengths**2).sum() / lengths.sum() * tokens
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    flops = (4 if lora else 6) * parameters * tokens + 6 * layers * hidden * squares
+    return row | {"real_tflops": flops / clock.seconds / 1e12}
+
+
+def shares(rows: list[Row]) -> None:
+    """Speed-ups over padded, and the part of what padding allows, where both were measured."""
+    by_case: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "train" and "tokens_per_s" in row:
+            by_case.setdefault((row["model"], row["lengths"], row["batch_size"]), {})[row["method"]] = row
+    for case in by_case.values():
+        for row in case.values():
+            for other in ("padded", "TRL bfd", "TRL bfd flash"):
+                if other in case:
+                    row[f"over {other}"] = row["documents_per_s"] / case[other]["documents_per_s"]
+            if "padded" in case:
+                row["share"] = row["over padded"] / case["padded"]["computed_over_real"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="JSONL files and a tokenizer; else lognormal lengths")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="written after every row")
+    parser.add_argument("--minutes", type=float, default=8.0, help="nothing is started after this")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, seconds; no figure of worth")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device, so nothing can be measured. `--smoke` exercises the parts.")
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.set_verbosity_error()
+    if args.smoke:
+        torch.set_num_threads(1)
+        machine = Machine("cpu", torch.float32, True, 0.0)
+    else:
+        machine = Machine("cuda", torch.bfloat16, False, 4.0)
+    card = {"card": "CPU, smoke: not a measurement" if args.smoke else torch.cuda.get_device_name()}
+    print(describe(), card["card"], sep=", ")
+    deadline, rows, top = time.perf_counter() + 60 * args.minutes, [], float("nan")
+
+    def attempt(row: Row, measure: Callable[[], Row]) -> Row:
+        """A row, whatever happens: with figures, or with the reason why there are none."""
+        if time.perf_counter() > deadline:
+            row["reason"] = "not measured: out of time"
+        else:
+            try:
+                row |= measure()
+            except Exception as error:
+                row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        if machine.device == "cuda":
+            torch.cuda.empty_cache()
+        if "real_tflops" in row:
+            row["mfu"] = row["real_tflops"] / top
+        rows.append(row | card)
+        shares(rows)
+        told = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
+        print(", ".join(f"{k} {v}" for k, v in told.items()), flush=True)
+        if args.csv:
+            write_csv(args.csv, rows)
+        return row
+
+    top = attempt({"part": "ceiling"}, lambda: ceiling(machine)).get("tflops", top)
+    num = 200 if args.smoke else 2000
+    tables = {}
+    for name, (_, _, max_length) in list(LENGTHS.items())[: 1 if args.smoke else 2]:
+        max_length = 256 if args.smoke else max_length
+        lengths = np.minimum(document_lengths(args.data, name, num), max_length)
+        ids = [np.random.default_rng(0).integers(3, 300, n) for n in lengths]
+        tables[name] = Dataset.from_dict({"input_ids": ids}), max_length
+        if name == "t0_p3_sample":
+            attempt({"part": "exactness"}, lambda lengths=lengths: exactness(machine, lengths))
+    models = {"Qwen2.5-1.5B": (QWEN, False), "Llama-2-7B": (LLAMA, True)}
+    for batch_size in machine.batch_sizes:
+        for model, (config, lora) in models.items():
+            for name, (table, max_length) in tables.items():
+                for method in CONTENDERS:
+                    case = (machine, method, config, lora, table, batch_size, max_length)
+                    row = {"part": "train", "model": model, "training": "LoRA" if lora else "full", "lengths": name}
+                    row |= {"batch_size": batch_size, "method": method}
+                    attempt(row, lambda case=case: train(*case))
+    failed = [row for row in rows if "reason" in row]
+    print(f"{len(rows)} rows, {len(failed)} without figures")
+    if args.smoke and failed:
+        raise SystemExit(f"smoke mode: {failed[0]}")
+
+
+if __name__ == "__main__":
+    main()
