@@ -221,6 +221,8 @@ def main() -> None:
             for num in args.num:
                 for kind in args.kinds:
                     rows += starts(num, kind == "masked", args.methods, Path(temporary))
+                    if args.csv:
+                        write_csv(args.csv, rows)  # a run that is stopped leaves what it has
         if "collator" in args.parts:
             rows += collators(Path(temporary), args.rounds)
     for row in rows:
