@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -447,3 +448,19 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
         packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
         assert varlen_mask(1, 5, 5, **own, **common) is None
         packed_forwards[-1] = running
+
+
+def test_attention_is_not_compiled_anew_for_other_documents():
+    """Under `torch.compile` only the second pack, by which it learns what changes, may add graphs."""
+
+    def attend(states, bounds):
+        return attend_on_cpu(2 * states, states, states, bounds.diff().tolist(), scale=0.5) + 1
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, graphs = torch.compile(attend, backend="eager"), []
+    for lengths in ([9, 23], [7, 3, 15, 2, 5], [30, 1, 1], [5, 6, 7, 8, 2, 3, 1]):
+        states, bounds = torch.randn(1, 2, 32, 8), torch.tensor([0, *lengths]).cumsum(0)
+        assert torch.equal(compiled(states, bounds), attend(states, bounds))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[1] == graphs[-1]

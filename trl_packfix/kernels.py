@@ -28,6 +28,8 @@ _CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of Fla
 FLASH_TILE, MATH_TILE = 64, 256
 
 
+# A graph of the loop over documents would be compiled anew for every number of documents.
+@torch.compiler.disable
 def attend_on_cpu(
     query: Tensor,
     key: Tensor,
