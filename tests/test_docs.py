@@ -1,10 +1,22 @@
 """What README and docs say is so: snippets run, commands and flags exist, links resolve, messages are quoted."""
 
 import ast
+import doctest
+import importlib
+import json
+import pydoc
 import re
+import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
+from conftest import build_tiny_model, build_tokenizer
+from trl import ModelConfig, ScriptArguments
+
+import trl_packfix
+from trl_packfix import SFTConfig, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,7 +38,7 @@ def messages() -> list[tuple[str, str]]:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 if isinstance(node.exc.func, ast.Name) and node.exc.func.id in RAISED:
                     found.append((file.name, template(node.exc.args[0])))
-    return found
+    return [(file, text) for file, text in found if text != "…"]  # a message of another rank, told here again
 
 
 MESSAGES = messages()
@@ -46,3 +58,173 @@ def test_a_quoted_message_exists(quote):
 @pytest.mark.parametrize("file, text", MESSAGES, ids=[f"{file}: {text[:40]}" for file, text in MESSAGES])
 def test_every_message_is_explained(file, text):
     assert any(quote in text for quote in QUOTES), f"add a row to docs/troubleshooting.md that quotes {text!r}"
+
+
+# Snippets
+
+SNIPPETS = [
+    (page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize("page, code", SNIPPETS, ids=[f"{page}-{code.split()[1]}" for page, code in SNIPPETS])
+def test_snippets_run(page, code, capsys):
+    exec(compile(code, page, "exec"), {})
+    printed = capsys.readouterr().out
+    expected = re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
+    assert not expected or printed.splitlines() == expected
+
+
+def test_there_are_snippets():
+    assert {page for page, _ in SNIPPETS} >= {"README.md", "packing.md", "isolation.md", "strategies.md"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the names of the hub that README and docstrings use are a tiny model and conversations."""
+    folder = tmp_path_factory.mktemp("docs")
+    build_tiny_model("qwen3").save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    build_tokenizer().save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    (folder / "trl-lib" / "Capybara").mkdir(parents=True)
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+    rows = [json.dumps({"messages": turns * (1 + i % 2)}) for i in range(8)]
+    (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def quick(code: str) -> str:
+    assert code.count("packing=True") == 1
+    return code.replace("packing=True", "packing=True, use_cpu=True, bf16=False, max_steps=1, max_length=64")
+
+
+def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    assert sum(line.startswith(("+", "-")) for line in diff.splitlines()) == 2  # one line is swapped
+    monkeypatch.chdir(workplace)
+    variables = {}
+    exec(quick("from datasets import load_dataset\n" + "\n".join(lines)), variables)
+    assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
+
+
+# The API reference
+
+PUBLIC = {name: getattr(trl_packfix, name) for name in trl_packfix.__all__}
+
+
+def test_the_api_page_has_every_public_name():
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(f"{value.__module__}.{name}" for name, value in PUBLIC.items())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example(name):
+    assert ">>> " in PUBLIC[name].__doc__
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_help_shows_every_public_name(name):
+    text = pydoc.render_doc(PUBLIC[name], renderer=pydoc.plaintext)
+    assert PUBLIC[name].__doc__.strip().splitlines()[0].strip()[:60] in text
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "trl_packfix").glob("*.py")), ids=lambda file: file.stem)
+def test_docstring_examples(file, workplace, monkeypatch):
+    if ">>> " not in file.read_text():
+        return
+    module = importlib.import_module(f"trl_packfix.{file.stem}")
+    monkeypatch.chdir(workplace)
+    examples = [test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples]
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in examples:
+        for example in test.examples:
+            if "packing=True)" in example.source:
+                example.source = quick(example.source)
+        assert runner.run(test).failed == 0
+    assert examples
+
+
+# Links and navigation
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        if page.parent == ROOT / "docs":
+            assert file.is_relative_to(ROOT / "docs"), f"{page.name} links out of docs ({target}): the site has no page"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_page_is_in_the_navigation():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [entry if isinstance(entry, str) else next(iter(entry.values())) for entry in nav]
+    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+# Commands
+
+SHELL = [
+    (page.name, line.split("  #")[0].strip())
+    for page in PAGES
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+TABLE = [
+    ("README.md", command)
+    for row in re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for command in re.findall(r"`((?:python|pytest|make) [^`]+)`", row)
+]
+LAUNCHERS = {"deepspeed": ("--num_gpus=8",), "accelerate": ("launch", "--config_file"), "python": ()}
+
+
+def check_script(words: list[str]) -> None:
+    """`FILE.py --flag value ...`: the file is there, and its parser knows the flags."""
+    file, *flags = words
+    source = (ROOT / file).read_text()
+    flags = [word.split("=")[0] for word in flags if word.startswith("--")]
+    if file == "examples/train.py":
+        known = {f"--{field.name}" for kind in (ScriptArguments, SFTConfig, ModelConfig) for field in fields(kind)}
+        assert set(flags) <= known | {"--config"}
+    else:
+        assert all(f'"{flag}"' in source for flag in flags)
+    for word in words:
+        if word.startswith(("examples/", "deepspeed_configs/")):
+            assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("page, line", sorted(set(SHELL + TABLE)), ids=lambda value: value)
+def test_commands_exist(page, line, capsys):
+    program, *words = shlex.split(line)
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "pytest":
+        path = next(word for word in words if word.startswith("tests/"))
+        assert (ROOT / path).is_file()
+        if "-k" in words:
+            names = words[words.index("-k") + 1].split(" or ")
+            assert all(re.search(rf"^def test_\w*{name}", (ROOT / path).read_text(), re.MULTILINE) for name in names)
+    elif program == "trl-packfix":
+        with pytest.raises(SystemExit) as done:
+            cli.main([words[0], "--help"])
+        assert done.value.code == 0
+        text = capsys.readouterr().out
+        assert all(word in text for word in words if word.startswith("--"))
+    else:
+        assert program in LAUNCHERS, line
+        while words and not words[0].endswith(".py"):
+            word = words.pop(0)
+            assert word in LAUNCHERS[program] or (ROOT / word).is_file(), line
+        check_script(words)
+
+
+def test_commands_are_found():
+    assert len(SHELL) > 12 and len(TABLE) > 10

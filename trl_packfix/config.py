@@ -22,8 +22,6 @@ class SFTConfig(trl.SFTConfig):
     Configuration class for the [`SFTTrainer`]: every field of [`trl.SFTConfig`], and those of packing below.
 
     Parameters:
-        > Parameters that control packing
-
         packing_strategy (`str`, *optional*, defaults to `"stream"`):
             Which documents share a pack. `"stream"` keeps the shuffled order and is planned anew every epoch, `"bfd"`
             is best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
@@ -50,6 +48,11 @@ class SFTConfig(trl.SFTConfig):
             model, which may build a (T, T) mask per pack.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
+
+    Example:
+
+    >>> SFTConfig("output", packing=True, max_length=2048, use_cpu=True, bf16=False).effective_overlong
+    'truncate'
     """
 
     packing_strategy: str = field(

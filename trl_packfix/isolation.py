@@ -32,6 +32,12 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     Args:
         model: a transformers causal LM, wrapped by PEFT, DDP or an engine or not.
         max_length: the longest document of the run, in tokens; None tests every threshold of the model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    >>> report = check_isolation(LlamaForCausalLM(tiny))
+    >>> report.isolated, report.equal
+    (True, True)
     """
     probe = Probe(model)
     with probe.undisturbed(), _marked(probe.inner):

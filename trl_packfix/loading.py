@@ -289,6 +289,10 @@ def packed_dataloader(
 
     Returns:
         A `DataLoader` with `len()` micro-batches, a multiple of `gradient_accumulation_steps`.
+
+    >>> dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]})
+    >>> sorted(batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7))
+    [torch.Size([1, 7]), torch.Size([1, 7])]
     """
     reader = TokenReader(dataset)
     documents = prepared_documents(

@@ -58,25 +58,26 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): as in TRL.
         args ([`SFTConfig`], [`trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
             TRL's `SFTConfig` keeps its meaning: its default `packing_strategy="bfd"` is bfd. It is not changed.
-        data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
-        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
-        formatting_func: as in TRL. A `data_collator` is refused with packing.
+
+    All other arguments are those of [`trl.SFTTrainer`]. A `data_collator` is refused with packing.
 
     Attributes:
         packing_report ([`PackingReport`] or None): what packing did; made when training starts.
 
     Example:
 
-    ```python
+    >>> from datasets import load_dataset
     >>> from trl_packfix import SFTConfig, SFTTrainer
-
     >>> trainer = SFTTrainer(
-    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
-    ...     args=SFTConfig(packing=True, max_length=4096),
-    ...     train_dataset=dataset,
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     args=SFTConfig("output", packing=True),
+    ...     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
     ... )
-    >>> trainer.train()
-    ```
+    >>> output = trainer.train()  # doctest: +ELLIPSIS
+    Packing report
+    ...
+    >>> trainer.packing_report.isolation.isolated
+    True
     """
 
     def __init__(
