@@ -1,5 +1,5 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
-# make test    ruff, then every test             make check   ruff only; make types   mypy
+# make test    ruff, then every test             make check   ruff and mypy; make types   mypy
 # make chaos   kill runs at random points, resume them, compare (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
@@ -37,6 +37,7 @@ test: $(INSTALLED)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -28,6 +28,10 @@ ARGUMENTS = [
     ),
     ({"max_length": 1}, r"`max_length=1` was given.*needs two tokens.*Set `max_length` to 2"),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
+    (
+        {"truncation_mode": "keep_last"},
+        r"`truncation_mode='keep_last'` was given.*no such choice.*'keep_start', 'keep_end'",
+    ),
     ({"overlong": "cut"}, r"`overlong='cut'` was given.*no such choice.*'truncate', 'split', 'drop', 'raise'"),
     ({"balance": "all"}, r"`balance='all'` was given.*no such choice.*'step', 'none'"),
     (

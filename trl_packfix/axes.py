@@ -62,7 +62,7 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
         outputs = {}
         for place in set.intersection(*(set(sizes) for sizes in outs)):
             one, longer, double = (sizes[place] for sizes in outs)
-            if isinstance(one, tuple):
+            if isinstance(one, tuple) and isinstance(longer, tuple):
                 tokens = _growing(name, place, one, longer, [n for _, n in ROWS[:2]])
                 outputs[place] = _axes(tokens, longer, [one, longer, double])
         found[name] = ModuleAxes(inputs, outputs, numbers)

@@ -119,7 +119,7 @@ def check_model(
     """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        choice = {} if on_leak is None else {"on_leak": on_leak}
+        choice: dict[str, Any] = {} if on_leak is None else {"on_leak": on_leak}
         args = SFTConfig(folder, packing=True, max_length=max_length, bf16=False, **choice)
         device = args.device
         found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
@@ -172,10 +172,12 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
 
 def _load(name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
     if not config_only:
-        return create_model_from_path(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None)
+        create: Any = create_model_from_path
+        return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None)
     config = AutoConfig.from_pretrained(name)
     model_class = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
-    model = zoo.random_model(type(config)(**zoo.shrink(config)), model_class).to(dtype)
+    model: Any = zoo.random_model(type(config)(**zoo.shrink(config)), model_class)
+    model.to(dtype)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
     return model

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
@@ -21,7 +22,7 @@ NUM_SHOWN = 10  # rows that a message names
 def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
     """The text config of a model that is given as an object or as a name."""
     if isinstance(model, str):
-        init = args.model_init_kwargs or {}
+        init: Any = args.model_init_kwargs or {}
         config = AutoConfig.from_pretrained(
             model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
@@ -102,7 +103,7 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
     return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
 
 
-def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: SFTConfig) -> None:
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig) -> None:
     """What can be refused in a dataset that is not tokenised yet.
 
     Raises:
@@ -191,7 +192,7 @@ def check_not_packed(dataset: Dataset, name: str, packing: bool) -> None:
 
 @contextmanager
 def naming_silent_rows(
-    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: SFTConfig
+    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: trl.SFTConfig
 ) -> Iterator[None]:
     """Turn TRL's refusal of a row without assistant tokens into one that names the rows.
 

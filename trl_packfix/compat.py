@@ -4,7 +4,7 @@ import trl
 from datasets import IterableDataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 TRL_FLOOR = "1.16.0"
@@ -23,7 +23,7 @@ def require_trl(installed: str = trl.__version__) -> None:
         )
 
 
-def gather_lm_head_with_model(model: nn.Module) -> None:
+def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     """Tell DeepSpeed ZeRO-3 that this transformers model reads the weights of its LM head itself, in TRL's fused loss.
 
     DeepSpeed finds that out at the first fused forward, but not if forwards that call the head came before, as the

@@ -2,18 +2,18 @@
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import trl
 from transformers import TrainingArguments
 
-from .loading import IMPLIED_OVERLONG
+from .documents import Overlong, TruncationMode
+from .loading import IMPLIED_OVERLONG, Strategy
+from .scheduling import Balance
 
-STRATEGIES = tuple(IMPLIED_OVERLONG)
-OVERLONG = ("truncate", "split", "drop", "raise")
-BALANCE = ("step", "none")
-WEIGHTINGS = ("token", "document")
-ON_LEAK = ("repair", "raise", "unpack")
+OnLeak = Literal["repair", "raise", "unpack"]
+Weighting = Literal["token", "document"]
+STRATEGIES, OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS = map(get_args, (Strategy, Overlong, Balance, OnLeak, Weighting))
 
 
 @dataclass
@@ -55,7 +55,7 @@ class SFTConfig(trl.SFTConfig):
     'truncate'
     """
 
-    packing_strategy: str = field(
+    packing_strategy: Strategy = field(
         default="stream",
         metadata={
             "help": "Which documents share a pack: 'stream' (shuffled order kept, planned anew every epoch), 'bfd' "
@@ -65,7 +65,7 @@ class SFTConfig(trl.SFTConfig):
             "choices": list(STRATEGIES),
         },
     )
-    overlong: str | None = field(
+    overlong: Overlong | None = field(
         default=None,
         metadata={
             "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
@@ -73,7 +73,7 @@ class SFTConfig(trl.SFTConfig):
             "choices": list(OVERLONG),
         },
     )
-    on_leak: str = field(
+    on_leak: OnLeak = field(
         default="repair",
         metadata={
             "help": "What to do when documents in a pack influence each other on this model: 'repair' makes the "
@@ -82,14 +82,14 @@ class SFTConfig(trl.SFTConfig):
             "choices": list(ON_LEAK),
         },
     )
-    balance: str = field(
+    balance: Balance = field(
         default="step",
         metadata={
             "help": "'step' gives all ranks packs of similar cost in each micro-step, 'none' packs as they come.",
             "choices": list(BALANCE),
         },
     )
-    document_weighting: str = field(
+    document_weighting: Weighting = field(
         default="token",
         metadata={
             "help": "'token': every trained token of an optimizer step counts the same. 'document': every document "
@@ -109,12 +109,16 @@ class SFTConfig(trl.SFTConfig):
         metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
     )
 
+    if TYPE_CHECKING:  # TRL's fields, as narrow as they are with packing
+        truncation_mode: TruncationMode = "keep_start"
+        pad_to_multiple_of: int | None = None
+
     def __post_init__(self):
         super().__post_init__()
         check_config(self)
 
     @property
-    def effective_overlong(self) -> str:
+    def effective_overlong(self) -> Overlong:
         """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
         return self.overlong or IMPLIED_OVERLONG[self.packing_strategy]
 
@@ -150,6 +154,7 @@ def check_config(args: SFTConfig) -> None:
     known_choices = {
         "packing_strategy": STRATEGIES,
         "overlong": (None, *OVERLONG),
+        "truncation_mode": get_args(TruncationMode),
         "on_leak": ON_LEAK,
         "balance": BALANCE,
         "document_weighting": WEIGHTINGS,

@@ -180,8 +180,9 @@ class Deal:
         attempts = self.num_slots // FAILURES + 16
         stuck: set[int] = set()
         while self.room.min() < 0:
-            slot = next((i for i in np.argsort(self.room).tolist() if i not in stuck and self.room[i] < 0), None)
-            if slot is None or not attempts:
+            over = (i for i in np.argsort(self.room).tolist() if i not in stuck and self.room[i] < 0)
+            slot = next(over, -1)
+            if slot < 0 or not attempts:
                 return False
             if self._exchange_one(slot) or self._exchange_pairs(slot):
                 stuck.clear()

@@ -17,6 +17,7 @@ from .reader import TokenReader
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
+TruncationMode = Literal["keep_start", "keep_end"]
 Int64Array = npt.NDArray[np.int64]
 
 NUM_SHOWN = 10  # offenders that an error message names
@@ -125,8 +126,8 @@ class _Spans:
         return self.stop - self.start
 
     def count(self, mask: npt.NDArray[np.bool_] | None = None) -> Count:
-        mask = slice(None) if mask is None else mask
-        lengths, trained = self.lengths[mask], self.trained[mask]
+        chosen = slice(None) if mask is None else mask
+        lengths, trained = self.lengths[chosen], self.trained[chosen]
         return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
 
     def select(self, mask: npt.NDArray[np.bool_]) -> "_Spans":
@@ -137,7 +138,7 @@ def make_documents(
     reader: TokenReader,
     max_length: int | None,
     overlong: Overlong = "truncate",
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
+    truncation_mode: TruncationMode = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
     may_be_empty: bool = False,
@@ -167,10 +168,9 @@ def make_documents(
     if wrapped:
         assert max_length is not None
         spans = _cut_into_blocks(reader, spans, max_length, ledger)
+        block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
     elif max_length is not None:
         spans = _apply_overlong(reader, spans, max_length, overlong, truncation_mode, ledger)
-    if wrapped:
-        block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
     if not keep_untrained:
         trained = spans.trained > 0
         block = block[trained] if block is not None else None

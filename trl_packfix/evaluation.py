@@ -19,6 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
+from .documents import Overlong
 from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
 from .objective import PackedObjective
 from .prepared import prepared_documents
@@ -68,6 +69,7 @@ class ExactEvaluation(PackedObjective):
     """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
 
     packed_model: PackedModel
+    eval_dataset: Any
     _cost_model: CostModel
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
@@ -119,7 +121,7 @@ class ExactEvaluation(PackedObjective):
         args = self.args
         reader = TokenReader(dataset)
         # One result per row: evaluation never splits or drops, whatever training does.
-        overlong = "raise" if args.overlong == "raise" else "truncate"
+        overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
         documents = prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
@@ -158,6 +160,7 @@ class ExactEvaluation(PackedObjective):
         prefix = kwargs.get("metric_key_prefix", "eval")
         metrics = self._totals.metrics(self.accelerator)
         if metrics:
+            assert output.metrics is not None
             output.metrics[f"{prefix}_loss"] = metrics.pop("loss")
             # TRL's `log` averages these lists and adds them to what is logged
             logged = self._metrics["eval"]

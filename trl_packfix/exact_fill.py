@@ -48,6 +48,7 @@ class _Buffer:
     def take(self, length: int) -> int:
         """Remove the oldest document of this length."""
         waiting = self.waiting[length]
+        assert waiting  # the caller has seen it present
         position = waiting.popleft()
         self.num_documents -= 1
         self.num_tokens -= length
@@ -57,8 +58,8 @@ class _Buffer:
 
     def renumber(self, forgotten: int) -> None:
         """Lower every position by `forgotten`."""
-        for waiting in self.waiting:
-            for i in range(len(waiting or ())):
+        for waiting in filter(None, self.waiting):
+            for i in range(len(waiting)):
                 waiting[i] -= forgotten
 
     def longest_up_to(self, length: int) -> int:
@@ -78,7 +79,7 @@ class _Buffer:
         start = self.longest - gap  # mirrored[start + l] is present[gap - l]
         both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
         found = both.find(1)
-        if found == 0 and 2 * low == gap and len(self.waiting[low]) < 2:
+        if found == 0 and 2 * low == gap and len(self.waiting[low] or ()) < 2:
             found = both.find(1, 1)
         return (low + found, gap - low - found) if found >= 0 else ()
 
@@ -175,7 +176,8 @@ def _close_packs(
             buffer.renumber(oldest)
             forgotten, oldest = forgotten + oldest, 0
         members: list[int] = []
-        gap, position, fill = capacity, oldest, ()
+        gap, position = capacity, oldest
+        fill: tuple[int, ...] = ()
         longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
         fill_from = min(2 * longest_waiting, FILL_FROM * buffer.num_tokens / buffer.num_documents)
         while position >= 0:

@@ -131,7 +131,7 @@ def carry_boundaries(model: nn.Module) -> None:
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
-            module._gradient_checkpointing_func = CarryingCheckpoint(checkpoint)
+            vars(module)["_gradient_checkpointing_func"] = CarryingCheckpoint(checkpoint)
 
 
 class CarryingCheckpoint:
@@ -197,7 +197,7 @@ class PackedForwardGuard:
             packed_forwards.pop()
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
+def base_model(model: Any) -> PreTrainedModel:
     """The transformers model inside PEFT's wrapper, or the model itself."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from math import inf
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from .forwards import mark_packed_forwards, text_config
 from .probe import CannotRun, Probe, distance
@@ -115,7 +116,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
 
 
 @contextmanager
-def _marked(inner: nn.Module) -> Iterator[None]:
+def _marked(inner: PreTrainedModel) -> Iterator[None]:
     guard = mark_packed_forwards(inner) if text_config(inner)._attn_implementation == ATTENTION_NAME else None
     try:
         yield

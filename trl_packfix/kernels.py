@@ -188,7 +188,7 @@ def _math_documents(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    options = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
     outs = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         for start, stop, first in _tiles(q.shape[2], window, MATH_TILE):

@@ -117,6 +117,7 @@ class EpochPlanner:
     def _plan(self, epoch: int) -> PackPlan:
         lengths = self.documents.lengths
         if self.strategy == "wrapped":
+            assert self.documents.block is not None
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
             return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
         if self.strategy == "stream":
@@ -148,6 +149,7 @@ class EpochPlanner:
                 self.synchronisation,
                 self.drop_last,
             )
+        assert self.first_plan is not None  # of every strategy but `minibatch`
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
             # The Trainer fixed the number of steps with the first plan; a plan that needs more cannot be used.

@@ -14,7 +14,7 @@ batch is padding or a dummy.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -25,6 +25,9 @@ from .collator import IGNORE_INDEX
 from .forwards import base_model
 from .totals import TrainingTotals
 
+if TYPE_CHECKING:
+    from .config import SFTConfig
+
 NUM_DUMMY_TOKENS = 2
 
 
@@ -34,10 +37,13 @@ class PackedObjective(trl.SFTTrainer):
     `_total_train_tokens` counts real tokens, neither padding nor dummies; it is exact at each log and checkpoint.
     """
 
-    def __init__(self, *args: Any, compute_loss_func: Callable | None = None, **kwargs: Any):
+    args: "SFTConfig"
+    model: nn.Module
+
+    def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
         config = kwargs["args"]
         self._check_weighting(config, compute_loss_func)
-        super().__init__(*args, compute_loss_func=compute_loss_func, **kwargs)
+        super().__init__(compute_loss_func=compute_loss_func, **kwargs)
         if config.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
                 f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
@@ -130,6 +136,7 @@ class PackedObjective(trl.SFTTrainer):
             if self.compute_loss_func is not None:
                 loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
             else:
+                assert self.label_smoother is not None
                 loss = self.label_smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items)
             with torch.no_grad():
                 return loss, model(**inputs, fused_lm_head=True)
@@ -154,7 +161,7 @@ class PackedObjective(trl.SFTTrainer):
         trained = [_documents_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch)[1] for batch in batches]
         if self.aux_loss_enabled:
             # A statistic per micro-batch with documents; TRL's number of micro-batches where none is empty
-            filled = sum((counts > 0).any().float() for counts in trained).to(device)
+            filled = torch.stack([(counts > 0).any().float() for counts in trained]).sum().to(device)
             self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
             # One label per document is counted like a token, whatever transformers does about ranks
@@ -216,9 +223,8 @@ class PackedObjective(trl.SFTTrainer):
         config = base_model(self.model).config.get_text_config()
         real = (trained > 0)[inputs["seq_idx"]]
         is_empty = ~real.any()
-        found = load_balancing_loss_func(
-            tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty
-        )
+        statistic: Callable[..., Any] = load_balancing_loss_func
+        found = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty)
         return found.masked_fill(is_empty, 0)
 
     # Numbers for the log
@@ -239,7 +245,7 @@ class PackedObjective(trl.SFTTrainer):
         gathered = self._totals_of_training.gather(self.accelerator)
         self._total_train_tokens += round(gathered["tokens"]) // self._tp_size
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
-        self.state.num_input_tokens_seen += round(seen[self.args.include_num_input_tokens_seen])
+        self.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """transformers' meets all ranks in every micro-batch, and takes a pad token inside a document for padding."""
@@ -266,6 +272,7 @@ class PackedObjective(trl.SFTTrainer):
         """Most tokens of a pack; None where micro-batches are not filled up to it."""
         if not self.args.packing or self.args.packing_strategy == "minibatch":
             return None
+        assert self.args.max_length is not None  # or there would be no packing
         return self._train_batch_size * self.args.max_length
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

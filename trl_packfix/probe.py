@@ -36,7 +36,7 @@ class Probe:
             torch 2.13 crashes in `autograd.grad` through it.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model = model
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         while _is_wrapped(model):

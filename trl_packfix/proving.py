@@ -116,7 +116,7 @@ class BeforeFirstStep(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
-    def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
@@ -140,7 +140,7 @@ class BeforeFirstStep(TrainerCallback):
             }
         )
 
-    def on_save(self, args: SFTConfig, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What was cut, split and dropped stays with the weights that were trained without it."""
         if args.packing_report and self.trainer.is_world_process_zero():
             folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))

@@ -199,8 +199,8 @@ class PackingReport:
         for reason, count in ledger.dropped.items():
             rows.append((f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"))
         if self.documents_not_reached:
-            count = f"{self.documents_not_reached:,} documents, {self.tokens_not_reached:,} tokens"
-            rows.append(("not reached", f"{count} per epoch (dataloader_drop_last)"))
+            lost = f"{self.documents_not_reached:,} documents, {self.tokens_not_reached:,} tokens"
+            rows.append(("not reached", f"{lost} per epoch (dataloader_drop_last)"))
         if self.warning is not None:
             rows.append(("warning", self.warning))
         rows.append(("attention", self.attention))
@@ -217,6 +217,7 @@ class PackingReport:
         steps = -(-self.num_documents // documents)
         if self.strategy == "minibatch":
             return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+        assert self.documents_per_step is not None  # of a table it is known
         ratio = self.documents_per_step / documents
         if ratio < 1.05:
             return f"{documents:,} documents per step and {steps:,} steps per epoch: no setting has to change"

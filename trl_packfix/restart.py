@@ -124,7 +124,7 @@ def damage(checkpoint: Path) -> str | None:
             return f"it has no `{name}`, which is written last"
         except ValueError:
             return f"its `{name}`, of {file.stat().st_size} bytes, ends too early"
-    state = read_state(checkpoint)
+    state = read_state(checkpoint) or {}
     for name, size in state.get("files", {}).items():
         file = checkpoint / name
         if not file.is_file():
@@ -142,7 +142,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a folder, and why each newer one is passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
         problem = damage(Path(path))
         if problem is None:
@@ -257,7 +257,7 @@ class ExactRestart(trl.SFTTrainer):
         found: list[Any] = [None, None, None, None]
         if self.is_world_process_zero():
             try:
-                checkpoint, warning = choose_checkpoint(given, self.args.output_dir)
+                checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
                 found = [checkpoint, read_state(Path(checkpoint)), warning, None]
             except ValueError as error:
                 found[3] = str(error)

@@ -156,7 +156,8 @@ def _few_packs(
     num = -(-plan.num_packs // world_size) * world_size
     packs = _longest_processing_time(longest_first, lengths, num)
     if max(int(lengths[pack].sum()) for pack in packs) > capacity:
-        packs = np.split(longest_first[plan.order], plan.offsets[1:-1]) + [[]] * (num - plan.num_packs)
+        none = longest_first[:0]
+        return [*np.split(longest_first[plan.order], plan.offsets[1:-1]), *[none] * (num - plan.num_packs)]
     return [np.array(pack, dtype=np.int64) for pack in packs]
 
 

@@ -68,12 +68,12 @@ class RepairSearch:
                     continue
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
             else:
-                if agreed(evidence is None):
+                if agreed(evidence is None) or evidence is None:  # `agreed` raises where ranks differ
                     return report
                 name = self._locate(report, evidence)
             if name is None and self._sites:  # seen in the backward pass only, say: what was repaired last did it
                 name = list(self._sites.values())[-1].names[0]
-            if agreed(name) is None or not self._repair(self._outermost(name)):
+            if agreed(name) is None or name is None or not self._repair(self._outermost(name)):
                 break
         return report
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -61,9 +60,7 @@ class StreamCallback(TrainerCallback):
                 "another, documents are trained twice or never. Give `shuffle` a `seed`, and every rank the same files."
             )
 
-    def on_save(
-        self, args: Any, state: Any, control: Any, train_dataloader: DataLoaderShard | None = None, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         stream = train_dataloader.dataset
         self._report(args, stream, state.global_step)
         if args.save_only_model or state.is_hyper_param_search:
@@ -72,9 +69,7 @@ class StreamCallback(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)  # each node saves the states of its own ranks
         torch.save(stream.state_dict(state.global_step), state_file(folder, args.process_index))
 
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, train_dataloader: DataLoaderShard | None = None, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._report(args, train_dataloader.dataset, state.global_step)
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.show()

@@ -75,6 +75,14 @@ class PackedStream(torch.utils.data.IterableDataset):
         ValueError: a pass over the stream brings nothing to train on; what `StreamReader` refuses.
     """
 
+    num_steps: int
+    num_passes: int
+    _num_arrived: int
+    _ledger: Ledger
+    _packed: np.ndarray  # packs, documents and tokens so far
+    _readers: list[ReaderState]
+    _snapshots: dict[int, dict[str, Any]]
+
     def __init__(
         self,
         dataset: IterableDataset,
@@ -130,7 +138,7 @@ class PackedStream(torch.utils.data.IterableDataset):
             for step in self._one_pass():
                 self.num_steps += 1
                 # The loader looks one micro-batch ahead, so the step before may still be the latest that was trained.
-                before = self._snapshots.get(self.num_steps - 1)
+                before = self._snapshots[self.num_steps - 1]
                 self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
                 yield from step
             if not self._num_arrived:
@@ -296,7 +304,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._restore(self._start)
 
 
-def _as_it_is(chunk: Chunk) -> Chunk:
+def _as_it_is(chunk: Any) -> Any:
     return chunk
 
 

@@ -200,10 +200,12 @@ def _supervise(waiting: queue.Queue, found: queue.Queue, on_leak: str | None, ti
         ours.send(task)
         try:
             row = (
-                ours.recv() if ours.poll(time_limit) else Row(*task, "refused", reason=f"longer than {time_limit:g} s")
+                ours.recv()
+                if ours.poll(time_limit)
+                else Row(task[0], task[1], "refused", reason=f"longer than {time_limit:g} s")
             )
         except EOFError:
-            row = Row(*task, "refused", reason="its process died")
+            row = Row(task[0], task[1], "refused", reason="its process died")
         found.put(row)
         if row.reason.startswith(("longer than", "its process")):
             process.kill()
@@ -221,7 +223,7 @@ def _work(connection: Connection, on_leak: str | None) -> None:
     while True:
         task = connection.recv()
         try:
-            row = sweep_type(*task, on_leak)
+            row = sweep_type(task[0], task[1], on_leak)
         except Exception as error:  # of ours, not the model's: shown, and the sweep goes on
-            row = Row(*task, "refused", reason=f"the sweep itself raised {_message(error)}")
+            row = Row(task[0], task[1], "refused", reason=f"the sweep itself raised {_message(error)}")
         connection.send(row)

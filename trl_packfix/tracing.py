@@ -109,8 +109,9 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
         for place, (axis, values) in packed[name][0][0].items():
             if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
                 continue
-            given = [records[name][0][0].get(place) if name in records else None for records in alone]
-            if any(each is None for each in given):
+            seen = [records[name][0][0].get(place) for records in alone if name in records]
+            given = [each for each in seen if each is not None]
+            if len(given) < len(alone):
                 continue
             counts = [each[1].flatten() for each in given]
             parts = values.flatten().split(lengths)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import trl
@@ -27,7 +27,15 @@ from .config import SFTConfig, adopt
 from .costs import cost_model
 from .documents import Documents, drop_untrained
 from .evaluation import ExactEvaluation
-from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler, document_loader
+from .forwards import base_model
+from .loading import (
+    DocumentDataset,
+    EpochPlanner,
+    PackedBatchSampler,
+    PaddedBatchSampler,
+    Strategy,
+    document_loader,
+)
 from .parallelism import check_parallelism, synchronisation
 from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
@@ -41,8 +49,10 @@ from .streaming import PackedStream, stream_loader
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
-AnyDataset = Dataset | IterableDataset
-EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+AnyDataset: TypeAlias = Dataset | IterableDataset
+EvalDataset: TypeAlias = (
+    Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+)
 
 
 class SFTTrainer(ExactRestart, ExactEvaluation):
@@ -156,7 +166,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         self,
         dataset: AnyDataset,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: SFTConfig,
+        args: trl.SFTConfig,
         packing: bool,
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
@@ -202,7 +212,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
 
-    def _planner(self, documents: Documents, strategy: str) -> EpochPlanner:
+    def _planner(self, documents: Documents, strategy: Strategy) -> EpochPlanner:
         args = self.args
         return EpochPlanner(
             documents,
@@ -250,6 +260,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
 
     def _stream_loader(self) -> DataLoader:
         args = self.args
+        assert args.max_length is not None  # a stream is packed by length, and the config was refused without
         stream = PackedStream(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -298,4 +309,4 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
         if self.args.bf16:
             return torch.bfloat16
-        return torch.float16 if self.args.fp16 else self.model.dtype
+        return torch.float16 if self.args.fp16 else base_model(self.model).dtype

@@ -65,8 +65,8 @@ def varlen_attention(
     """
     running = packed_forwards[-1] if packed_forwards else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    is_repaired = running is not None and running.rows is not None
-    if is_repaired:
+    repaired = running if running is not None and running.rows is not None else None
+    if repaired is not None:
         # Each row is one document: with a mask of its own this is an unpacked call like any other.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
@@ -78,8 +78,8 @@ def varlen_attention(
         return out.transpose(1, 2).contiguous(), None
 
     batch = query.shape[0]
-    if is_repaired:
-        query, key, value = (_end_to_end(states, running) for states in (query, key, value))
+    if repaired is not None:
+        query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
         kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, attention_mask, kwargs, running)
     query, key, value = _autocast(query, key, value)
@@ -99,8 +99,9 @@ def varlen_attention(
         lengths = _document_lengths(kwargs, running, num_tokens)
         if chunk is not None:  # a chunk sees itself only: to attention it is a document
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
-        options = {"window": window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-        out = attend_on_cpu(query, key, value, lengths, scale=scale, **options)
+        out = attend_on_cpu(
+            query, key, value, lengths, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks=s_aux
+        )
     return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
@@ -113,7 +114,8 @@ def varlen_mask(
     """
     running = packed_forwards[-1] if packed_forwards else None
     if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
-        return sdpa_mask(batch_size, q_length, kv_length, *args, attention_mask=attention_mask, **kwargs)
+        kwargs["attention_mask"] = attention_mask
+        return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
     if batch_size != (running.rows or 1) or q_length != kv_length:
         raise ValueError(
             f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
@@ -218,7 +220,7 @@ def _device_boundaries(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """(cu_seq_lens of queries and keys, longest document of each); no device-to-host copy if all four were given."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    given = [kwargs.get(name) for name in names]
+    given: list[Any] = [kwargs.get(name) for name in names]
     if any(x is None for x in given) and running is not None:
         given = [getattr(running, name) for name in names]
     if any(x is None for x in given):
@@ -264,7 +266,7 @@ def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | N
     """
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"], None
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
     window = config.sliding_window if kind == "sliding_attention" else None

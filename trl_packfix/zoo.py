@@ -175,7 +175,7 @@ def random_model(config: PreTrainedConfig, model_class: Any, seed: int = 0) -> P
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments that make a tiny config of the class of `config`."""
-    given = vars(config)  # not getattr: configs with settings per layer refuse it
+    given: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer refuse it
     stored = {
         name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters
     }
@@ -189,7 +189,7 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
         elif name in KEY_VALUE_HEADS:
-            values[name] = _key_value_heads(value, given.get(name.replace("key_value", "attention")))
+            values[name] = _key_value_heads(given.get(key), given.get(name.replace("key_value", "attention")))
         elif name == "head_dim":
             values[name] = HEAD_DIM
         elif name == "is_decoder":
