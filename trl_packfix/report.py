@@ -34,12 +34,10 @@ class PackingReport:
     Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
     passes, and the report is made again when training ends.
 
-    >>> from trl_packfix.documents import make_documents
-    >>> from trl_packfix.reader import TokenReader
     >>> from datasets import Dataset
-    >>> reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]}))
-    >>> planner = EpochPlanner(make_documents(reader, 7, "truncate"), "bfd", batch_size=1, max_length=7)
-    >>> report = make_report(planner, "truncate", num_rows=4)  # a trainer's is `trainer.packing_report`
+    >>> from trl_packfix import packed_dataloader
+    >>> loader = packed_dataloader(Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]}), max_length=7)
+    >>> report = make_report(loader.batch_sampler.planner, "truncate", 4)  # a trainer's is `trainer.packing_report`
     >>> report.num_packs, report.efficiency, report.num_steps
     (2, 1.0, 2)
     """
