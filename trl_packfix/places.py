@@ -1,6 +1,7 @@
 """Where a value stands among a module's arguments or in its output, by a name that stays the same between calls."""
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,9 @@ def argument_leaves(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
     A place begins with the name of the argument, given by name or not: "hidden_states", "position_embeddings[0]".
     """
+    leaves: Any
     leaves, tree = tree_flatten_with_path((args, kwargs))
-    names = _parameter_names(type(module))
+    names = _parameter_names(type(module).forward)
     found = []
     for path, value in leaves:
         by_name = path[0].idx == 1
@@ -32,7 +34,7 @@ def output_leaves(output: Any) -> tuple[Leaves, TreeSpec]:
 
 
 @cache
-def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]  # without self
+def _parameter_names(forward: Callable) -> tuple[str, ...]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in named)
