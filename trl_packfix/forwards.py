@@ -212,7 +212,8 @@ def base_model(model: Any) -> PreTrainedModel:
 def backbone(model: PreTrainedModel) -> nn.Module:
     """The part of a causal LM below its head; the model itself where that part cannot be told."""
     decoder = model.get_decoder()  # of bart-like models the causal LM calls the decoder inside its base model
-    return model.base_model if decoder is None or decoder is model else decoder
+    # modernbert-decoder calls its head `decoder`.
+    return model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
 
 
 def text_config(model: PreTrainedModel) -> Any:
