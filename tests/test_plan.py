@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from conftest import build_tiny_model, build_tokenizer
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
@@ -146,3 +147,29 @@ def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkey
     (workplace / "rows.xml").write_text("<a/>")
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys):
+    """qmsum, t0 and gsm8k: a length is recommended, and the run with it reports the figures planned."""
+    names = [str(data_dir / f"{name}.jsonl") for name in ("qmsum_train", "t0_p3_sample", "gsm8k_train")]
+    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--output", str(tmp_path / "table")]
+    assert main(["prepare", *names, *words]) == 0
+    capsys.readouterr()
+    found = plan(capsys, tmp_path / "table", "--strategy", "stream", "--batch-size", 1, "--max-length", 16384, 32768)
+    lost = {each["max_length"]: each["lost_trained_share"] for each in found["plans"]}
+    assert lost[16384] > 0.08 > 0.01 > lost[32768] and found["max_length"] == 32768
+    planned = found["plans"][1]
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=49152, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    model.config.max_position_embeddings = 2**15
+    args = SFTConfig(str(tmp_path / "out"), packing=True, max_length=32768, use_cpu=True, bf16=False, report_to=[])
+    args.per_device_train_batch_size = 1
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "smollm2_tokenizer")
+    run = SFTTrainer(model, args, train_dataset=load_from_disk(tmp_path / "table"), processing_class=tokenizer)
+    run.get_train_dataloader()  # which makes the report
+    trained = json.loads(json.dumps(run.packing_report.to_dict()))
+    of_the_model = (*NOT_PLANNED, "imbalance", "imbalance_bound")  # the plan was for a Llama of 7B
+    assert {n: v for n, v in trained.items() if n not in of_the_model} == {
+        n: planned[n] for n in trained if n not in of_the_model
+    }
