@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .report import PackingReport
-    from .samples import PackSample
+    from .samples import LengthHistogram, PackSample, PlanSample
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 INK, QUIET = "#222222", "#8c8c8c"
@@ -43,10 +43,10 @@ def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Fig
     figure = Figure(figsize=(12, 7.2), layout="constrained")
     FigureCanvasAgg(figure)
     (strips, mask), (lengths, costs) = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
-    _draw_strips(strips, report)
-    _draw_mask(mask, report)
-    _draw_lengths(lengths, report)
-    _draw_costs(costs, report)
+    _draw_strips(strips, report, report.sample)
+    _draw_mask(mask, report, report.sample)
+    _draw_lengths(lengths, report, report.lengths)
+    _draw_costs(costs, report, report.sample)
     for axes in (strips, mask, lengths, costs):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
@@ -64,10 +64,10 @@ def _write_number(axes: "Axes", x: float, y: float, document: int) -> None:
     axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
 
 
-def _draw_strips(axes: "Axes", report: "PackingReport") -> None:
+def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
     from matplotlib.patches import Patch
 
-    packs = report.sample.packs
+    packs = sample.packs
     for y, pack in enumerate(packs):
         start = 0
         for document, (length, runs) in enumerate(zip(pack.lengths, pack.trained, strict=True)):
@@ -109,15 +109,15 @@ def _packs_title(report: "PackingReport") -> str:
     )
 
 
-def _thousands(value: float, _: int) -> str:
+def _thousands(value: float, _: float) -> str:
     return f"{value:,.0f}"
 
 
-def _draw_mask(axes: "Axes", report: "PackingReport") -> None:
+def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
-    packs = report.sample.packs
+    packs = sample.packs
     pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / WANTED_IN_MASK)))
     ends = np.cumsum(pack.lengths).tolist()
     starts = [0, *ends[:-1]]
@@ -147,8 +147,8 @@ def _blocks(pack: "PackSample") -> float:
     return lengths.sum() ** 2 / (lengths**2).sum()
 
 
-def _draw_lengths(axes: "Axes", report: "PackingReport") -> None:
-    edges, counts = np.array(report.lengths.edges), np.array(report.lengths.counts)
+def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHistogram") -> None:
+    edges, counts = np.array(histogram.edges), np.array(histogram.counts)
     over = edges[:-1] >= report.max_length
     for mask, hatch, color in ((~over, None, HUES[0]), (over, "xxx", HUES[5])):
         axes.bar(
@@ -184,14 +184,14 @@ def _draw_lengths(axes: "Axes", report: "PackingReport") -> None:
     axes.xaxis.set_major_formatter(_thousands)
     axes.yaxis.set_major_formatter(_thousands)
     axes.set_title(
-        f"lengths of {given:,} documents: median {report.lengths.median:,}, longest {report.lengths.longest:,}",
+        f"lengths of {given:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
         loc="left",
         fontsize=11,
     )
 
 
-def _draw_costs(axes: "Axes", report: "PackingReport") -> None:
-    costs = np.array(report.sample.costs)
+def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+    costs = np.array(sample.costs)
     costs = costs / costs.mean()
     steps, ranks = costs.shape
     width = 0.84 / ranks
