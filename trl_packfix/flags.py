@@ -109,7 +109,7 @@ def cost_model(args: argparse.Namespace) -> "CostModel":
     return LLAMA_7B if config is None else cost_model(config)
 
 
-def packing_config(args: argparse.Namespace, max_length: int, strategy: str) -> "SFTConfig":
+def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":
     """The config of a run with these flags. What `SFTConfig` refuses is refused here, in its words."""
     from .config import SFTConfig
 

@@ -94,6 +94,7 @@ def forecasts(
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue
+        assert report.imbalance is not None  # a report of a table has it
         seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
@@ -105,6 +106,7 @@ def planner_for(reader: TokenReader, config: SFTConfig, world_size: int, cost_mo
 
 def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
     """What decides where documents are cut: the arguments of `make_documents`."""
+    assert config.max_length is not None  # `SFTConfig` refuses packing without
     wrapped = config.packing_strategy == "wrapped"
     return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
 
@@ -116,6 +118,7 @@ def _planner(
     cost_model: CostModel,
     synchronisation: Synchronisation = "micro",
 ) -> EpochPlanner:
+    assert config.max_length is not None
     return EpochPlanner(
         documents,
         config.packing_strategy,
@@ -172,7 +175,7 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
     widest = max(
         (each.report for each in whole if each.report.max_length == report.max_length), key=lambda each: each.world_size
     )
-    if widest.world_size > 1:
+    if widest.world_size > 1 and widest.imbalance is not None and widest.imbalance_bound is not None:
         reasons.append(
             f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
             f"{widest.imbalance - 1:.1%} to the time; the documents of these steps allow no less than "

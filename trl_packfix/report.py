@@ -37,7 +37,7 @@ class PackingReport:
     >>> from datasets import Dataset
     >>> from trl_packfix import packed_dataloader
     >>> loader = packed_dataloader(Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]}), max_length=7)
-    >>> report = make_report(loader.batch_sampler.planner, "truncate", 4)  # a trainer's is `trainer.packing_report`
+    >>> report = make_report(loader.batch_sampler.planner, "truncate", loader.dataset.reader)  # as in the trainer
     >>> report.num_packs, report.efficiency, report.num_steps
     (2, 1.0, 2)
     """

@@ -42,7 +42,7 @@ class LengthHistogram:
         """One line of text, the height of each bin as a shade.
 
         >>> length_histogram(np.array([1, 2, 2, 4])).line()
-        '1 [.@  .] 4; half have at most 2, 99 % at most 4'
+        '1 [+@ +] 4; half have at most 2, 99 % at most 4'
         """
         # ceil: a bin with any document is never blank
         heights = [-(-count * (len(SHADES) - 1) // max(self.counts)) for count in self.counts]

@@ -169,6 +169,7 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
         )
         trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     found = trainer.train_dataset
+    assert isinstance(found, Dataset)
     return found.select_columns([name for name in (*columns, "seq_lengths") if name in found.column_names])
 
 

@@ -293,12 +293,12 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
         return model, loader
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         super().create_model_card(model_name, dataset_name, tags)
         if self.packing_report is not None and self.is_world_process_zero():
-            add_to_card(Path(self.args.output_dir) / "README.md", self.packing_report)
+            add_to_card(Path(str(self.args.output_dir)) / "README.md", self.packing_report)
 
     # Attention
 
