@@ -18,8 +18,8 @@ EXAMPLES = """\
 
 In Python: SFTTrainer(..., train_dataset=datasets.load_from_disk("chats")). TRL tokenises on the main process while all
 other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on large datasets; rows with `input_ids` and
-`labels` are taken as they are. What max_length cuts is not decided here: spans are made at the start of training, in
-one pass over the labels. Exit code 0, or 2 if nothing was written."""
+`labels` are taken as they are. What max_length cuts is not decided here: the first start of a run makes spans in one
+pass over the labels, and keeps them beside the table. Exit code 0, or 2 if nothing was written."""
 
 
 def add_parser(subparsers: Any) -> None:
