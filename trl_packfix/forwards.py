@@ -213,7 +213,12 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     """The part of a causal LM below its head; the model itself where that part cannot be told."""
     decoder = model.get_decoder()  # of bart-like models the causal LM calls the decoder inside its base model
     # modernbert-decoder calls its head `decoder`.
-    return model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
+    below = model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
+    if isinstance(below, PreTrainedModel) and getattr(below, "lm_head", None) is not None:
+        # llama4's models name no base: it is the transformers model inside
+        inside = [child for child in below.children() if isinstance(child, PreTrainedModel)]
+        return inside[0] if len(inside) == 1 else below
+    return below
 
 
 def text_config(model: PreTrainedModel) -> Any:
