@@ -107,6 +107,15 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
 
 
+def test_the_reading_order_names_every_module():
+    text = (ROOT / "README.md").read_text()
+    order = text[text.index("## Dive into the code") : text.index("## Documentation")]
+    modules = {
+        file.name for file in (ROOT / "trl_packfix").glob("*.py") if not file.name.startswith(("__", "command_"))
+    }
+    assert len(modules) > 40 and modules == set(re.findall(r"`(\w+\.py)`", order))
+
+
 # The API reference
 
 PUBLIC = {name: getattr(trl_packfix, name) for name in trl_packfix.__all__}

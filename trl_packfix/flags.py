@@ -116,11 +116,12 @@ def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> 
     for name, value in (("batch-size", args.batch_size), ("accumulation", args.accumulation)):
         if value < 1:
             raise ValueError(f"`--{name} {value}` was given. A step needs one or more. Set `--{name}` to 1 or more.")
+    chosen: Any = strategy  # SFTConfig says whether there is such a strategy
     return SFTConfig(
         "unused",
         packing=True,
         max_length=max_length,
-        packing_strategy=strategy,
+        packing_strategy=chosen,
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.accumulation,
         overlong=args.overlong,

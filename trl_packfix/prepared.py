@@ -36,7 +36,7 @@ def prepared_documents(
     keep_untrained: bool = False,
 ) -> Documents:
     """`make_documents` with the same arguments, or what an earlier start made of the same table with them."""
-    settings = {
+    settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": overlong,
         "truncation_mode": truncation_mode,
@@ -85,7 +85,7 @@ def _write(path: Path, arrays: Arrays) -> None:
     """Whole or not at all: ranks of one job write the same file at the same time."""
     temporary = path.with_name(f"{path.stem}-{os.uname().nodename}-{os.getpid()}.tmp.npz")
     try:
-        np.savez(temporary, **arrays)
+        np.savez(temporary, allow_pickle=False, **arrays)
         os.replace(temporary, path)
     except OSError as error:  # a dataset on a read-only disk is none the worse for it
         logger.info("%s is not kept for the next start: %s", path.name, error)
