@@ -5,7 +5,7 @@ The hues are six of Okabe and Ito's, which colour-blind readers tell apart (http
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
