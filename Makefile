@@ -52,6 +52,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/attention_cpu.py $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/gradients.py --quick
+	$(BIN)/python benchmarks/startup.py --num 10000
+	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)
+	$(BIN)/python benchmarks/throughput_gpu.py --smoke
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 
 sweep: $(INSTALLED)

@@ -131,10 +131,11 @@ def differences(rows: list[Row], reference: str = "padded") -> None:
         (documents, loss), (_, validation) = (curve(rows, name, key) for key in ("loss", "eval_loss"))
         (same_documents, same_loss), (_, same) = (curve(rows, reference, key) for key in ("loss", "eval_loss"))
         training = np.abs(loss - same_loss).max() if np.array_equal(documents, same_documents) else float("nan")
+        apart = np.abs(validation - same).max() if len(validation) == len(same) else float("nan")
         row = next(row for row in rows if row["run"] == name)
         text = f"{name:<13} {row['documents_per_step']:6.1f} documents a step, {row['steps']:4} steps, "
         text += f"eval_loss {validation[0]:.4f} -> {validation[-1]:.4f}, beside {reference}: "
-        text += f"training {training:.1e}, validation {np.abs(validation - same).max():.1e}, {row['cpu_s']} CPU s"
+        text += f"training {training:.1e}, validation {apart:.1e}, {row['cpu_s']} CPU s"
         print(text, flush=True)
 
 
