@@ -137,6 +137,9 @@ def schedule_minibatches(
     filled: list[Int64Array] = []
     for step in range(num_steps):
         documents = order[step * per_step : (step + 1) * per_step]
+        if accumulation * world_size == 1:  # there is nothing to choose, and a million steps to choose it for
+            filled.append(documents)
+            continue
         packs = _few_packs(documents, lengths, capacity, accumulation, world_size)
         if balance == "step":
             num_micro = len(packs) // world_size
