@@ -1,6 +1,7 @@
 """The training loss: TRL's to the bit, or documents that count the same; its auxiliary terms, and what is logged."""
 
 import itertools
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -449,6 +450,23 @@ def test_what_is_logged_is_right(settings, tmp_path):
         assert num_tokens == 2 * sum(map(len, run.train_dataset["input_ids"]))
     end = run.state.log_history[-1]
     assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
+    run = trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
+    collate = run.data_collator
+
+    def slow(documents):
+        time.sleep(0.5)
+        return collate(documents)
+
+    if is_slow:
+        run.data_collator = slow
+    run.train()
+    shares = [entry["data_wait"] for entry in run.state.log_history if "loss" in entry]
+    assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+    assert (min(shares) > 0.5) is is_slow
 
 
 def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):

@@ -88,6 +88,7 @@ def test_arguments_are_those_of_trl():
         ("prediction_step", "self model inputs prediction_loss_only ignore_keys"),
         ("evaluation_loop", "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"),
         ("compute_loss", "self model inputs return_outputs num_items_in_batch"),
+        ("get_batch_samples", "self epoch_iterator num_batches device"),
         ("_get_num_items_in_batch", "self batch_samples device"),
         ("_track_num_input_tokens", "self inputs"),
         ("_save_checkpoint", "self model trial"),
@@ -118,6 +119,7 @@ def test_nothing_else_is_overridden():
         "evaluation_loop",
         # weights of documents, and one meeting of the ranks per log instead of several per micro-batch
         "compute_loss",
+        "get_batch_samples",  # how long a step waits for its data
         "_get_num_items_in_batch",
         "_track_num_input_tokens",
         "_save_checkpoint",

@@ -152,6 +152,12 @@ class PackedObjective(trl.SFTTrainer):
         count = count if num_items is None else num_items
         return per_token_loss.sum() / torch.as_tensor(count).clamp(min=1), outputs
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        self._totals_of_training.start_fetch()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """What the loss of an optimizer step is divided by, over all ranks: trained tokens, or documents."""
         self._totals_of_training.start_step()

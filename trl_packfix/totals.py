@@ -15,6 +15,7 @@ class TrainingTotals(TrainerCallback):
         pending: sums of this rank that no other rank has heard of, on the device, shape (len(NAMES),); None: nothing.
         window: sums over all ranks since the last log.
         num_steps: optimizer steps since the last log.
+        waited: seconds in which this rank had no batch, since the last log; `data_wait` is their share.
         num_documents: over all ranks since training began.
     """
 
@@ -35,11 +36,19 @@ class TrainingTotals(TrainerCallback):
         self.window = dict.fromkeys(self.NAMES, 0.0)
         self.num_steps = 0
         self.started: float | None = None  # evaluation and checkpoints between two windows do not count
+        self.waited = 0.0
+        self._fetching = time.perf_counter()
+
+    def start_fetch(self) -> None:
+        """The batches of the next optimizer step are asked for."""
+        self._fetching = time.perf_counter()
+        if self.started is None:
+            self.started = self._fetching
 
     def start_step(self) -> None:
+        """They are there."""
         self.num_steps += 1
-        if self.started is None:
-            self.started = time.perf_counter()
+        self.waited += time.perf_counter() - self._fetching
 
     def add(self, values: list[Tensor]) -> None:
         """Sums of one micro-batch on this rank, scalars in the order of `NAMES`."""
@@ -70,5 +79,6 @@ class TrainingTotals(TrainerCallback):
             "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
             "efficiency": round(sums["tokens"] / max(room, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
+            "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
             "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
         }
