@@ -1,10 +1,12 @@
 """Bad input is refused before work starts, in three parts: what was given, why it cannot work, what to set."""
 
 import re
+import warnings
 
 import pytest
 import torch
 import transformers
+import trl
 from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, IterableDataset
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
@@ -261,3 +263,25 @@ def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
     assert "32,768 tokens at most: per_device_train_batch_size 8 x max_length 4,096" in capsys.readouterr().out
     assert (tmp_path / "packing_report.json").exists()
     assert isinstance(run.args, SFTConfig)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_type": "chunked_nll"},
+        {"pad_token": "<|pad|>"},
+        {"truncation_mode": "keep_end"},
+        {"packing_strategy": "bfd-requeue"},
+    ],
+    ids=str,
+)
+def test_deprecations_of_trl_are_passed_through(given, tmp_path):
+    warned = []
+    for config in (trl.SFTConfig, SFTConfig):
+        settings = {"packing": True, "packing_strategy": "bfd", "use_cpu": True, "bf16": False, "report_to": []} | given
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            args = config(str(tmp_path), **settings)
+        warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
+    assert warned[0] == warned[1] and any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
+    assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
