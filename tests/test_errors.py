@@ -277,11 +277,11 @@ def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
 )
 def test_deprecations_of_trl_are_passed_through(given, tmp_path):
     warned = []
-    for config in (trl.SFTConfig, SFTConfig):
+    for kind in (trl.SFTConfig, SFTConfig):
         settings = {"packing": True, "packing_strategy": "bfd", "use_cpu": True, "bf16": False, "report_to": []} | given
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            args = config(str(tmp_path), **settings)
+            args = kind(str(tmp_path), **settings)
         warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
     assert warned[0] == warned[1] and any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
     assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
