@@ -138,6 +138,7 @@ def test_the_table_for_people(tmp_path, capsys):
         (["a.txt", "--model", "model", "--max-length", "9999"], "has 4096 positions"),
         (["bad.txt"], "as a file of lengths"),
         (["rows.xml"], "Files named .xml are not known"),
+        (["nowhere.jsonl"], "There is no such file here"),
     ],
 )
 def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkeypatch, capsys):

@@ -120,6 +120,11 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_from_disk(name)
         return loaded[split] if isinstance(loaded, DatasetDict) else loaded
+    if path.suffix in (*FORMATS, *LENGTHS):
+        raise ValueError(
+            f"`{name}` was given as a dataset. There is no such file here, and no dataset on a hub is named "
+            "like one. Give the path of a file that exists, or the name of a dataset on the hub."
+        )
     return load_dataset(name, config, split=split)
 
 
