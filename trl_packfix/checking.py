@@ -141,7 +141,7 @@ def check_model(
         max_length=max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
-        verdict=_verdict(as_it_is, in_training, packed.attention.reason),
+        verdict=_verdict(in_training, packed.is_unpacked),
         as_it_is=as_it_is,
         in_training=in_training,
         repaired=repaired,
@@ -183,9 +183,9 @@ def _load(name: str, config_only: bool, dtype: torch.dtype, attn_implementation:
     return model
 
 
-def _verdict(as_it_is: IsolationReport, in_training: IsolationReport, reason: str) -> str:
+def _verdict(in_training: IsolationReport, is_unpacked: bool) -> str:
     if in_training.isolated and in_training.equal:
-        return "UNPACKED" if reason.startswith("UNPACKED") else "REPAIRED" if in_training.repaired else "PACKED"
+        return "UNPACKED" if is_unpacked else "REPAIRED" if in_training.repaired else "PACKED"
     if in_training.error is not None:
         return "REFUSED"
     return "WRONG" if in_training.isolated else "LEAK"
