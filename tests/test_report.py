@@ -67,9 +67,8 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
         "the same: 6 documents per step, 11 steps per epoch; no setting has to change"
     )
     full = report(tmp_path, table([32] * 64), max_length=32)
-    assert (
-        dict(full.lines())["against unpacked"]
-        == "2 documents per step and 32 steps per epoch: no setting has to change"
+    assert dict(full.lines())["against unpacked"] == (
+        "about 2 documents per step, 32 steps per epoch instead of 32: no setting has to change"
     )
 
 

@@ -295,6 +295,19 @@ def test_settings_of_trl_work_packed(settings, tmp_path):
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
+@pytest.mark.parametrize("model", ["llama", "bloom"])  # boundaries heard, and repaired
+def test_compiled_training_is_training(model, tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    runs = [trainer(tmp_path, texts(), model, max_steps=3, learning_rate=1e-2, **more) for more in ({}, compiled)]
+    for run in runs:
+        torch.compiler.reset()
+        run.train()
+    assert type(runs[1].model_wrapped).__name__ == "OptimizedModule"
+    assert runs[1].packed_model.is_proved and bool(runs[1].packed_model.repaired) is (model == "bloom")
+    assert torch.equal(*map(weights, runs))
+    assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
+
+
 def test_workers_change_nothing(tmp_path):
     runs = [trainer(tmp_path, texts(), dataloader_num_workers=n) for n in (0, 2)]
     alone, workers = ([batch["input_ids"].tolist() for batch in run.get_train_dataloader()] for run in runs)

@@ -30,6 +30,8 @@ class CannotRun(Exception):
 class Probe:
     """Runs small packs through `model`, a transformers causal LM that PEFT, DDP or an engine may wrap.
 
+    A compiled model runs uncompiled here: hooks that come after the compilation are not called in it.
+
     Attributes:
         inner: the transformers model.
         has_engine: whether DDP or an engine hooks into its backward passes. FSDP2 shards the model in place, and
@@ -37,10 +39,10 @@ class Probe:
     """
 
     def __init__(self, model: Any):
-        self.model = model
+        model = self.model = uncompiled(model)
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         while _is_wrapped(model):
-            model = model.module
+            model = uncompiled(model.module)
         self.inner = base_model(model)
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
@@ -213,6 +215,11 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     """Largest difference of these documents' states; infinity where one is not a number."""
     gaps = [(first[i].double() - second[i].double()).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` was given."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _is_wrapped(model: nn.Module) -> bool:

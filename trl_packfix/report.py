@@ -217,8 +217,11 @@ class PackingReport:
             return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
         assert self.documents_per_step is not None  # of a table it is known
         ratio = self.documents_per_step / documents
-        if ratio < 1.05:
-            return f"{documents:,} documents per step and {steps:,} steps per epoch: no setting has to change"
+        if ratio < 1.1:  # a learning rate 1.05 times as high
+            return (
+                f"about {documents:,} documents per step, {self.num_steps:,} steps per epoch instead of {steps:,}: no "
+                "setting has to change"
+            )
         return (
             f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
             f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
