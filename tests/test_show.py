@@ -10,8 +10,8 @@ from datasets import Dataset
 from matplotlib.image import imread
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.accounting import make_stream_report
 from trl_packfix.cli import main
-from trl_packfix.report import make_stream_report
 from trl_packfix.showing import pack_text, shown_packs
 
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. That shows nothing. Set it to 1 or more.")
+    from .accounting import make_report
     from .forecast import planner_for
-    from .report import make_report
     from .sources import LengthsReader, open_tables
 
     config = flags.packing_config(args, args.max_length, args.strategy)

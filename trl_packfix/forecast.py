@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from .accounting import make_report
 from .balancing import Synchronisation
 from .config import SFTConfig
 from .costs import CostModel
 from .documents import Documents, make_documents
 from .loading import EpochPlanner
 from .reader import TokenReader
-from .report import PackingReport, make_report
+from .report import PackingReport
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
 MOST_LOST = 0.01  # of the trained tokens; the report warns above it

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .report import make_stream_report
+from .accounting import make_stream_report
 from .streaming import PackedStream, StreamCounts
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from transformers import (
 from trl.trainer.utils import get_config_model_id
 
 from . import checks
+from .accounting import make_report, make_stream_report
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
 from .costs import cost_model
@@ -41,7 +42,7 @@ from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
 from .reader import TokenReader, mask_columns
-from .report import PackingReport, make_report, make_stream_report
+from .report import PackingReport
 from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
 from .streaming import PackedStream, stream_loader

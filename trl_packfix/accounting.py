@@ -1,0 +1,84 @@
+"""What packing did with the documents, counted for the report."""
+
+import numpy as np
+
+from .imbalance import imbalance, imbalance_bound
+from .loading import EpochPlanner
+from .reader import TokenReader
+from .report import PackingReport
+from .samples import length_histogram, plan_sample
+from .streaming import PackedStream, StreamCounts
+
+
+def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> PackingReport:
+    """The report of a run that trains with this planner on documents of this table."""
+    documents, lengths = planner.documents, planner.documents.lengths
+    schedule = planner.schedule(0)
+    plan = planner.first_plan
+    packed_rows = reader.seq_lengths()
+    lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
+    not_reached = np.ones(len(documents), dtype=bool)
+    not_reached[schedule.order] = False
+    return PackingReport(
+        strategy=planner.strategy,
+        overlong=overlong,
+        max_length=planner.max_length,
+        batch_size=planner.batch_size,
+        accumulation=planner.accumulation,
+        world_size=planner.world_size,
+        capacity=planner.capacity,
+        num_rows=len(reader),
+        num_documents=len(documents),
+        num_tokens=int(lengths.sum()),
+        num_trained_tokens=int(documents.trained.sum()),
+        num_packs=plan.num_packs if plan else None,
+        lower_bound=plan.lower_bound if plan else None,
+        efficiency=plan.efficiency if plan else None,
+        padding_efficiency=_padding_efficiency(lengths, planner.batch_size),
+        num_steps=planner.num_steps,
+        documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
+        documents_not_reached=schedule.num_skipped,
+        tokens_not_reached=int(lengths[not_reached].sum()),
+        trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
+        imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
+        imbalance_bound=imbalance_bound(
+            schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
+        ),
+        ledger=documents.ledger,
+        lengths=length_histogram(lengths_given[lengths_given > 0]),
+        sample=plan_sample(planner, reader),
+    )
+
+
+def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCounts | None = None) -> PackingReport:
+    """The report of a run on a stream; `counts` is what was read and packed by all ranks."""
+    counts = counts or StreamCounts()
+    return PackingReport(
+        strategy="stream",
+        overlong=stream.overlong,
+        max_length=stream.max_length,
+        batch_size=stream.batch_size,
+        accumulation=stream.accumulation,
+        world_size=stream.world_size,
+        capacity=stream.capacity,
+        num_rows=None,
+        num_documents=counts.documents,
+        num_tokens=counts.tokens,
+        num_trained_tokens=counts.ledger.kept.trained_tokens,
+        num_packs=counts.packs,
+        lower_bound=None,
+        efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,
+        padding_efficiency=None,
+        num_steps=max_steps,
+        documents_per_step=None,
+        documents_not_reached=0,
+        ledger=counts.ledger,
+    )
+
+
+def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
+    """Share of real tokens in padded batches of documents in random order: one draw of the order, for scale."""
+    shuffled = np.random.default_rng(0).permutation(lengths)
+    longest = np.maximum.reduceat(shuffled, np.arange(0, len(shuffled), batch_size))
+    sizes = np.diff(np.append(np.arange(0, len(shuffled), batch_size), len(shuffled)))
+    return float(lengths.sum() / (longest * sizes).sum())
