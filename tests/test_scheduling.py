@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from trl_packfix.costs import LLAMA_7B, CostModel
 from trl_packfix.documents import make_documents
-from trl_packfix.loading import EpochPlanner, PackedBatchSampler, unpacked_order
+from trl_packfix.epochs import EpochPlanner, unpacked_order
+from trl_packfix.loading import PackedBatchSampler
 from trl_packfix.reader import TokenReader
 from trl_packfix.scheduling import EMPTY, schedule_minibatches
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from .epochs import EpochPlanner
 from .imbalance import imbalance, imbalance_bound
-from .loading import EpochPlanner
 from .reader import TokenReader
 from .report import PackingReport
 from .samples import length_histogram, plan_sample

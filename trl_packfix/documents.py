@@ -5,111 +5,22 @@ and cutting into blocks only make other spans. The ledger counts what each of th
 """
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
 
+from .ledger import Count, Documents, Int64Array, Ledger
 from .reader import TokenReader
 
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
-Int64Array = npt.NDArray[np.int64]
 
 NUM_SHOWN = 10  # offenders that an error message names
-
-
-@dataclass
-class Count:
-    """How much of something: documents, tokens, trained tokens (labels that are not -100, first of each document)."""
-
-    documents: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-
-    def __add__(self, other: "Count") -> "Count":
-        return Count(
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            self.trained_tokens + other.trained_tokens,
-        )
-
-
-@dataclass
-class Ledger:
-    """What became of the documents that were given. Every token is in exactly one of kept, truncated and dropped.
-
-    `truncated` and `split` count the documents concerned and what they lost; a split document loses no token, but the
-    first token of each later fragment is no longer a target. `fragments` is the number of documents that splitting
-    made. `dropped` has one entry per reason: `empty`, `overlong`, `untrained`.
-    """
-
-    given: Count = field(default_factory=Count)
-    kept: Count = field(default_factory=Count)
-    truncated: Count = field(default_factory=Count)
-    split: Count = field(default_factory=Count)
-    fragments: int = 0
-    dropped: dict[str, Count] = field(default_factory=dict)
-
-    @property
-    def lost_trained_tokens(self) -> int:
-        """Trained tokens that were given and will not be trained."""
-        return self.given.trained_tokens - self.kept.trained_tokens
-
-    def __add__(self, other: "Ledger") -> "Ledger":
-        """The ledger of both parts of a set."""
-        return Ledger(
-            self.given + other.given,
-            self.kept + other.kept,
-            self.truncated + other.truncated,
-            self.split + other.split,
-            self.fragments + other.fragments,
-            {
-                reason: self.dropped.get(reason, Count()) + other.dropped.get(reason, Count())
-                for reason in sorted(self.dropped | other.dropped)
-            },
-        )
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "Ledger":
-        """The ledger that `to_dict` was called on."""
-        counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
-        dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
-        return cls(**counts, fragments=values["fragments"], dropped=dropped)
-
-    def to_dict(self) -> dict:
-        return {**asdict(self), "lost_trained_tokens": self.lost_trained_tokens}
-
-
-@dataclass(frozen=True)
-class Documents:
-    """N documents as spans of a table, in table order.
-
-    Attributes:
-        row, start, stop: the span, shape (N,); `start` and `stop` count tokens inside the row.
-        trained: trained tokens of each document, shape (N,).
-        block: for `wrapped`, the block of `max_length` consecutive tokens that a document lies in, shape (N,).
-        ledger: what was cut, split and dropped on the way.
-    """
-
-    row: Int64Array
-    start: Int64Array
-    stop: Int64Array
-    trained: Int64Array
-    ledger: Ledger
-    block: Int64Array | None = None
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    @property
-    def lengths(self) -> Int64Array:
-        """Tokens of each document, shape (N,)."""
-        return self.stop - self.start
 
 
 @dataclass

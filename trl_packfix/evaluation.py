@@ -20,7 +20,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
 from .documents import Overlong
-from .loading import DocumentDataset, EpochPlanner, PackedBatchSampler, PaddedBatchSampler
+from .epochs import EpochPlanner
+from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from .objective import PackedObjective
 from .prepared import prepared_documents
 from .proving import PackedModel
@@ -135,6 +136,7 @@ class ExactEvaluation(PackedObjective):
             world_size=args.world_size,
             shuffle=False,
             cost_model=self._cost_model,
+            keeps=args.local_process_index == 0,
         )
         return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
 

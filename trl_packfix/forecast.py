@@ -13,8 +13,9 @@ from .accounting import make_report
 from .balancing import Synchronisation
 from .config import SFTConfig
 from .costs import CostModel
-from .documents import Documents, make_documents
-from .loading import EpochPlanner
+from .documents import make_documents
+from .epochs import EpochPlanner
+from .ledger import Documents
 from .reader import TokenReader
 from .report import PackingReport
 

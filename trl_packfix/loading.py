@@ -1,13 +1,12 @@
 """Data loaders over documents, inside the Trainer and without it.
 
-`EpochPlanner` turns documents into the schedule of an epoch, `PackedBatchSampler` hands out one rank's micro-batches,
-`DocumentDataset` reads them, and the collator of the caller makes the batch. The sampler knows ranks, so nothing may
-shard it again: accelerate is told to leave the loader alone.
+`PackedBatchSampler` hands out one rank's micro-batches of the schedule, `DocumentDataset` reads them, and the collator
+of the caller makes the batch. The sampler knows ranks, so nothing may shard it again: accelerate is told to leave the
+loader alone.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +17,13 @@ from torch.utils.data import DataLoader
 from .balancing import Synchronisation
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import LLAMA_7B, CostModel
-from .documents import Documents, Overlong
-from .planning import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
+from .documents import Overlong
+from .epochs import EpochPlanner, Strategy
+from .ledger import Documents
 from .prepared import prepared_documents
 from .reader import TokenReader
-from .scheduling import EMPTY, Balance, Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from .scheduling import EMPTY
 
-Strategy = Literal["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 IMPLIED_OVERLONG: dict[str, Overlong] = {
     "stream": "truncate",
     "bfd": "truncate",
@@ -58,122 +57,6 @@ class DocumentDataset(torch.utils.data.Dataset):
 def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
     """What a rank without documents runs: two tokens, none trained."""
     return {"input_ids": np.full(2, pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
-
-
-@dataclass
-class EpochPlanner:
-    """Documents -> plan -> schedule, for any epoch, with the number of optimizer steps of the first.
-
-    Args:
-        documents: what to pack.
-        batch_size, max_length: their product is the capacity of a pack in tokens.
-        accumulation, world_size: micro-batches per optimizer step, data-parallel ranks.
-        shuffle: False keeps the order of the table (curricula, upsampled mixes).
-        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
-        cost_model: of the model, for the cost of attention against that of the matrices.
-    """
-
-    documents: Documents
-    strategy: Strategy
-    batch_size: int
-    max_length: int
-    accumulation: int = 1
-    world_size: int = 1
-    seed: int = 0
-    shuffle: bool = True
-    balance: Balance = "step"
-    drop_last: bool = False
-    synchronisation: Synchronisation = "micro"
-    cost_model: CostModel = LLAMA_7B
-    num_steps: int = field(init=False)
-    first_plan: PackPlan | None = field(init=False, default=None, repr=False)
-    _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.strategy == "minibatch":
-            self.num_steps = num_optimizer_steps(
-                len(self.documents), self.batch_size * self.accumulation, self.world_size, self.drop_last
-            )
-            unit = f"{len(self.documents)} documents"
-        else:
-            self.first_plan = self._plan(0)
-            self.num_steps = num_optimizer_steps(
-                self.first_plan.num_packs, self.accumulation, self.world_size, self.drop_last
-            )
-            unit = f"{self.first_plan.num_packs} packs"
-        if self.num_steps == 0:
-            raise ValueError(
-                f"The epoch has {unit}, and one optimizer step needs more of them ({self.accumulation} accumulation "
-                f"steps x {self.world_size} ranks). With `dataloader_drop_last=True` the only, incomplete step is "
-                "dropped and nothing would be trained. Set `dataloader_drop_last=False`, or lower "
-                "`gradient_accumulation_steps` or the batch size."
-            )
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of a pack."""
-        return self.batch_size * self.max_length
-
-    def _plan(self, epoch: int) -> PackPlan:
-        lengths = self.documents.lengths
-        if self.strategy == "wrapped":
-            assert self.documents.block is not None
-            rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-            return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
-        if self.strategy == "stream":
-            if not self.shuffle:
-                return plan_stream(lengths, np.arange(len(lengths)), self.capacity)
-            return plan_packs(lengths, self.capacity, "stream", self.seed, epoch)
-        if not self.shuffle:
-            return plan_bfd(lengths, self.capacity, None)
-        return plan_packs(lengths, self.capacity, "bfd", self.seed, epoch)
-
-    def schedule(self, epoch: int) -> Schedule:
-        """Documents of every step, micro-batch and rank of one epoch."""
-        if self._latest is None or self._latest[0] != epoch:
-            self._latest = (epoch, self._schedule(epoch))
-        return self._latest[1]
-
-    def _schedule(self, epoch: int) -> Schedule:
-        lengths = self.documents.lengths
-        if self.strategy == "minibatch":
-            return schedule_minibatches(
-                lengths,
-                unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths)),
-                self.batch_size,
-                self.capacity,
-                self.accumulation,
-                self.world_size,
-                self.cost_model,
-                self.balance,
-                self.synchronisation,
-                self.drop_last,
-            )
-        assert self.first_plan is not None  # of every strategy but `minibatch`
-        plan = self.first_plan if epoch == 0 else self._plan(epoch)
-        if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
-            # The Trainer fixed the number of steps with the first plan; a plan that needs more cannot be used.
-            plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
-        return schedule_packs(
-            plan,
-            lengths,
-            self.num_steps,
-            self.accumulation,
-            self.world_size,
-            self.cost_model,
-            self.balance,
-            self.synchronisation,
-            self.drop_last,
-        )
-
-
-def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,).
-
-    `minibatch` follows it, so that both runs see the same documents in every optimizer step.
-    """
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(num_documents, generator=generator).numpy()
 
 
 class PackedBatchSampler:
@@ -311,6 +194,7 @@ def packed_dataloader(
         shuffle,
         synchronisation=synchronisation,
         cost_model=cost_model,
+        keeps=rank == 0,
     )
     return document_loader(
         DocumentDataset(reader, documents),

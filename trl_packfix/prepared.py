@@ -8,7 +8,6 @@ with caching disabled (`datasets.disable_caching()`), leaves nothing behind.
 import hashlib
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from datasets import is_caching_enabled
 
-from .documents import Documents, Ledger, Overlong, make_documents
+from .documents import Overlong, make_documents
+from .keeping import PREFIX, read_arrays, write_whole
+from .ledger import Documents
 from .reader import TokenReader
 
 logger = logging.getLogger(__name__)
@@ -44,49 +45,33 @@ def prepared_documents(
         "keep_untrained": keep_untrained,
     }
 
-    def make() -> Arrays:
-        documents = make_documents(reader, **settings)
-        arrays = {name: getattr(documents, name) for name in ("row", "start", "stop", "trained", "block")}
-        arrays["ledger"] = np.array(json.dumps(documents.ledger.to_dict()))
-        return {name: values for name, values in arrays.items() if values is not None}
-
-    arrays = _found_or_made(reader, "spans", settings, make)
-    ledger = Ledger.from_dict(json.loads(str(arrays.pop("ledger"))))
-    return Documents(ledger=ledger, **arrays)
+    arrays, file = _found_or_made(reader, "spans", settings, lambda: make_documents(reader, **settings).to_arrays())
+    return Documents.from_arrays(arrays, file)
 
 
 def prepared_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or what an earlier start found in the same table."""
-    low, high = _found_or_made(reader, "range", {}, lambda: {"range": np.array(reader.token_range())})["range"]
+    low, high = _found_or_made(reader, "range", {}, lambda: {"range": np.array(reader.token_range())})[0]["range"]
     return int(low), int(high)
 
 
-def _found_or_made(reader: TokenReader, name: str, settings: dict[str, Any], make: Callable[[], Arrays]) -> Arrays:
+def _found_or_made(
+    reader: TokenReader, name: str, settings: dict[str, Any], make: Callable[[], Arrays]
+) -> tuple[Arrays, Path | None]:
+    """The arrays, and the file that has them."""
     files = reader.files
     if not files or not is_caching_enabled():
-        return make()
+        return make(), None
     # Sizes and times, too: a fingerprint does not see that a file was written again by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, reader.fingerprint, stats, settings], sort_keys=True)
-    path = files[0].parent / f"cache-packfix-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
-        with np.load(path) as found:
-            return dict(found)
+        return read_arrays(path), path
     except FileNotFoundError:
         pass
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s cannot be read (%s) and is made again.", path, error)
     arrays = make()
-    _write(path, arrays)
-    return arrays
-
-
-def _write(path: Path, arrays: Arrays) -> None:
-    """Whole or not at all: ranks of one job write the same file at the same time."""
-    temporary = path.with_name(f"{path.stem}-{os.uname().nodename}-{os.getpid()}.tmp.npz")
-    try:
-        np.savez(temporary, allow_pickle=False, **arrays)
-        os.replace(temporary, path)
-    except OSError as error:  # a dataset on a read-only disk is none the worse for it
-        logger.info("%s is not kept for the next start: %s", path.name, error)
-        temporary.unlink(missing_ok=True)
+    is_kept = write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    return arrays, path if is_kept else None

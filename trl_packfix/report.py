@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from .documents import Ledger
+from .ledger import Ledger
 from .samples import LengthHistogram, PlanSample
 from .verdict import IsolationReport
 

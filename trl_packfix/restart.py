@@ -24,8 +24,8 @@ from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
 from . import __version__
 from .config import SFTConfig
-from .documents import Documents
-from .loading import EpochPlanner
+from .epochs import EpochPlanner
+from .ledger import Documents
 from .reader import TokenReader
 
 logger = logging.getLogger(__name__)

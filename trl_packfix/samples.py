@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .collator import IGNORE_INDEX
+from .epochs import EpochPlanner
 from .imbalance import rank_costs
-from .loading import EpochPlanner
 from .reader import TokenReader
 
 Int64Array = npt.NDArray[np.int64]

@@ -8,7 +8,8 @@ import numpy as np
 from rich.text import Text
 
 from .collator import IGNORE_INDEX, PackedDataCollator
-from .loading import DocumentDataset, EpochPlanner
+from .epochs import EpochPlanner
+from .loading import DocumentDataset
 from .reader import TokenReader
 from .samples import plan_sample
 

@@ -20,7 +20,8 @@ from torch.utils.data import get_worker_info
 
 from . import checks
 from .compat import state_is_exact
-from .documents import Ledger, Overlong, make_documents
+from .documents import Overlong, make_documents
+from .ledger import Ledger
 from .reader import TokenReader
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 
 from .balancing import Synchronisation
 from .costs import LLAMA_7B, CostModel
-from .documents import Ledger, Overlong, refuse_nothing
+from .documents import Overlong, refuse_nothing
 from .exact_fill import pack_arrivals
+from .ledger import Ledger
 from .loading import dummy_document, left_alone
 from .planning import PackPlan
 from .scheduling import EMPTY, Balance, schedule_packs

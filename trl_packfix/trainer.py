@@ -23,18 +23,19 @@ from trl.trainer.utils import get_config_model_id
 
 from . import checks
 from .accounting import make_report, make_stream_report
+from .ahead import PlanAhead
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
 from .costs import cost_model
-from .documents import Documents, drop_untrained
+from .documents import drop_untrained
+from .epochs import EpochPlanner, Strategy
 from .evaluation import ExactEvaluation
 from .forwards import base_model
+from .ledger import Documents
 from .loading import (
     DocumentDataset,
-    EpochPlanner,
     PackedBatchSampler,
     PaddedBatchSampler,
-    Strategy,
     document_loader,
 )
 from .parallelism import check_parallelism, synchronisation
@@ -158,6 +159,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                     args.truncation_mode,
                     wrapped=args.packing_strategy == "wrapped",
                 )
+                self.add_callback(PlanAhead(self))
             self.packed_model = self._packed_model()
             self.add_callback(BeforeFirstStep(self))
 
@@ -228,6 +230,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             drop_last=args.dataloader_drop_last,
             synchronisation=synchronisation(self.accelerator),
             cost_model=self._cost_model,
+            keeps=args.local_process_index == 0,
         )
 
     def _loader(

@@ -1,0 +1,309 @@
+"""Plans of many documents: kept beside them, made ahead by another process, and the same either way."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_from_disk
+from test_trainer import trainer, weights
+
+import trl_packfix
+from trl_packfix import ahead, epochs, keeping
+from trl_packfix.costs import CostModel
+from trl_packfix.epochs import EpochPlanner
+from trl_packfix.ledger import Count, Documents, Ledger
+from trl_packfix.prepared import prepared_documents
+from trl_packfix.reader import TokenReader
+
+STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
+PACKS = "cache-packfix-packs-*.npy"
+
+
+def made(folder, num=epochs.MANY, longest=40, wrapped=False):
+    """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
+    lengths = np.random.default_rng(0).integers(1, longest + 1, num)
+    zero, block = np.zeros(num, np.int64), (np.cumsum(lengths) - lengths) // longest
+    documents = Documents(np.arange(num), zero, lengths, lengths, Ledger(), block if wrapped else None)
+    np.savez(folder / "spans.npz", **documents.to_arrays())
+    return replace(documents, file=folder / "spans.npz")
+
+
+def planner(documents, strategy="stream", world_size=2, **settings):
+    return EpochPlanner(documents, strategy, 4, 512, accumulation=2, world_size=world_size, **settings)
+
+
+def same(one, other):
+    assert one.num_skipped == other.num_skipped
+    return np.array_equal(one.order, other.order) and np.array_equal(one.offsets, other.offsets)
+
+
+def is_mapped(values):
+    while values is not None and not isinstance(values, np.memmap):
+        values = values.base
+    return values is not None
+
+
+def tampered(file):
+    """The same file with its last two documents exchanged, so that one knows it again."""
+    flat = np.load(file)
+    flat[-2:] = flat[-2:][::-1]
+    np.save(file, flat)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
+    documents = made(tmp_path, wrapped=strategy == "wrapped")
+    alone = planner(replace(documents, file=None), strategy, drop_last=True)
+    first, second = (planner(documents, strategy, drop_last=True) for _ in range(2))
+    for epoch in (0, 1):
+        expected = alone.schedule(epoch)
+        for run, mapped in ((first, False), (second, True)):
+            got = run.schedule(epoch)
+            assert same(got, expected) and is_mapped(got.order) is mapped, (epoch, mapped)
+    assert first.num_steps == second.num_steps == alone.num_steps
+    if strategy != "minibatch":
+        again = planner(documents, strategy).first_plan
+        assert is_mapped(again.order) and again.lower_bound == alone.first_plan.lower_bound
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_second_start_plans_nothing(tmp_path):
+    """Kept files with other packs come back as they are: so nothing was planned."""
+    documents = made(tmp_path)
+    first = planner(documents)
+    for kind in ("plan", "schedule"):
+        first.schedule(0)
+        tampered(first.file(kind, 0))
+    second = planner(documents)
+    assert second.first_plan.order[-2:].tolist() == first.first_plan.order[-2:][::-1].tolist()
+    assert second.schedule(0).order[-2:].tolist() == first.schedule(0).order[-2:][::-1].tolist()
+
+
+def test_every_setting_has_its_own_file(tmp_path):
+    documents = made(tmp_path)
+    whole = planner(documents)
+    other = {
+        "strategy": "bfd",
+        "batch_size": 2,
+        "max_length": 256,
+        "accumulation": 1,
+        "world_size": 4,
+        "seed": 1,
+        "shuffle": False,
+        "balance": "none",
+        "drop_last": True,
+        "synchronisation": "step",
+        "cost_model": CostModel(1.0, 2.0),
+    }
+    assert set(other) == set(whole.settings())
+    files = {
+        name: [replace(whole, **{name: value}).file(kind, 0) for kind in ("plan", "schedule")]
+        for name, value in other.items()
+    }
+    schedules = {schedule for _, schedule in files.values()}
+    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other) + 2
+    plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}
+    assert plans == {"strategy", "batch_size", "max_length", "seed", "shuffle"}
+
+
+def test_other_code_does_not_find_the_plans(tmp_path):
+    """Ranks that find a file and ranks that do not must have the same schedule."""
+    shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
+    command = [sys.executable, "-P", "-c", "from trl_packfix.epochs import _code; print(_code())"]
+
+    def code():
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    before = code()
+    assert before == epochs._code()
+    with (tmp_path / "trl_packfix" / "dealing.py").open("a") as file:
+        file.write("# another way\n")
+    assert code() != before
+
+
+def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
+    documents = made(tmp_path)
+    few = made(tmp_path, num=epochs.MANY - 1)
+    for run in (planner(few), planner(replace(documents, file=None)), planner(documents, keeps=False)):
+        run.schedule(0)
+    assert not list(tmp_path.glob(PACKS))
+    planner(documents).schedule(0)
+    assert len(list(tmp_path.glob(PACKS))) == 2
+    assert is_mapped(planner(documents, keeps=False).schedule(0).order)
+    unshuffled = planner(documents, shuffle=False)
+    assert unshuffled.schedule(3) is unshuffled.schedule(0)
+
+
+def test_broken_files_are_made_again(tmp_path, caplog):
+    documents = made(tmp_path)
+    first = planner(documents)
+    expected = first.schedule(0)
+    whole = np.load(first.file("schedule", 0))
+    for broken in (lambda file: file.write_bytes(file.read_bytes()[:1000]), lambda file: np.save(file, whole[:-1])):
+        caplog.clear()
+        broken(first.file("schedule", 0))
+        assert same(planner(documents).schedule(0), expected)
+        assert "is made again" in caplog.text
+        assert np.array_equal(np.load(first.file("schedule", 0)), whole)
+
+
+def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_them(tmp_path):
+    documents = made(tmp_path)
+    planner(documents).schedule(0)
+    reading = planner(documents)
+    expected = reading.schedule(0).order.copy()
+    files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-packs-x.tmp.npy"]
+    files[2].touch()
+    long_ago = time.time() - keeping.UNUSED - 60
+    for file in files:
+        os.utime(file, (long_ago, long_ago))
+    planner(documents)  # asks for the plan
+    reading.schedule(1)
+    assert [file.exists() for file in files] == [True, False, False]
+    assert documents.file.exists() and reading.file("schedule", 1).exists()
+    assert np.array_equal(planner(documents).schedule(0).order, expected)
+
+
+def test_documents_know_their_file(tmp_path):
+    Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]]}).save_to_disk(tmp_path)
+    for _ in range(2):
+        documents = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+        assert documents.file.is_file() and documents.ledger.kept == Count(2, 5, 3)
+    in_memory = TokenReader(Dataset.from_dict({"input_ids": [[5, 6, 7]]}))
+    assert prepared_documents(in_memory, 30).file is None
+
+
+# Made ahead
+
+
+def test_another_process_makes_the_schedule_without_torch(tmp_path):
+    documents = made(tmp_path)
+    run = planner(documents, world_size=4)
+    process = ahead.start(run, 1)
+    assert process.wait(timeout=60) == 0 and ahead.end(process) is None
+    assert ahead.start(run, 1) is None  # it is there
+    got = run.schedule(1)
+    assert is_mapped(got.order)
+    assert same(got, planner(replace(documents, file=None), world_size=4).schedule(1))
+    loaded = "import sys, trl_packfix.epochs; print({'torch', 'datasets', 'trl', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+PARENT = """
+import sys, time
+from test_epochs import made, planner
+from pathlib import Path
+from trl_packfix import ahead
+run = planner(made(Path(sys.argv[1]), num=500_000), world_size=64)
+print(ahead.start(run, 1).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_ends_with_the_one_that_started_it(tmp_path):
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+
+    def runs():
+        status = Path(f"/proc/{child}/stat")
+        try:
+            return status.read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    assert runs()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while runs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs() and not list(tmp_path.glob(PACKS))[1:], "it ended, and not because it had made the schedule"
+    parent.stdout.close()
+
+
+# In the trainer
+
+TRAINING = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "save_strategy": "steps"}
+
+
+def saved(folder):
+    rng = np.random.default_rng(0)
+    Dataset.from_dict({"input_ids": [rng.integers(3, 200, n) for n in rng.integers(2, 40, 60)]}).save_to_disk(folder)
+    return load_from_disk(folder)
+
+
+class Waiting(ahead.PlanAhead):
+    """Waits for the other process, so that the test knows who made the schedule."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        super().on_epoch_begin(args, state, control, **kwargs)
+        if self._process is not None:
+            self._process.wait(timeout=60)
+
+
+def run_of(folder, data, callback, **settings):
+    run = trainer(folder, data, save_steps=4, **TRAINING, **settings)
+    run.remove_callback(ahead.PlanAhead)
+    if callback is not None:
+        run.add_callback(callback(run))
+    return run
+
+
+@pytest.mark.parametrize("strategy, workers", [("stream", 2), ("minibatch", 0)])
+def test_batches_and_weights_are_the_same_with_and_without(strategy, workers, tmp_path, monkeypatch):
+    settings = {"packing_strategy": strategy, "dataloader_num_workers": workers}
+    data = saved(tmp_path / "data")
+    alone = run_of(tmp_path / "alone", data, None, **settings)
+    alone.train()
+    assert not list((tmp_path / "data").glob(PACKS)), "few documents leave nothing"
+
+    monkeypatch.setattr(epochs, "MANY", 10)
+    run = run_of(tmp_path / "ahead", data, Waiting, **settings)
+    run.train()
+    assert is_mapped(run._train_planner.schedule(2).order), "it was made here"
+    assert run._train_planner.file("schedule", 1).exists()
+    assert not run._train_planner.file("schedule", 3).exists(), "there is no fourth epoch to plan"
+    assert np.array_equal(weights(run), weights(alone))
+
+    per_epoch = run._train_planner.num_steps
+    checkpoint = tmp_path / "ahead" / f"checkpoint-{(per_epoch // 4 + 1) * 4}"
+    assert per_epoch < int(checkpoint.name.split("-")[1]) < 2 * per_epoch, "not in the middle of epoch two"
+    for file in (tmp_path / "data").glob(PACKS):
+        file.unlink()
+    again = run_of(tmp_path / "ahead", data, Waiting, **settings)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert np.array_equal(weights(again), weights(alone))
+    assert again._train_planner.file("schedule", 2).exists()
+
+
+def test_a_process_that_fails_is_a_warning_and_nothing_else(tmp_path, monkeypatch, caplog):
+    data = saved(tmp_path / "data")
+    alone = run_of(tmp_path / "alone", data, None)
+    alone.train()
+    monkeypatch.setattr(epochs, "MANY", 10)
+    monkeypatch.setattr(ahead, "COMMAND", "raise SystemError('no plan today')")
+    run = run_of(tmp_path / "run", data, Waiting)
+    run.train()
+    assert caplog.text.count("could not be planned ahead (SystemError: no plan today)") == 1
+    assert np.array_equal(weights(run), weights(alone))
+    assert not list((tmp_path / "data").glob("*.tmp*"))
+
+
+def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
+    run = trainer(tmp_path, saved(tmp_path / "data"))
+    assert [type(each) for each in run.callback_handler.callbacks].count(ahead.PlanAhead) == 1
+    assert run._planner(run._documents, "stream").keeps  # a single process is local rank 0
