@@ -57,12 +57,13 @@ def kept_packs(path: Path) -> Packs | None:
         flat = np.asarray(np.load(path, mmap_mode="r"))
         start = 2 + int(flat[0])
         found = Packs(flat[start:], flat[2:start], int(flat[1]))
-        if found.offsets[-1] != len(found.order):
-            raise ValueError(f"{len(found.order)} documents of {found.offsets[-1]}")
+        problem = None if found.offsets[-1] == len(found.order) else "it ends too early"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError, IndexError) as error:
-        logger.warning("%s cannot be read (%s) and is made again.", path, error)
+        problem = str(error)
+    if problem is not None:
+        logger.warning("%s cannot be read (%s) and is made again.", path, problem)
         return None
     try:
         os.utime(path)  # it was asked for
