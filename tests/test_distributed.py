@@ -91,6 +91,7 @@ def free_port() -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
+    two_ranks.documents(NUM_DOCUMENTS).save_to_disk(folder / "documents")
     build_tiny_model().save_pretrained(folder / "model")
     build_tiny_model(tie_word_embeddings=True).save_pretrained(folder / "tied")
     build_tiny_model("bloom", hidden_dropout=0.0, attention_dropout=0.0).save_pretrained(folder / "leaking")
@@ -207,6 +208,13 @@ def test_every_document_once_per_epoch(result, strategy):
         assert max(map(len, chain(*epoch))) > 2, "nothing was packed"
     assert first != second
     assert found["num_steps"] * 2 == len(found["seen"][0])
+
+
+@pytest.mark.parametrize("engine", ["ddp"])
+def test_plans_that_are_kept_and_made_ahead_are_those_of_each_rank_alone(result):
+    found, alone = result("kept"), result("epochs_stream")
+    assert found["seen"] == alone["seen"] and found["losses"] == alone["losses"]
+    assert found["kept"] == 3  # the first plan and two schedules, be they made twice
 
 
 @pytest.mark.parametrize("engine", ["ddp"])

@@ -52,6 +52,21 @@ def test_the_plan_is_that_of_plan_packs():
     assert [rows(batch) for batch in loader] == expected
 
 
+def test_rows_shuffled_in_blocks_are_read_block_by_block():
+    """The recipe for network storage in docs/gpus.md."""
+    num, size = 12_000, 2_000
+    table = Dataset.from_dict({"input_ids": [[row] * 3 for row in range(num)]})
+    rng = np.random.default_rng(0)
+    blocks = np.array_split(np.arange(num), num // size)
+    order = np.concatenate([rng.permutation(blocks[i]) for i in rng.permutation(len(blocks))])
+
+    def touched(loader):
+        return [len({row // size for row in rows(batch)}) for batch in loader]
+
+    assert max(touched(packed_dataloader(table.select(order), 256, shuffle=False))) <= 2
+    assert min(touched(packed_dataloader(table, 256))[:-1]) == 6, "blocks make no difference"
+
+
 def test_a_training_loop_of_ones_own():
     model = build_tiny_model()
     select_attention(model)

@@ -4,11 +4,12 @@
     deepspeed --num_gpus 2 tests/two_ranks.py deepspeed FOLDER
     torchrun --standalone --nproc_per_node 2 tests/two_ranks.py fsdp2 FOLDER
 
-FOLDER holds `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for embeddings and LM head) and a
-bloom, `mamba` and `lfm2`, and a DeepSpeed config for each engine of DeepSpeed. One process pair runs all scenarios of
-its engines, because starting one takes longer than the scenarios; `die_ddp` and `die_zero3` have pairs of their own.
-Each scenario returns a dictionary that the main process saves as FOLDER/ENGINE/NAME.pt; the first that raises ends the
-launch. A test calls the same functions in its own process for the numbers of one rank.
+FOLDER holds `documents`, a dataset on disk; `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for
+embeddings and LM head) and a bloom; `mamba` and `lfm2`; and a DeepSpeed config for each engine of DeepSpeed. One
+process pair runs all scenarios of its engines, because starting one takes longer than the scenarios; `die_ddp` and
+`die_zero3` have pairs of their own. Each scenario returns a dictionary that the main process saves as
+FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions in its own process for the
+numbers of one rank.
 """
 
 import faulthandler
@@ -31,13 +32,13 @@ import trl
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from conftest import build_tokenizer
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
-import trl_packfix
+import trl_packfix.epochs
 from trl_packfix.collator import PackedDataCollator
 from trl_packfix.parallelism import synchronisation
 
@@ -163,6 +164,7 @@ def make_trainer(
     engine: str | None = None,
     model: str = "model",
     num_documents: int = 97,
+    dataset: Dataset | None = None,
     lora: bool = False,
     **settings,
 ) -> Packed | Stock:
@@ -190,7 +192,7 @@ def make_trainer(
     trainer = cls(
         str(folder / model),
         args,
-        train_dataset=documents(num_documents),
+        train_dataset=documents(num_documents) if dataset is None else dataset,
         eval_dataset=documents(NUM_EVALUATED, seed=1),
         processing_class=TOKENIZER,
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
@@ -249,6 +251,14 @@ def epochs(folder: Path, cls: type = Packed, **settings) -> dict:
     trainer = make_trainer(folder, "epochs", cls, num_train_epochs=2, learning_rate=1e-2, **settings)
     trainer.train()
     return outcome(trainer)
+
+
+def kept(folder: Path, **settings) -> dict:
+    """The same of documents on a disk, beside which their plans are kept; the second epoch is planned ahead."""
+    many, trl_packfix.epochs.MANY = trl_packfix.epochs.MANY, 10
+    found = epochs(folder, dataset=load_from_disk(folder / "documents"), **settings)
+    trl_packfix.epochs.MANY = many
+    return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*.npy")))}
 
 
 def five_steps(folder: Path, name: str, **settings) -> dict:
@@ -376,6 +386,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found[name] = partial(alternating, name=f"{engine}/{name}", model=model, engine=engine)
     if engine == "ddp":
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
+        found["kept"] = partial(kept, engine=engine)
         found["refused"] = partial(refused, engine=engine)
     if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
