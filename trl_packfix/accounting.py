@@ -80,5 +80,5 @@ def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
     """Share of real tokens in padded batches of documents in random order: one draw of the order, for scale."""
     shuffled = np.random.default_rng(0).permutation(lengths)
     longest = np.maximum.reduceat(shuffled, np.arange(0, len(shuffled), batch_size))
-    sizes = np.diff(np.append(np.arange(0, len(shuffled), batch_size), len(shuffled)))
-    return float(lengths.sum() / (longest * sizes).sum())
+    missing = -len(shuffled) % batch_size  # documents of the last batch
+    return int(lengths.sum()) / (int(longest.sum()) * batch_size - int(longest[-1]) * missing)

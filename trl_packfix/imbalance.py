@@ -25,6 +25,8 @@ def imbalance(
     schedule: Schedule, lengths: Int64Array, cost_model: CostModel, synchronisation: Synchronisation
 ) -> float:
     """See above; 1.0 with one rank."""
+    if schedule.world_size == 1:
+        return 1.0
     costs = rank_costs(schedule, lengths, cost_model)
     if synchronisation == "step":
         costs = costs.sum(axis=1)

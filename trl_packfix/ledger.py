@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self.row)
 
-    @property
+    @cached_property
     def lengths(self) -> Int64Array:
         """Tokens of each document, shape (N,)."""
         return self.stop - self.start

@@ -3,7 +3,7 @@
 The report prints the histogram, and the pictures draw all of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +112,9 @@ def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM
     filled = np.flatnonzero(np.diff(schedule.offsets))[: max(num_packs, accumulation * world_size)]
     filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
     packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
-    costs = rank_costs(schedule, documents.lengths, planner.cost_model)
+    offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
+    first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets)
+    costs = rank_costs(first, documents.lengths, planner.cost_model)
     return PlanSample(
         [
             PackSample(
