@@ -36,7 +36,7 @@ from offline import multiplies_bf16, smollm2, word_problems
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.restart import newest_whole
+from trl_packfix.checkpoints import newest_whole
 from trl_packfix.sources import load_rows
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"

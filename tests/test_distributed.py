@@ -6,6 +6,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from trl_packfix import zoo
+from trl_packfix.checkpoints import FILE, damage
 
 ROOT = Path(__file__).parent.parent
 LAUNCH_SECONDS = 420  # a pair takes 40 to 100 alone on 2 cores; a hang inside one is an error after `ddp_timeout`
@@ -365,6 +367,26 @@ def test_the_checkpoint_of_another_engine_is_refused(deepspeed, folder):
     one = two_ranks.make_trainer(folder, "refused", gradient_accumulation_steps=4, **two_ranks.THREE_EPOCHS)
     with pytest.raises(ValueError, match="`engine` was 'deepspeed' and is 'none'"):
         one.train(str(folder / "zero3" / "restart_stream_0" / "whole" / f"checkpoint-{found['stop']}"))
+
+
+@on_whole_engines
+def test_every_file_of_every_rank_is_vouched_for(result, engine, folder, tmp_path):
+    """A shard that is missing or cut is reported and not loaded, whichever rank wrote it."""
+    stop, checkpoint = result("restart_stream_0")["stop"], tmp_path / "checkpoint"
+    shutil.copytree(folder / engine / "restart_stream_0" / "whole" / f"checkpoint-{stop}", checkpoint)
+    assert damage(checkpoint) is None
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != FILE]
+    names = {str(file.relative_to(checkpoint)) for file in files}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"} <= names
+    assert len([name for name in names if "rank_" in name]) == (4 if engine == "zero3" else 0)
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
+        assert file.name in damage(checkpoint)
+        file.unlink()
+        assert file.name in damage(checkpoint)
+        file.write_bytes(content)
+    assert damage(checkpoint) is None
 
 
 def check_restart(resumed: dict) -> None:

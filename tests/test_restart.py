@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 from test_trainer import texts, trainer, weights
 
-from trl_packfix.restart import FILE, check_same_batches
+from trl_packfix.checkpoints import FILE, damage
+from trl_packfix.restart import check_same_batches
 
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 
@@ -145,17 +146,25 @@ def test_zero_refuses_another_number_of_ranks_whatever_the_documents(run):
     state = json.loads((checkpoint / FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
     check_same_batches("checkpoint-10", state, run._settings, planner)
-    state["settings"]["engine"] = "deepspeed"
+    state["engine"] = "deepspeed"
     with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*Set them back"):
-        check_same_batches("checkpoint-10", state, run._settings | {"engine": "deepspeed"}, planner)
+        check_same_batches("checkpoint-10", state, run._settings, planner)
 
 
 def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):
     saved(tmp_path / "unpacked", packing=False)
-    with pytest.raises(ValueError, match="`packing=True`, and it was saved without packing"):
+    stream = texts(60).to_iterable_dataset()
+    with pytest.raises(ValueError, match="given with packing a table, and it was saved without packing, by another"):
         resume(tmp_path / "unpacked", "checkpoint-10")
-    with pytest.raises(ValueError, match="`packing=False`, and it was saved with packing"):
+    with pytest.raises(ValueError, match="given with packing a stream, and it was saved without packing, by another"):
+        resume(tmp_path / "unpacked", "checkpoint-10", stream, max_steps=24)
+    with pytest.raises(ValueError, match="given without packing, and it was saved with packing a table"):
         resume(folder, "checkpoint-10", packing=False)
+    with pytest.raises(ValueError, match="given with packing a stream, and it was saved with packing a table"):
+        resume(folder, "checkpoint-10", stream, max_steps=24)
+    trainer(tmp_path / "stream", stream, **STEPS, max_steps=2, save_strategy="steps", save_steps=2).train()
+    with pytest.raises(ValueError, match="given with packing a table, and it was saved with packing a stream"):
+        resume(tmp_path / "stream", "checkpoint-2")
     unpacked = resume(tmp_path / "unpacked", "checkpoint-10", packing=False)
     assert unpacked.state.global_step == unpacked.state.max_steps
 
@@ -216,6 +225,21 @@ def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(fold
         resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5)
     with pytest.raises(ValueError, match="it has no `trainer_state.json`.*checkpoint-15"):
         resume(folder, "checkpoint-10")
+
+
+def test_a_checkpoint_that_is_written_again_is_whole(folder):
+    """The report and what other callbacks write come after the sizes are noted, over the files of the run before."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        (checkpoint / "packing_report.json").write_text("of another length")
+    again = resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5, packing_report=True)
+    for checkpoint in (folder / "checkpoint-10", folder / "checkpoint-15"):
+        assert damage(checkpoint) is None
+        assert json.loads((checkpoint / "packing_report.json").read_text())["strategy"] == "stream"
+        files = json.loads((checkpoint / FILE).read_text())["files"]
+        assert {"model.safetensors", "optimizer.pt", "rng_state.pth"} < set(
+            files
+        ) and "packing_report.json" not in files
+    assert again.state.global_step == again.state.max_steps
 
 
 def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkeypatch):

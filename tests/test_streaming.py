@@ -29,9 +29,9 @@ from trl_packfix.documents import make_documents
 from trl_packfix.exact_fill import pack_arrivals
 from trl_packfix.planning import plan_stream
 from trl_packfix.reader import TokenReader
-from trl_packfix.stream_checkpoint import state_file
+from trl_packfix.stream_checkpoint import resume
 from trl_packfix.stream_reader import CHUNK
-from trl_packfix.streaming import PackedStream
+from trl_packfix.streaming import PackedStream, stream_file
 
 ROOT = Path(__file__).parent.parent
 FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
@@ -361,32 +361,50 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
-RESTARTS = {
-    "alone": ({}, {}),
-    "workers": ({"dataloader_num_workers": 2}, {}),
-    "shuffle_dataset": ({"shuffle_dataset": True}, {}),
-    "no state": ({}, {"forget": True}),
-}
+RESTARTS = {"alone": {}, "workers": {"dataloader_num_workers": 2}, "shuffle_dataset": {"shuffle_dataset": True}}
 
 
 @pytest.mark.parametrize("name", RESTARTS)
-def test_a_restart_of_the_trainer_is_exact(name, tmp_path, caplog):
-    further, how = RESTARTS[name]
-    common = {"max_steps": 16, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **further}
+def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
+    common = {"max_steps": 16, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **RESTARTS[name]}
     stream = texts(60).to_iterable_dataset(2)
     whole = trainer(tmp_path, stream, save_strategy="steps", save_steps=11, **common)
     whole.train()
     assert whole.packing_report.num_documents > 60, "the stream did not begin again"
     checkpoint = tmp_path / "checkpoint-11"
-    assert state_file(checkpoint, 0).is_file()
-    if how.get("forget"):
-        state_file(checkpoint, 0).unlink()
     resumed = trainer(tmp_path / "resumed", stream, **common)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert torch.equal(weights(whole), weights(resumed)) and resumed.state.epoch == whole.state.epoch
-    assert ("read and packed again" in caplog.text) == bool(how)
-    if not how:
-        assert resumed.packing_report.ledger == whole.packing_report.ledger
+    assert resumed.packing_report.ledger == whole.packing_report.ledger
+    tokens = [
+        {entry["step"]: entry["num_tokens"] for entry in run.state.log_history if "loss" in entry}
+        for run in (whole, resumed)
+    ]
+    assert tokens[0] == tokens[1] and 0 < tokens[0][11] < tokens[0][12]
+
+
+DAMAGES = {
+    "no stream": (lambda c: stream_file(c, 0).unlink(), "its file `packed_stream_0.pt` is missing"),
+    "half a stream": (lambda c: os.truncate(stream_file(c, 0), 100), "its file `packed_stream_0.pt` has 100 bytes of"),
+    "half a model": (lambda c: os.truncate(c / "model.safetensors", 100), "its file `model.safetensors` has 100"),
+}
+
+
+def test_a_damaged_checkpoint_of_a_stream_is_reported_and_not_loaded(tmp_path):
+    common = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    stream = texts(60).to_iterable_dataset(2)
+    trainer(tmp_path, stream, **common).train()
+    for number, (damage, named) in enumerate(DAMAGES.values(), 1):
+        damage(tmp_path / f"checkpoint-{number}")
+        with pytest.raises(ValueError, match=f"{named}.*part of its state"):
+            trainer(tmp_path, stream, **common).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}"))
+
+
+def test_a_stream_of_more_ranks_than_before_is_refused(tmp_path):
+    trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1).train()
+    stream = PackedStream(texts().to_iterable_dataset(), 2, 64, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=r"no `packed_stream_1.pt`.*rank 1 of 2 was.*Launch as many ranks as before"):
+        resume(stream, str(tmp_path / "checkpoint-1"), 1, 1, ignore_data_skip=False)
 
 
 def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
@@ -395,7 +413,7 @@ def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path
     run = trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     states = [
-        torch.load(state_file(f, 0), weights_only=True)
+        torch.load(stream_file(f, 0), weights_only=True)
         for f in (tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4")
     ]
     assert states[0]["counts"] == states[1]["counts"] and states[0]["num_steps"] + 2 == states[1]["num_steps"]
@@ -523,6 +541,7 @@ def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
     whole, resumed = two_ranks[name]["whole"], two_ranks[name]["resumed"]
     assert torch.equal(whole["weights"], resumed["weights"]) and whole["ledger"] == resumed["ledger"]
     assert [rank[two_ranks_stream.SAVED :] for rank in whole["seen"]] == resumed["seen"]
+    assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == two_ranks_stream.MAX_STEPS
 
 
 def test_ranks_that_read_different_streams_are_refused(two_ranks):

@@ -35,6 +35,7 @@ def run(folder: Path, name: str, stream: int | IterableDataset, checkpoint: Path
         "gradient_checkpointing": False,
         "bf16": False,
         "use_cpu": True,
+        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -52,6 +53,7 @@ def outcome(trainer: Packed) -> dict:
         "seen": gather_object([trainer.seen]),
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
         "num_documents": trainer.packing_report.num_documents,
+        "num_tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
         "ledger": trainer.packing_report.ledger.to_dict(),
     }
 

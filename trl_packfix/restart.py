@@ -1,16 +1,12 @@
-"""What a restart needs: a small versioned file in every checkpoint, and the checks that it allows.
+"""What a restart needs: the state that goes into every checkpoint, and the checks that it allows.
 
-`packing_state.json` holds the settings and a fingerprint of the documents, the documents of every optimizer step as one
-hash, the tokens seen so far, and the size of every file of the checkpoint. It is written when all ranks have written
-theirs, so a checkpoint without it, or with a file of another size, is unfinished. On resume the batches of the old and
-of the new run are compared before the first step: a run continues exactly or not at all.
+For a table that is the settings and a fingerprint of the documents, and the documents of every optimizer step as one
+hash: on resume the batches of the old and of the new run are compared before the first step. For a stream it is where
+every rank's reading and packing stood. In both the tokens seen so far. A run continues exactly or not at all.
 """
 
 import hashlib
-import json
 import logging
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +15,18 @@ import torch
 import trl
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput, sort_checkpoints
+from transformers.trainer_utils import TrainOutput
 
-from . import __version__
+from . import __version__, checkpoints
+from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
 from .epochs import EpochPlanner
 from .ledger import Documents
 from .reader import TokenReader
+from .streaming import PackedStream, stream_file
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-FILE = "packing_state.json"
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 # The documents of an optimizer step may be the same for other values of these: that is looked up, not assumed.
@@ -66,11 +61,8 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
     return digest.hexdigest()
 
 
-def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader, engine: str) -> dict[str, Any]:
-    """All that decides which documents are in which batch, by the names that a user knows, and whose files these are.
-
-    `engine` is "deepspeed", "fsdp" or "none": one does not find the optimizer state of another and would say nothing.
-    """
+def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> dict[str, Any]:
+    """All that decides which documents are in which batch, by the names that a user knows."""
     documents = planner.documents
     return {
         "rows of the dataset": len(reader),
@@ -87,97 +79,10 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader, eng
         "per_device_train_batch_size": planner.batch_size,
         "gradient_accumulation_steps": planner.accumulation,
         "world_size": planner.world_size,
-        "engine": engine,
     }
 
 
-def save_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write the file, with the sizes of all files that are there, whole or not at all."""
-    files = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)}
-    text = json.dumps({"version": VERSION, "trl_packfix": __version__, **state, "files": files}, indent=2)
-    unfinished = checkpoint / f"{FILE}.{os.getpid()}"
-    with unfinished.open("w") as stream:
-        stream.write(text + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(checkpoint / FILE)
-
-
-def _files(checkpoint: Path) -> Iterable[Path]:
-    # The two state files follow when all others are there.
-    later = (FILE, TRAINER_STATE_NAME)
-    return sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name not in later)
-
-
-# What is read
-
-
-def damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be whole, or None. One that this package has not written is judged by its state alone."""
-    for name in (TRAINER_STATE_NAME, FILE):
-        file = checkpoint / name
-        if name == FILE and not file.exists():
-            return None
-        try:
-            json.loads(file.read_text())
-        except FileNotFoundError:
-            return f"it has no `{name}`, which is written last"
-        except ValueError:
-            return f"its `{name}`, of {file.stat().st_size} bytes, ends too early"
-    state = read_state(checkpoint) or {}
-    for name, size in state.get("files", {}).items():
-        file = checkpoint / name
-        if not file.is_file():
-            return f"its file `{name}` is missing"
-        if file.stat().st_size != size:
-            return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
-    return None
-
-
-def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `save_state` wrote, or None if the checkpoint is not of a packed run of this package."""
-    file = checkpoint / FILE
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a folder, and why each newer one is passed over."""
-    passed_over: list[str] = []
-    for path in reversed(sort_checkpoints(str(folder))):
-        problem = damage(Path(path))
-        if problem is None:
-            return Path(path), passed_over
-        passed_over.append(f"{Path(path).name} is passed over, because {problem}")
-    return None, passed_over
-
-
-def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str, str | None]:
-    """The whole checkpoint to resume from, and a warning: for `True` the newest of `output_dir`, else the one named.
-
-    Raises:
-        ValueError: what was given is unfinished or damaged; the newest whole checkpoint is named.
-    """
-    why = "Training cannot continue from a part of its state."
-    if given is True:
-        whole, passed_over = newest_whole(Path(output_dir))
-        if whole is None:
-            reasons = f" ({'; '.join(passed_over)})" if passed_over else ""
-            raise ValueError(
-                f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
-                f"{reasons}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a checkpoint elsewhere."
-            )
-        return str(whole), f"Resuming from {whole}: {'; '.join(passed_over)}." if passed_over else None
-    problem = damage(Path(str(given)))
-    if problem is not None:
-        whole, _ = newest_whole(Path(str(given)).parent)
-        instead = "None beside it is whole: leave it unset to start anew"
-        if whole is not None:
-            instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one beside it'
-        raise ValueError(
-            f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}: the run ended while it was written, or "
-            f"it was damaged later. {why} {instead}."
-        )
-    return str(given), None
+# What is compared
 
 
 def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], planner: EpochPlanner) -> None:
@@ -189,7 +94,7 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
     before = state["settings"]
     changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
-    if settings["engine"] == "deepspeed" and "world_size" in changed:
+    if state["engine"] == "deepspeed" and "world_size" in changed:
         fixed["world_size"] = changed["world_size"]  # ZeRO's files are the shards of so many ranks
     if not fixed and step_hash(planner, state["epoch"]) == state["step_hash"]:
         if changed:
@@ -229,6 +134,8 @@ class ExactRestart(trl.SFTTrainer):
 
     args: SFTConfig
     _reader: TokenReader
+    _left_over: dict[str, int]
+    _settings: dict[str, Any]
     _train_planner: EpochPlanner | None = None
     _resumed: tuple[str, dict[str, Any]] | None = None
 
@@ -278,47 +185,58 @@ class ExactRestart(trl.SFTTrainer):
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
                 f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
             )
-        # A stream has no plan to compare: `stream_checkpoint.py` brings it back to where it was.
-        planned = self.args.packing and not isinstance(self.train_dataset, IterableDataset)
-        if (state is None) == planned and not self.args.ignore_data_skip:
-            run = "without packing, by another trainer or with `save_only_model=True`"
-            run = "with packing" if state is not None else run
+        table_or_stream = "stream" if isinstance(self.train_dataset, IterableDataset) else "table"
+        now = f"with packing a {table_or_stream}" if self.args.packing else "without packing"
+        before = "without packing, by another trainer or with `save_only_model=True`"
+        if state is not None:
+            before = f"with packing a {'table' if 'step_hash' in state else 'stream'}"
+        if not before.startswith(now) and not self.args.ignore_data_skip:
             raise ValueError(
-                f"`resume_from_checkpoint={checkpoint!r}` was given with `packing={self.args.packing}`, and it was "
-                f"saved {run}. Nothing says which documents are left of its epoch. Set `packing={state is not None}` "
+                f"`resume_from_checkpoint={checkpoint!r}` was given {now}, and it was saved {before}. Nothing says "
+                f"which documents are left of its epoch. Set `packing={state is not None}` and give the same dataset "
                 "to continue that run, or set `ignore_data_skip=True` to begin the epoch's documents anew on purpose."
             )
+        if state is not None and state["engine"] != self._engine:
+            raise ValueError(
+                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `engine` was {state['engine']!r} and is "
+                f"{self._engine!r}. An engine does not find the optimizer state of another, and says nothing. Launch "
+                "the run as before, or give the checkpoint as `model` to begin a new run with its weights."
+            )
+
+    @property
+    def _engine(self) -> str:
+        """Whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
+        return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
 
     def _check_restart(self, planner: EpochPlanner) -> None:
         """Remember the planner of this run; if it resumes, compare its batches with those of the run before."""
         self._train_planner = planner
-        engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
-        self._settings = settings_of(self.args, planner, self._reader, engine)
+        self._settings = settings_of(self.args, planner, self._reader)
         if self._resumed is not None and not self.args.ignore_data_skip:
             check_same_batches(*self._resumed, self._settings, planner)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        if self.args.should_save:
-            # Of an earlier run that came further: while the folder is written again, nothing may vouch for it.
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            for name in (FILE, TRAINER_STATE_NAME):
-                (folder / name).unlink(missing_ok=True)
+        if self.args.packing:
+            if self.args.should_save:
+                run_dir = self._get_output_dir(trial)
+                self._left_over = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.state.global_step}")
+            self.accelerator.wait_for_everyone()  # no rank writes before it is known what was there
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._train_planner is None:
-            return
+        step, planner = self.state.global_step, self._train_planner
+        state = {"global_step": step, "num_tokens": self._total_train_tokens, "engine": self._engine}
+        stream = getattr(self.callback_handler.train_dataloader, "dataset", None)
+        if isinstance(stream, PackedStream):
+            torch.save(stream.state_dict(step), stream_file(output_dir, stream.rank))
+        elif planner is not None:
+            epoch = (step - 1) // planner.num_steps
+            state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self._settings}
+        else:
+            return  # unpacked, or a loader that is not ours
         # These are the last files that every rank writes. `trainer_state.json` follows, and only then older checkpoints
         # are deleted, so at every moment one of them is whole.
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            epoch = (self.state.global_step - 1) // self._train_planner.num_steps
-            state = {
-                "global_step": self.state.global_step,
-                "num_tokens": self._total_train_tokens,
-                "epoch": epoch,
-                "step_hash": step_hash(self._train_planner, epoch),
-                "settings": self._settings,
-            }
-            save_state(Path(output_dir), state)
+            checkpoints.save_state(Path(output_dir), state, self._left_over)

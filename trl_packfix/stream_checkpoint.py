@@ -1,44 +1,39 @@
-"""The stream and the Trainer: its state goes into checkpoints and comes back from them, its counts into the report."""
+"""The stream and the Trainer: its state comes back from a checkpoint, its counts go into the report."""
 
-import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .accounting import make_stream_report
-from .streaming import PackedStream, StreamCounts
-
-logger = logging.getLogger(__name__)
-
-
-def state_file(checkpoint: str | Path, rank: int) -> Path:
-    """Where the state of one rank's stream is in a checkpoint."""
-    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+from .streaming import PackedStream, StreamCounts, stream_file
 
 
 def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: int, ignore_data_skip: bool) -> None:
-    """Set the stream to where it was after `num_steps` steps; the Trainer then throws `num_skipped` batches away."""
-    file = state_file(checkpoint, stream.rank)
+    """Set the stream to where it was after `num_steps` steps; the Trainer then throws `num_skipped` batches away.
+
+    Raises:
+        ValueError: the state of this rank is not there; what `PackedStream.load_state_dict` refuses.
+    """
+    file = stream_file(checkpoint, stream.rank)
     if ignore_data_skip:
         stream.begin(num_steps)
-    elif file.is_file():
-        stream.load_state_dict(torch.load(file, weights_only=True), num_skipped)
-    else:
-        logger.warning(
-            "%s does not exist: the stream is read and packed again from its first document. That leads to the same "
-            "batches, and takes as long as the first time.",
-            file,
+        return
+    if not file.is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={checkpoint!r}` was given and has no `{file.name}`, which says where the stream "
+            f"of rank {stream.rank} of {stream.world_size} was. More ranks than before, or a checkpoint that lies on "
+            "another node, cannot be continued. Launch as many ranks as before and copy the checkpoint to every node, "
+            "or set `ignore_data_skip=True` to begin the stream anew."
         )
+    stream.load_state_dict(torch.load(file, weights_only=True), num_skipped)
 
 
 class StreamCallback(TrainerCallback):
-    """Saves the state of every rank's stream with each checkpoint, and reports then and at the end what was read.
+    """Reports, with each checkpoint and at the end, what was read and trained.
 
     Raises:
         ValueError: when training begins, the ranks read different streams.
@@ -61,13 +56,7 @@ class StreamCallback(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        stream = train_dataloader.dataset
-        self._report(args, stream, state.global_step)
-        if args.save_only_model or state.is_hyper_param_search:
-            return
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)  # each node saves the states of its own ranks
-        torch.save(stream.state_dict(state.global_step), state_file(folder, args.process_index))
+        self._report(args, train_dataloader.dataset, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._report(args, train_dataloader.dataset, state.global_step)

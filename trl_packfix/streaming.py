@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -303,6 +304,11 @@ class PackedStream(torch.utils.data.IterableDataset):
         }
         self._num_skipped = num_skipped
         self._restore(self._start)
+
+
+def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    """Where the state of one rank's stream is in a checkpoint."""
+    return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 
 def _as_it_is(chunk: Any) -> Any:
