@@ -1,7 +1,7 @@
 """Kill a run at random points, resume it, and compare every batch and the weights with a run that was left alone.
 
     python tests/chaos.py                        20 rounds on one process and 20 on two ranks
-    python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --seed 7
+    python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --workers 2 --seed 7
 
 A round waits for a random optimizer step, or for the checkpoint after it to be begun, and for some milliseconds; then
 one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A run that comes to
@@ -37,6 +37,7 @@ SETTINGS = {
     "save_strategy": "steps",
     "save_steps": 2,
     "save_total_limit": 2,
+    "packing_report": True,  # as users have it: one more file that is written again after a resume
 }
 SECONDS = 60  # in which the other ranks must have ended, too
 
@@ -51,7 +52,9 @@ class Noting(Packed):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: int, ranks: int, port: int) -> None:
+def rank_main(
+    folder: Path, name: str, engine: str | None, workers: int, attempt: int, rank: int, ranks: int, port: int
+) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
     log = log_of(folder, name, attempt, rank).open("w")
     faulthandler.enable(log)
@@ -64,9 +67,11 @@ def rank_main(folder: Path, name: str, engine: str | None, attempt: int, rank: i
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled; gloo does as well
+    multiprocessing.set_start_method("fork", force=True)  # as under a launcher; else workers inherit "forkserver"
     resume = newest_whole(folder / name)[0] is not None
     accumulation = 4 // ranks  # the same documents in every step for any number of ranks
-    trainer = make_trainer(folder, name, Noting, engine, gradient_accumulation_steps=accumulation, **SETTINGS)
+    settings = SETTINGS | {"gradient_accumulation_steps": accumulation, "dataloader_num_workers": workers}
+    trainer = make_trainer(folder, name, Noting, engine, **settings)
     trainer.notes = notes_of(folder, name, attempt, rank).open("w")
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / name / "final"))
@@ -92,8 +97,8 @@ def read_notes(file: Path) -> list[tuple[int, list[int]]]:
 class Chaos:
     """The runs of one number of ranks under one engine, in `folder`."""
 
-    def __init__(self, folder: Path, ranks: int, engine: str | None, seed: int):
-        self.folder, self.ranks, self.engine = folder, ranks, engine
+    def __init__(self, folder: Path, ranks: int, engine: str | None, workers: int, seed: int):
+        self.folder, self.ranks, self.engine, self.workers = folder, ranks, engine, workers
         self.random = random.Random(seed)
         self.attempt = self.kills = self.unfinished = self.runs = self.mid_second = 0
         self.context = multiprocessing.get_context("forkserver")
@@ -114,7 +119,8 @@ class Chaos:
             port = listener.getsockname()[1]
         self.processes = [
             self.context.Process(
-                target=rank_main, args=(self.folder, name, self.engine, self.attempt, rank, self.ranks, port)
+                target=rank_main,
+                args=(self.folder, name, self.engine, self.workers, self.attempt, rank, self.ranks, port),
             )
             for rank in range(self.ranks)
         ]
@@ -193,7 +199,7 @@ class Chaos:
         return [value for _, value in sorted(load_file(self.folder / name / "model.safetensors").items())]
 
 
-def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, seed: int = 0) -> Chaos:
+def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, workers: int = 0, seed: int = 0) -> Chaos:
     """Kill `rounds` times, then let the last run come to its end.
 
     Raises:
@@ -203,7 +209,7 @@ def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, seed
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    runs = Chaos(folder, ranks, engine, seed)
+    runs = Chaos(folder, ranks, engine, workers, seed)
     while runs.kills < rounds:
         runs.round()
     runs.round(kill=False)
@@ -215,13 +221,14 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--engine", choices=["zero3"], help="of two ranks; default DDP")
+    parser.add_argument("--workers", type=int, default=0, help="that read for each rank")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
             engine = arguments.engine if ranks > 1 else None
-            runs = chaos(Path(scratch), arguments.rounds, ranks, engine, arguments.seed)
+            runs = chaos(Path(scratch), arguments.rounds, ranks, engine, arguments.workers, arguments.seed)
         print(
             f"{ranks} rank(s): {runs.kills} kills, {runs.mid_second} of them in mid-epoch 2, {runs.unfinished} "
             f"unfinished checkpoints passed over, {runs.runs} runs to the end: batches and weights as uninterrupted "

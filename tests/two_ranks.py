@@ -21,11 +21,13 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
+import engine_state
 import numpy as np
 import torch
 import trl
@@ -261,6 +263,16 @@ def kept(folder: Path, **settings) -> dict:
     return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*.npy")))}
 
 
+def drop_last(folder: Path, name: str, **settings) -> dict:
+    """An epoch without its last, incomplete step, with what the report says of it; and one with that step."""
+    results = []
+    for drop in (True, False):
+        trainer = make_trainer(folder, name, num_train_epochs=1, dataloader_drop_last=drop, **settings)
+        trainer.train()
+        results.append(outcome(trainer, report=trainer.packing_report.to_dict()))
+    return results[0] | {"whole": results[1]}
+
+
 def five_steps(folder: Path, name: str, **settings) -> dict:
     """Five optimizer steps of SGD; the model is saved as `folder / name` and evaluated."""
     trainer = make_trainer(folder, name, **FIVE_STEPS | settings)
@@ -311,6 +323,44 @@ def restart(folder: Path, name: str, **settings) -> dict:
     return outcome(resumed, whole=outcome(whole), per_epoch=per_epoch, stop=stop)
 
 
+class Watched(TrainerCallback):
+    """Notes the state of the engine before and after each probe: the trainer's own, one more, and one in training.
+
+    It is called twice for each event, before and after all other callbacks.
+    """
+
+    def __init__(self, trainer: Packed):
+        self.trainer, self.states = trainer, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.states.append(engine_state.snapshot(self.trainer))
+        if len(self.states) == 2:
+            self.probe()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if len(self.states) == 3:
+            self.states.append(engine_state.snapshot(self.trainer))
+            self.probe()
+
+    def probe(self) -> None:
+        assert trl_packfix.check_isolation(self.trainer.model_wrapped, self.trainer.args.max_length).isolated
+        self.states.append(engine_state.snapshot(self.trainer))
+
+
+def probed(folder: Path, **settings) -> dict:
+    """What the probes changed of the engine's state, and what an optimizer step did, on any rank."""
+    trainer = make_trainer(folder, "probed", **FIVE_STEPS | {"max_steps": 2, "optim": "adamw_torch"} | settings)
+    watched = Watched(trainer)
+    trainer.callback_handler.callbacks.insert(0, watched)
+    trainer.callback_handler.callbacks.append(watched)
+    trainer.train()
+    names = ("first probe", "second probe", "step", "probe after the step")
+    changed = [sorted(engine_state.changed(*pair)) for pair in pairwise(watched.states)]
+    counts = {name: len(values) for name, values in watched.states[0].items()}
+    ranks = gather_object([dict(zip(names, changed, strict=True))])
+    return outcome(trainer, changed={name: [rank[name] for rank in ranks] for name in names}, counts=counts)
+
+
 def refused(folder: Path, engine: str) -> dict:
     """What is said to a loss that would depend on how documents are spread over ranks."""
     try:
@@ -343,6 +393,7 @@ def die(folder: Path, engine: str) -> None:
 
 
 STRATEGIES = ("stream", "minibatch")
+DROPPING = (*STRATEGIES, "bfd")  # with an incomplete last step
 CHECKPOINTED = {"gradient_checkpointing": True}  # TRL's default, and with LoRA under ZeRO-3 the reentrant kind
 KINDS = {
     "full": {},
@@ -377,10 +428,11 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found[f"epochs_{strategy}"] = partial(epochs, **settings)
         found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
         for workers in (0, 2):
-            if engine == "ddp" or (strategy, workers) == ("stream", 0):
+            if engine == "ddp" or strategy == "stream":
                 name = f"restart_{strategy}_{workers}"
                 more = settings | {"dataloader_num_workers": workers}
                 found[name] = partial(restart, name=f"{engine}/{name}", **more)
+    found["probed"] = partial(probed, engine=engine)
     for model in ALTERNATING if engine != "ddp" else ():
         name = f"alternating_{model}"
         found[name] = partial(alternating, name=f"{engine}/{name}", model=model, engine=engine)
@@ -388,6 +440,9 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["kept"] = partial(kept, engine=engine)
         found["refused"] = partial(refused, engine=engine)
+        for strategy in DROPPING:
+            settings = {"packing_strategy": strategy, "engine": engine}
+            found[f"drop_last_{strategy}"] = partial(drop_last, name=f"{engine}/drop_last_{strategy}", **settings)
     if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .collator import PackedDataCollator
@@ -181,7 +182,10 @@ class Probe:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards."""
+        """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards.
+
+        Nor does a parameter stay gathered under FSDP2, whose root otherwise waits for a backward pass.
+        """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
         rates = [
@@ -205,6 +209,8 @@ class Probe:
                     setattr(module, name, rate)
                 for module, training in modes:
                     module.training = training
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
                 with torch.no_grad():
                     for buffer, value in buffers:
                         if buffer.shape == value.shape:
