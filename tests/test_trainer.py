@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 import warnings
 
 import numpy as np
@@ -312,6 +313,18 @@ def test_workers_change_nothing(tmp_path):
     runs = [trainer(tmp_path, texts(), dataloader_num_workers=n) for n in (0, 2)]
     alone, workers = ([batch["input_ids"].tolist() for batch in run.get_train_dataloader()] for run in runs)
     assert alone == workers
+
+
+@pytest.mark.parametrize("eval_packing", [True, False])
+def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packing, tmp_path):
+    """`dataloader_multiprocessing_context="forkserver"`, where forking is not safe; starting one would take seconds."""
+    run = trainer(tmp_path, texts(), eval_packing=eval_packing, trainer_kwargs={"eval_dataset": texts(9)})
+    for loader in (run.get_train_dataloader(), run.get_eval_dataloader()):
+        dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
+        indices = next(iter(loader.batch_sampler))
+        expected = next(iter(loader))
+        found = collate([dataset[index] for index in indices])
+        assert found.keys() == expected.keys() and torch.equal(found["input_ids"], expected["input_ids"])
 
 
 @pytest.mark.parametrize("setting", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str)
