@@ -1,4 +1,4 @@
-"""Every version branch: why it is there, a link, and when it can go."""
+"""Every version branch: why it is there, a link, and when it can go. (That of Python's fork is `forking.py`.)"""
 
 import trl
 from datasets import IterableDataset

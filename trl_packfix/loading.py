@@ -19,6 +19,7 @@ from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import LLAMA_7B, CostModel
 from .documents import Overlong
 from .epochs import EpochPlanner, Strategy
+from .forking import wait_for_threads_before_forks
 from .ledger import Documents
 from .prepared import prepared_documents
 from .reader import TokenReader
@@ -117,6 +118,8 @@ def document_loader(
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
     """Batches of the documents that the sampler names."""
+    if dataloader_kwargs.get("num_workers"):
+        wait_for_threads_before_forks()
     return left_alone(DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs), device)
 
 

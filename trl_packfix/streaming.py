@@ -24,6 +24,7 @@ from .balancing import Synchronisation
 from .costs import LLAMA_7B, CostModel
 from .documents import Overlong, refuse_nothing
 from .exact_fill import pack_arrivals
+from .forking import wait_for_threads_before_forks
 from .ledger import Ledger
 from .loading import dummy_document, left_alone
 from .planning import PackPlan
@@ -114,6 +115,8 @@ class PackedStream(torch.utils.data.IterableDataset):
         if self.num_workers < num_workers and rank == 0:
             message = "%d workers were asked for; %d read, because each needs a shard of its own."
             logger.warning(message, num_workers, self.num_workers)
+        if self.num_workers:
+            wait_for_threads_before_forks()
         self.worker_kwargs = worker_kwargs or {} if self.num_workers else {}
         self._num_skipped = 0
         self.begin()
