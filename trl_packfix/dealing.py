@@ -1,27 +1,26 @@
 """Documents of one optimizer step, dealt to its slots so that ranks finish together.
 
 Full packs of equal tokens differ in their attention alone. So the long documents, which have most of it, are dealt
-first, by the quadratic part of their cost; the short ones fill what is left; and exchanges of one or two documents
-settle the last tokens, for a step of full packs has no token to spare.
+first, by what they cost more than short ones of as many tokens; the short ones fill what is left; and exchanges settle
+the last tokens, for a step of full packs has no token to spare.
 
 Letters: S slots, W ranks; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
-from functools import cache
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from .costs import Float64Array
+from .exchanging import Int64Array, Slots
 
-Int64Array = npt.NDArray[np.int64]
-
-SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones leave
-RESERVE = 8  # of capacity / 8 in every slot, so that a few short ones stand in each and can be exchanged
-CONSIDERED, PAIRED = 64, 16  # documents of a slot that an exchange looks at, of one and of two documents
-PARTNERS = 16  # slots that an exchange of pairs asks
-FAILURES = 4  # one in so many slots may find no exchange, until the step is left as it was
+SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones leave,
+FILLING = 1 / 4  # and at least so many of the tokens, or full slots would hold long documents only
+LEVELLED, FILLED = 16, 64  # of the capacity that long documents leave where slots are to cost the same, or the most
+TOO_DEAR = 1e-3  # of the mean: a rank above it is one that the others wait for
+SPARED = 4  # one in so many of the shortest documents stays with the others, who need some for the last tokens
 
 
 class Deal:
@@ -31,115 +30,144 @@ class Deal:
         self, lengths: Int64Array, cost: Float64Array, per_token: float, capacity: int, world_size: int, num_slots: int
     ):
         self.lengths = lengths
-        self.quadratic = cost - per_token * lengths
+        self.cost = cost
         self.per_token = per_token
         self.capacity = capacity
         self.world_size = world_size
         self.num_slots = num_slots
-        self.reserve = capacity // RESERVE
-        self.longest_first = np.argsort(-lengths, kind="stable")
-        self.slots: list[list[int]] = [[] for _ in range(num_slots)]
-        self.room = np.full(num_slots, capacity, dtype=np.int64)  # tokens
-        self.load = np.zeros(num_slots)  # the quadratic part of the cost
+        longest_first = np.argsort(-lengths, kind="stable")
+        tokens = np.cumsum(lengths[longest_first])
+        num_long = min((lengths * SHORT > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING)))
+        self.long: list[int] = longest_first[:num_long].tolist()
+        self.short = longest_first[num_long:]
+        excess = cost - cost[self.short].sum() / max(lengths[self.short].sum(), 1) * lengths
+        self.excess: list[float] = np.maximum(excess, 0).tolist()
+        self.slots = Slots(lengths, cost, excess, capacity, num_slots)
+        self.load = [0.0] * num_slots  # excess of the long documents
 
     def packs(self, by_rank: bool) -> list[Int64Array] | None:
         """Positions of the documents of each slot; None where the documents do not settle within the capacity."""
-        num_long = int((self.lengths * SHORT > self.capacity).sum())
-        long, short = self.longest_first[:num_long], self.longest_first[num_long:]
-        first = 0
-        if not by_rank:
-            long, first = self._fill_micro_steps(long)
-        self._level(long, first, by_rank)
-        groups = np.arange(self.num_slots).reshape(-1, self.world_size)
+        ranks = [list(range(i, self.num_slots, self.world_size)) for i in range(self.world_size)]
+        first = 0 if by_rank else self._fill_micro_steps()
+        self._level(ranks if by_rank else [[slot] for slot in range(first, self.num_slots)])
+        self._close()
+        lacking = self._lacking(ranks if by_rank else None)
         if by_rank:
-            groups = groups.T
-        else:
-            groups = np.argsort(-self._cost_when_full(), kind="stable").reshape(groups.shape)
-        self._pour(short, self._lacking(int(self.lengths[short].sum()), groups, by_rank))
-        if not self._settle():
+            self._pour_cheapest(ranks, lacking)
+        self._pour(self.short, lacking, range(self.num_slots))
+        if not self.slots.settle():
             return None
+        if by_rank:
+            self.slots.even_out(ranks)
+        else:
+            bounds = [*range(0, first + 1, self.world_size), self.num_slots]
+            for start, stop in zip(bounds, bounds[1:], strict=False):
+                self.slots.even_out([[slot] for slot in range(start, stop)])
         self._occupy()
-        return [np.array(slot, dtype=np.int64) for slot in self.slots]
+        return [np.array(documents, dtype=np.int64) for documents in self.slots.documents]
 
-    # Long documents, by the quadratic part of their cost
+    # Long documents, by their excess
 
     def _put(self, document: int, slot: int) -> None:
-        self.slots[slot].append(document)
-        self.room[slot] -= self.lengths[document]
-        self.load[slot] += self.quadratic[document]
+        self.slots.put(document, slot)
+        self.load[slot] += self.excess[document]
 
-    def _fill_micro_steps(self, long: Int64Array) -> tuple[Int64Array, int]:
+    def _fill_micro_steps(self) -> int:
         """While a document has more than an even share, one micro-step takes it and all it can beside it.
 
-        The other ranks wait for that document anyway, so what they do meanwhile costs nothing.
+        The other ranks wait for that document anyway, so what they do meanwhile costs nothing: each of the others goes
+        where it leaves the least room. Returns the slots taken.
         """
-        first = 0
-        while len(long) and first < self.num_slots - self.world_size:
-            limit = self.quadratic[long[0]]
-            if limit * (self.num_slots - first) <= self.quadratic[long].sum():
+        first, excess = 0, self.excess
+        while self.long and first < self.num_slots - self.world_size:
+            limit = excess[self.long[0]]
+            if limit * (self.num_slots - first) <= sum([excess[document] for document in self.long]):
                 break
-            slots = slice(first, first + self.world_size)
-            room, load = self.room[slots], self.load[slots]  # views
-            left = []
-            most = self.capacity + self.reserve  # that any slot can take
-            for document in long.tolist():
-                length = self.lengths[document]
-                if length + self.reserve > most:
-                    left.append(document)
-                    continue
-                fits = (room >= length + self.reserve) | (room == self.capacity)
-                fits &= load + self.quadratic[document] <= limit
-                slot = int(np.where(fits, load, np.inf).argmin())
-                if fits[slot]:
-                    self._put(document, first + slot)
-                    most = room.max()
-                    if most == self.capacity:
-                        most += self.reserve
+            left: list[int] = []
+            rooms: list[tuple[int, int]] = []  # of the slots that are not empty: tokens, slot; ascending
+            for document in self.long:
+                wanted = self.slots.lengths[document] + self.capacity // FILLED
+                place = bisect_left(rooms, (wanted,))
+                while place < len(rooms) and self.load[rooms[place][1]] + excess[document] > limit:
+                    place += 1
+                if place < len(rooms):
+                    slot = rooms.pop(place)[1]
+                elif len(rooms) < self.world_size:
+                    slot = first + len(rooms)
                 else:
                     left.append(document)
-            long = np.array(left, dtype=np.int64)
+                    continue
+                self._put(document, slot)
+                insort(rooms, (self.slots.room[slot], slot))
+            self.long = left
             first += self.world_size
-        return long, first
+        return first
 
-    def _level(self, long: Int64Array, first: int, by_rank: bool) -> None:
-        """Each document, longest first, to the slot or rank from `first` on with the least load that has room."""
-        slots = range(first, self.num_slots)
-        teams = [list(slots[i :: self.world_size]) for i in range(self.world_size)] if by_rank else [[i] for i in slots]
-        heap = [(0.0, i) for i in range(len(teams))]
+    def _level(self, groups: list[list[int]]) -> None:
+        """Each document, longest first, to the group with the least load that has room."""
+        room = self.slots.room
+        heap = [(0.0, i) for i in range(len(groups))]
         too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
-        room = self.room.tolist()
-        lengths, quadratic = self.lengths.tolist(), self.quadratic.tolist()
-        for document in long.tolist():
-            wanted = lengths[document] + self.reserve
+        for document in self.long:
+            wanted = self.slots.lengths[document] + self.capacity // LEVELLED
             while too_full and -too_full[0][0] >= wanted:
                 heapq.heappush(heap, heapq.heappop(too_full)[1:])
             while heap:
                 load, i = heap[0]
-                slot = max(teams[i], key=room.__getitem__)
+                slot = max(groups[i], key=room.__getitem__)
                 if room[slot] >= wanted or room[slot] == self.capacity:
-                    heapq.heapreplace(heap, (load + quadratic[document], i))
+                    heapq.heapreplace(heap, (load + self.excess[document], i))
                     break
                 heapq.heappush(too_full, (-room[slot], *heapq.heappop(heap)))
             else:
                 slot = max(range(self.num_slots), key=room.__getitem__)  # an exchange may still make room
-            room[slot] -= lengths[document]
             self._put(document, slot)
 
     # Short documents, by tokens
 
-    def _cost_when_full(self) -> Float64Array:
-        return self.load + self.per_token * np.maximum(self.capacity, self.capacity - self.room)
+    def _close(self) -> None:
+        """Fill slots with little room exactly, by one or two documents, while there are many to choose from."""
+        room = self.slots.room
+        by_length: dict[int, list[int]] = {}
+        for document in self.short.tolist():
+            by_length.setdefault(self.slots.lengths[document], []).append(document)
+        longest = max(by_length, default=0)
+        tight = sorted((slot for slot in range(self.num_slots) if 0 < room[slot] <= longest), key=room.__getitem__)
+        if sum([room[slot] for slot in tight]) <= sum(room) - self.lengths[self.short].sum():
+            return  # tokens are to spare
+        there = np.zeros(longest + 1, dtype=bool)
+        there[list(by_length)] = True
+        taken: list[int] = []
+        for slot in tight:
+            total = room[slot]
+            fill = [total] if there[total] else []
+            if not fill:
+                shorter = np.flatnonzero(there[1 : (total + 1) // 2] & there[total - 1 : total // 2 : -1]) + 1
+                fill = [int(length) for length in shorter[len(shorter) // 2 :][:1]]
+                fill += [total - length for length in fill]
+            for length in fill:
+                taken.append(by_length[length].pop())
+                there[length] = bool(by_length[length])
+                self._put(taken[-1], slot)
+        self.short = self.short[~np.isin(self.short, taken)]
 
-    def _lacking(self, tokens: int, groups: Int64Array, by_rank: bool) -> Float64Array:
-        """Tokens that each slot should still get, `tokens` in all, so that groups end as early as they can, shape (S,).
+    def _lacking(self, ranks: list[list[int]] | None) -> Float64Array:
+        """Tokens that each slot should still get, so that micro-steps end as early as they can, shape (S,).
 
-        `groups`, shape (groups, members), are the micro-steps, whose longest slot counts, or the ranks' slots.
+        With `ranks`, the slots of each, only the end of the step counts.
         """
-        held = self.load + self.per_token * (self.capacity - self.room)
-        room = np.maximum(self.room, 0)
-        held, room = held[groups], room[groups]
-        if by_rank:  # one group whose members are the ranks
-            share, held, room = room / np.maximum(room.sum(1, keepdims=True), 1), held.sum(1)[None], room.sum(1)[None]
+        room = np.maximum(self.slots.room, 0)
+        tokens = int(self.lengths[self.short].sum())
+        if tokens >= room.sum():
+            return room.astype(np.float64)
+        held = np.array([self.cost[documents].sum() for documents in self.slots.documents])
+        if ranks:  # one group whose members are the ranks
+            groups = np.array(ranks)
+            share, held, room = room[groups], held[groups].sum(1)[None], room[groups].sum(1)[None]
+            share = share / np.maximum(share.sum(1, keepdims=True), 1)
+        else:  # micro-steps, whose longest slot counts
+            groups = np.argsort(-held - self.per_token * room, kind="stable").reshape(-1, self.world_size)
+            held, room = held[groups], room[groups]
         full = -np.sort(-(held + self.per_token * room), axis=1)
         least = held.max(axis=1)
 
@@ -154,116 +182,39 @@ class Deal:
             middle = (low + high) / 2
             low, high = (low, middle) if given(middle).sum() >= tokens else (middle, high)
         lacking = np.zeros(self.num_slots)
-        lacking[groups] = given(high)[0][:, None] * share if by_rank else given(high)
+        lacking[groups] = given(high)[0][:, None] * share if ranks else given(high)
         return lacking
 
-    def _pour(self, short: Int64Array, lacking: Float64Array) -> None:
+    def _pour_cheapest(self, ranks: list[list[int]], lacking: Float64Array) -> None:
+        """Ranks that the others wait for get the shortest documents: no tokens cost less."""
+        load = np.array(self.load)[ranks].sum(axis=1)
+        dear = np.flatnonzero(load > load.mean() + TOO_DEAR * self.cost.sum() / self.world_size)
+        slots = [slot for rank in dear.tolist() for slot in ranks[rank]]
+        shortest_first = self.short[::-1]
+        candidates = np.flatnonzero(np.arange(len(shortest_first)) % SPARED)
+        tokens = np.cumsum(self.lengths[shortest_first[candidates]])
+        chosen = shortest_first[candidates[: np.searchsorted(tokens, lacking[slots].sum())]]
+        self._pour(chosen[::-1], lacking, slots)
+        self.short = self.short[~np.isin(self.short, chosen)]
+
+    def _pour(self, short: Int64Array, lacking: Float64Array, slots: Iterable[int]) -> None:
         """Each document, longest first, to the slot that lacks most."""
-        heap = [(-tokens, slot) for slot, tokens in enumerate(lacking.tolist())]
+        heap = [(-lacking[slot], slot) for slot in slots]
         heapq.heapify(heap)
-        slots, replace = self.slots, heapq.heapreplace
         for document, length in zip(short.tolist(), self.lengths[short].tolist(), strict=True):
             lack, slot = heap[0]
-            slots[slot].append(document)
-            replace(heap, (lack + length, slot))
-        self.room = np.array([self.capacity - self.lengths[slot].sum() for slot in slots], dtype=np.int64)
-
-    # The last tokens
-
-    def _settle(self) -> bool:
-        """Exchange documents until no slot is above the capacity; False where that is not found."""
-        self.slot_of = np.empty(len(self.lengths), dtype=np.int64)
-        for slot, documents in enumerate(self.slots):
-            self.slot_of[documents] = slot
-        self.shortest_first = self.longest_first[::-1]
-        self.ascending = self.lengths[self.shortest_first]
-        attempts = self.num_slots // FAILURES + 16
-        stuck: set[int] = set()
-        while self.room.min() < 0:
-            over = (i for i in np.argsort(self.room).tolist() if i not in stuck and self.room[i] < 0)
-            slot = next(over, -1)
-            if slot < 0 or not attempts:
-                return False
-            if self._exchange_one(slot) or self._exchange_pairs(slot):
-                stuck.clear()
-            else:
-                stuck.add(slot)
-                attempts -= 1
-        return True
-
-    def _exchange_one(self, slot: int) -> bool:
-        """A document for one that is shorter by no more than its slot has room for, or for nothing."""
-        need, most = -int(self.room[slot]), int(self.room.max())
-        if most <= 0:
-            return False
-        mine = np.array(self.slots[slot][-CONSIDERED:])
-        lengths = self.lengths[mine]
-        first, last = np.searchsorted(self.ascending, lengths - most), np.searchsorted(self.ascending, lengths)
-        sizes = last - first
-        index = np.repeat(np.arange(len(mine)), sizes)
-        candidates = np.arange(len(index)) + np.repeat(first - np.cumsum(sizes) + sizes, sizes)
-        gain = lengths[index] - self.ascending[candidates]
-        partner = self.slot_of[self.shortest_first[candidates]]
-        gain[gain > self.room[partner]] = 0
-        if gain.any():
-            i = _best(gain, need)
-            self._move(int(self.shortest_first[candidates[i]]), slot)
-            self._move(int(mine[index[i]]), int(partner[i]))
-            return True
-        if len(mine) > 1 and lengths.min() <= most:
-            self._move(int(mine[lengths.argmin()]), int(self.room.argmax()))
-            return True
-        return False
-
-    def _exchange_pairs(self, slot: int) -> bool:
-        """One or two documents for one or two of another slot."""
-        need = -int(self.room[slot])
-        mine, sums = self._pairs(slot)
-        for partner in np.argsort(-self.room)[:PARTNERS].tolist():
-            most = int(self.room[partner])
-            if most <= 0:
-                return False
-            theirs, their_sums = self._pairs(partner)
-            gain = sums[:, None] - their_sums[None, :]
-            gain[(gain < 0) | (gain > most)] = 0
-            if gain.any():
-                i, j = divmod(_best(gain, need), len(their_sums))
-                for document in set(theirs[:, j].tolist()):
-                    self._move(document, slot)
-                for document in set(mine[:, i].tolist()):
-                    self._move(document, partner)
-                return True
-        return False
-
-    def _pairs(self, slot: int) -> tuple[Int64Array, Int64Array]:
-        """Pairs of documents of a slot, a pair of the same meaning one, shape (2, pairs), and their tokens."""
-        documents = np.array(self.slots[slot][-PAIRED:], dtype=np.int64)
-        one, two = _triangle(len(documents))
-        tokens = self.lengths[documents]
-        return documents[[one, two]], tokens[one] + np.where(one == two, 0, tokens[two])
-
-    def _move(self, document: int, slot: int) -> None:
-        source = self.slot_of[document]
-        self.slots[source].remove(document)
-        self.slots[slot].append(document)
-        self.room[source] += self.lengths[document]
-        self.room[slot] -= self.lengths[document]
-        self.slot_of[document] = slot
+            self.slots.put(document, slot)
+            heapq.heapreplace(heap, (lack + length, slot))
+        for lack, slot in heap:
+            lacking[slot] = -lack
 
     def _occupy(self) -> None:
         """No slot stays empty while another has two documents."""
-        for slot in [i for i, documents in enumerate(self.slots) if not documents]:
-            donor = max(self.slots, key=len)
-            if len(donor) > 1:
-                self._move(min(donor, key=self.lengths.__getitem__), slot)
-
-
-@cache
-def _triangle(num: int) -> tuple[Int64Array, Int64Array]:
-    return np.triu_indices(num)
-
-
-def _best(gain: Int64Array, need: int) -> int:
-    """Flat index of the least gain that is enough, else of the largest."""
-    enough = gain >= need
-    return int(np.where(enough, gain, np.iinfo(np.int64).max).argmin() if enough.any() else gain.argmax())
+        documents = self.slots.documents
+        for slot in [i for i in range(self.num_slots) if not documents[i]]:
+            donor = max(range(self.num_slots), key=lambda i: len(documents[i]))
+            if len(documents[donor]) > 1:
+                shortest = min(documents[donor], key=self.slots.lengths.__getitem__)
+                documents[donor].remove(shortest)
+                self.slots.room[donor] += self.slots.lengths[shortest]
+                self.slots.put(shortest, slot)
