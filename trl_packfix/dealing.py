@@ -8,7 +8,6 @@ Letters: S slots, W ranks; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 import numpy as np
@@ -84,21 +83,22 @@ class Deal:
             if limit * (self.num_slots - first) <= sum([excess[document] for document in self.long]):
                 break
             left: list[int] = []
-            rooms: list[tuple[int, int]] = []  # of the slots that are not empty: tokens, slot; ascending
+            room, load = np.full(self.world_size, self.capacity), np.zeros(self.world_size)
+            most = self.capacity
             for document in self.long:
-                wanted = self.slots.lengths[document] + self.capacity // FILLED
-                place = bisect_left(rooms, (wanted,))
-                while place < len(rooms) and self.load[rooms[place][1]] + excess[document] > limit:
-                    place += 1
-                if place < len(rooms):
-                    slot = rooms.pop(place)[1]
-                elif len(rooms) < self.world_size:
-                    slot = first + len(rooms)
-                else:
+                wanted = min(self.slots.lengths[document] + self.capacity // FILLED, self.capacity)
+                if wanted > most:
                     left.append(document)
                     continue
-                self._put(document, slot)
-                insort(rooms, (self.slots.room[slot], slot))
+                fits = (room >= wanted) & (load <= limit - excess[document])
+                i = int(np.where(fits, room, self.capacity + 1).argmin())
+                if fits[i]:
+                    room[i] -= self.slots.lengths[document]
+                    load[i] += excess[document]
+                    most = int(room.max())
+                    self._put(document, first + i)
+                else:
+                    left.append(document)
             self.long = left
             first += self.world_size
         return first
@@ -109,13 +109,13 @@ class Deal:
         heap = [(0.0, i) for i in range(len(groups))]
         too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
         for document in self.long:
-            wanted = self.slots.lengths[document] + self.capacity // LEVELLED
+            wanted = min(self.slots.lengths[document] + self.capacity // LEVELLED, self.capacity)
             while too_full and -too_full[0][0] >= wanted:
                 heapq.heappush(heap, heapq.heappop(too_full)[1:])
             while heap:
                 load, i = heap[0]
                 slot = max(groups[i], key=room.__getitem__)
-                if room[slot] >= wanted or room[slot] == self.capacity:
+                if room[slot] >= wanted:
                     heapq.heapreplace(heap, (load + self.excess[document], i))
                     break
                 heapq.heappush(too_full, (-room[slot], *heapq.heappop(heap)))
