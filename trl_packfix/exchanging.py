@@ -104,8 +104,9 @@ class Slots:
             return False
         saved = self.excess[[d for d, _ in mine]][:, None] - self.excess[[d for d, _ in theirs]]
         off = np.abs(saved - distance / 2).ravel()
-        pairs = np.argpartition(off, PAIRS)[:PAIRS] if len(off) > PAIRS else np.arange(len(off))
-        for pair in pairs[np.lexsort((pairs, off[pairs]))].tolist():
+        # Not argpartition: which of equal ones it takes differs between processors, and all ranks must do the same.
+        best = np.flatnonzero(off <= np.partition(off, min(PAIRS, len(off)) - 1)[min(PAIRS, len(off)) - 1])
+        for pair in best[np.argsort(off[best], kind="stable")][:PAIRS].tolist():
             if saved.flat[pair] < least:
                 continue
             (document, slot), (other, partner) = mine[pair // len(theirs)], theirs[pair % len(theirs)]
