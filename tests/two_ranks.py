@@ -408,6 +408,7 @@ KINDS = {
 BY_DOCUMENT = {"document_weighting": "document"}
 
 
+HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
 ALTERNATING = ("model", "leaking", "mamba", "lfm2")  # the last raises on a pack until it is repaired
 
 
@@ -436,6 +437,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     for model in ALTERNATING if engine != "ddp" else ():
         name = f"alternating_{model}"
         found[name] = partial(alternating, name=f"{engine}/{name}", model=model, engine=engine)
+    if engine in HALF:
+        found["five_bf16"] = partial(five_steps, name=f"{engine}/five_bf16", engine=engine, bf16=True)
     if engine == "ddp":
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["kept"] = partial(kept, engine=engine)
