@@ -1,7 +1,7 @@
 """How long ranks wait for each other: modelled for 8, 64 and 512 ranks, measured on two.
 
     python benchmarks/balance.py --data DIR --csv balance.csv   # about 3 minutes
-    python benchmarks/balance.py --measured                     # two real ranks on this CPU, about 1 minute
+    python benchmarks/balance.py --measured                     # two real ranks on this CPU, about 2 minutes
 
 Modelled: imbalance is the sum over micro-steps of the largest rank cost over the sum of the mean cost, with the cost
 model of Llama 2 7B, 4 micro-batches per step, one plan (`stream`, whole steps only) for all methods of a row:
@@ -20,9 +20,13 @@ mean and spread; `long` is chat-like (lognormal, median 600, sigma 1) with 1 % o
 0.1 % at 64k to 128k, uniform in the logarithm; `flan_long` has the same tail on lengths like FLAN's. All are cut at the
 capacity, batch size 1.
 
-Measured: one optimizer step after another on 2 gloo ranks under DDP, a small Llama, packs of 2,048 tokens with a long
-tail; the same documents per step, balanced and in the plan's order, turn by turn in one process pair. Ranks meet after
-every micro-batch, as TRL's gathering of metrics makes them.
+Measured: one optimizer step after another on 2 gloo ranks under DDP, one thread each; the same documents per step,
+balanced and in the plan's order, turn by turn in one process pair. Ranks meet after every micro-batch, as TRL's
+gathering of metrics makes them. The model is a Llama of hidden size 256, for which attention weighs in 4,096 tokens
+what it weighs for Llama 2 7B in 65,536; the documents are `long`, lengths and capacity divided by 16. `imbalance` is
+then what the model says, from FLOPs, beside the same sums from each rank's own CPU seconds of forward and backward.
+Waiting burns no CPU seconds: what is spent outside of forward and backward is shown. Wall time says the same on an idle
+machine only.
 """
 
 import argparse
@@ -56,6 +60,7 @@ FILES = {"flan": "t0_p3_sample", "chat": "oasst1_en_val_threads"}
 LOGNORMAL = {"flan": (114, 1.06), "chat": (325, 0.72), "long": (600, 1.0), "flan_long": (114, 1.06)}  # median, sigma
 # documents of a step, for its search is quadratic
 MOST_FOR_REBALANCE = {"flan": 3_000, "chat": 3_000, "long": 13_000, "flan_long": 4_000}
+SCALE = 16  # of the lengths of --measured
 Row = dict[str, Any]
 
 
@@ -159,7 +164,7 @@ def rebalanced(schedule: Schedule, lengths: np.ndarray, capacity: int) -> Row:
     }
 
 
-def two_ranks(rank: int, rounds: int) -> None:
+def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     """One of the two processes of --measured."""
     import torch
     import torch.distributed as dist
@@ -171,7 +176,7 @@ def two_ranks(rank: int, rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, vocab_size=128, max_position_embeddings=8192)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -180,68 +185,95 @@ def two_ranks(rank: int, rounds: int) -> None:
     trained = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, collate = torch.optim.SGD(trained.parameters(), 1e-3), PackedDataCollator()
 
-    capacity, accumulation = 2048, 8
-    rng = np.random.default_rng(0)
-    lengths = np.where(rng.random(700) < 0.03, rng.integers(1900, 2049, 700), rng.lognormal(np.log(50), 0.8, 700))
-    lengths = np.maximum(lengths, 4).astype(np.int64)
+    capacity, num_steps = 65_536 // SCALE, 4
+    lengths = np.clip(draw("long", 2_400, {}) // SCALE, 2, capacity)
     plan, costs = plan_packs(lengths, capacity), cost_model(config)
-    num_steps = plan.num_packs // (2 * accumulation)
     schedules = {
-        balance: schedule_packs(plan, lengths, num_steps, accumulation, 2, costs, balance, "micro", drop_last=True)
+        balance: schedule_packs(plan, lengths, num_steps, ACCUMULATION, 2, costs, balance, "micro", drop_last=True)
         for balance in ("none", "step")
     }
 
-    def run(schedule: Schedule) -> tuple[float, float]:
-        """Seconds of the slower rank, and the sum over micro-batches of the CPU seconds of the slower one."""
-        cpu: list[float] = []
-        batches = list(schedule.micro_batches(rank))
-        dist.barrier()
-        start = time.perf_counter()
-        for turn, documents in enumerate(batches):
+    def run(schedule: Schedule, num: int) -> Row:
+        """CPU seconds of each micro-batch on both ranks, and of waiting; wall time from the first to the last."""
+        busy: list[float] = []
+        rng = np.random.default_rng(0)
+        batches = []
+        for documents in list(schedule.micro_batches(rank))[:num]:
             tokens = [rng.integers(3, 128, lengths[i]) for i in documents]
-            batch = collate([{"input_ids": ids, "labels": ids} for ids in tokens])
-            last = (turn + 1) % accumulation == 0
+            batches.append(collate([{"input_ids": ids, "labels": ids} for ids in tokens]))
+        dist.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        for turn, batch in enumerate(batches):
+            last = (turn + 1) % ACCUMULATION == 0
             trained.require_backward_grad_sync = last
-            busy = time.process_time()
+            started = time.process_time()
             loss = trained(**batch).loss
             loss.backward()
-            cpu.append(time.process_time() - busy)
-            dist.all_reduce(loss.detach())
+            busy.append(time.process_time() - started)
+            dist.all_reduce(loss.detach())  # where the faster rank waits
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
+        cpu = time.process_time() - cpu
         dist.barrier()
-        seconds, slowest = time.perf_counter() - start, torch.tensor(cpu)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return seconds, float(slowest.sum())
+        row: Row = {"wall_s": time.perf_counter() - start}
+        ranks = torch.zeros(2, len(busy) + 1)
+        ranks[rank] = torch.tensor([*busy, cpu])
+        dist.all_reduce(ranks)
+        each = ranks[:, :-1]
+        row["cpu_slower_s"] = float(each.max(0).values.sum())
+        row["imbalance"] = float(each.max(0).values.sum() / each.mean(0).sum())
+        row["cpu_outside_share"] = 1 - float(each.sum() / ranks[:, -1].sum())  # waiting, optimizer, loop
+        return row
 
-    seconds: dict[str, list[tuple[float, float]]] = {balance: [] for balance in schedules}
+    rows: list[Row] = []
     for turn in range(rounds + 1):
         for balance, schedule in schedules.items():
-            took = run(schedule)
+            row = run(schedule, ACCUMULATION if turn == 0 else num_steps * ACCUMULATION)
             if turn:  # the first warms up
-                seconds[balance].append(took)
+                rows.append({"balance": balance, "round": turn, "steps": num_steps, "capacity": capacity} | row)
     if rank == 0:
-        wall, cpu = ({name: statistics.median(x[i] for x in took) for name, took in seconds.items()} for i in (0, 1))
-        model = {name: imbalance(schedule, lengths, costs, "micro") for name, schedule in schedules.items()}
+        modelled = {name: imbalance(schedule, lengths, costs, "micro") for name, schedule in schedules.items()}
         bound = imbalance_bound(schedules["none"], lengths, costs, capacity, "micro")
-        print(f"two ranks, {num_steps} steps of {accumulation} micro-batches of {capacity} tokens, {rounds} rounds")
-        print(f"modelled imbalance: {model['none']:.3f} as they come, {model['step']:.3f} balanced, bound {bound:.3f}")
-        for what, took in (("wall", wall), ("CPU of the slower rank", cpu)):
-            each = {name: value / num_steps for name, value in took.items()}
-            print(
-                f"{what}: {each['none']:.3f} s a step as they come, {each['step']:.3f} s balanced, "
-                f"{each['none'] / each['step']:.3f} times (modelled {model['none'] / model['step']:.3f})"
-            )
+        for row in rows:
+            row |= {"modelled_imbalance": modelled[row["balance"]], "modelled_bound": bound}
+            row["documents"] = len(schedules[row["balance"]].order)
+        print_measured(rows)
+        if csv:
+            write_csv(csv, rows)
     dist.destroy_process_group()
 
 
-def measured(rounds: int) -> None:
+def print_measured(rows: list[Row]) -> None:
+    def spread(values: list[float]) -> str:
+        return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    first = rows[0]
+    by_name = {name: [row for row in rows if row["balance"] == name] for name in ("none", "step")}
+    table = Table("balance", "imbalance, modelled", "measured", "CPU s, slower rank", "wall s", "CPU outside")
+    for name, some in by_name.items():
+        columns = [spread([row[key] for row in some]) for key in ("imbalance", "cpu_slower_s", "wall_s")]
+        outside = f"{max(row['cpu_outside_share'] for row in some):.3f}"
+        table.add_row(name, f"{some[0]['modelled_imbalance']:.3f}", *columns, outside)
+    columns = [f"{by_name['none'][0]['modelled_imbalance'] / by_name['step'][0]['modelled_imbalance']:.3f}"]
+    for key in ("imbalance", "cpu_slower_s", "wall_s"):
+        ratios = [old[key] / new[key] for old, new in zip(by_name["none"], by_name["step"], strict=True)]
+        columns.append(spread(ratios))
+    table.add_row("none / step", *columns, "")
+    Console(width=150).print(
+        f"[bold]Two ranks[/], {first['steps']} steps of {ACCUMULATION} micro-batches of {first['capacity']} tokens, "
+        f"{first['documents']} documents, {len(by_name['none'])} rounds: median (smallest to largest); modelled bound "
+        f"{first['modelled_bound']:.3f}",
+        table,
+    )
+
+
+def measured() -> None:
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
     environment = os.environ | port | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--rank"]
+    command = [sys.executable, *sys.argv, "--rank"]
     processes = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    codes = [process.wait(timeout=600) for process in processes]
+    codes = [process.wait(timeout=1800) for process in processes]
     if any(codes):
         sys.exit("a rank failed")
 
@@ -252,16 +284,17 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=LOGNORMAL, default=list(LOGNORMAL))
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--measured", action="store_true", help="two real ranks instead of the model")
-    parser.add_argument("--rounds", type=int, default=5, help="of --measured")
+    parser.add_argument("--rounds", type=int, default=3, help="of --measured")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        two_ranks(args.rank, args.rounds)
+        sys.argv = sys.argv[: sys.argv.index("--rank")]  # what the CSV says was run
+        two_ranks(args.rank, args.rounds, args.csv)
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(describe())
     if args.measured:
-        measured(args.rounds)
+        measured()
         return
 
     real = {}
