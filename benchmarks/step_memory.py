@@ -1,0 +1,122 @@
+"""How the memory of a training step on the CPU grows with T, the tokens of its batch.
+
+    python benchmarks/step_memory.py --csv step_memory.csv    # about 2 minutes
+
+One pack of T tokens in one step (`contenders.py`; Llama 256 x 1 layer; lognormal lengths with the median and mean of
+t0_p3_sample), T doubling, for our `stream` and TRL's packing (`bfd`, sdpa), and the same documents as one padded batch
+for unpacked TRL. Each method has a process of its own. Linux only: before a step the kernel's high-water mark of the
+process is set back (`clear_refs`); counted is how far it rises in the step. So every byte counts, the kernels' scratch
+memory too. MALLOC_ variables make the allocator give buffers back at once, so that no step finds memory that an earlier
+one has left.
+
+The fit is bytes = a + b T + c T^2, least squares of the relative error, and never negative; `slope` is the exponent
+between the two largest T. A mask of all tokens by all shows in c: one byte for each pair as bool, four more as the fp32
+bias that sdpa makes of it. Linear memory has c = 0 and a slope of at most 1.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+# method -> the largest T; TRL's mask of 32,768 tokens by 32,768 takes more than 5 GB
+LARGEST = {"ours stream": 32_768, "TRL packing bfd": 16_384, "TRL unpacked": 16_384}
+SMALLEST, WARM_UP = 1024, 128
+
+
+def peaks(method: str, largest: int) -> list[dict[str, int]]:
+    """T, tokens with padding, and bytes of the high-water mark for T = 1024, 2048, ..., largest, in this process."""
+    import datasets
+    import torch
+    import transformers
+    from contenders import Contender, Size, document_lengths, fill, make_documents
+
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    transformers.utils.logging.set_verbosity_error()
+    lengths, size = document_lengths("t0_p3_sample", None), Size(256, 1)
+
+    def status(key: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    def step(num_tokens: int) -> dict[str, int]:
+        chosen = fill(lengths, num_tokens)
+        # unpacked, the documents are the rows of one batch; packed, one row has them all
+        batch_size, max_length = (len(chosen), num_tokens) if method == "TRL unpacked" else (1, num_tokens)
+        contender = Contender(method, size, make_documents(chosen), batch_size, max_length)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        row = contender.epoch()
+        assert row["steps"] == 1, f"{method}: {row['steps']} steps"
+        return {"T": num_tokens, "padded_tokens": row["padded_tokens"], "bytes": status("VmHWM") - before}
+
+    step(WARM_UP)
+    found, num_tokens = [], SMALLEST
+    while num_tokens <= largest:
+        found.append(step(num_tokens))
+        num_tokens *= 2
+    return found
+
+
+def fitted(tokens: np.ndarray, peak: np.ndarray) -> dict[str, float]:
+    """a, b, c of a + b T + c T^2 with the smallest relative error, none of them negative; exponent at the end."""
+    columns = np.stack([np.ones(len(tokens)), tokens, tokens**2], axis=1) / peak[:, None]
+    best, least = np.zeros(3), np.inf
+    for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        found = np.zeros(3)
+        found[used] = np.linalg.lstsq(columns[:, used], np.ones(len(tokens)))[0]
+        rest = np.square(columns @ found - 1).sum()
+        if found.min() >= 0 and rest < least:
+            best, least = found, rest
+    a, b, c = best
+    slope = np.log(peak[-1] / peak[-2]) / np.log(tokens[-1] / tokens[-2])
+    error = np.abs(columns @ best - 1).max()
+    return {"constant": a, "bytes_per_token": b, "bytes_per_pair": c, "fit_error": error, "slope": slope}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, metavar="T", help="no T above this")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--method", choices=LARGEST, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.method:
+        print(json.dumps(peaks(args.method, min(LARGEST[args.method], args.largest or 2**30))))
+        return
+
+    from about import describe, write_csv
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(describe())
+    table, rows = Table("method", "T", "padded tokens", "MB", "bytes per token", "bytes per pair", "slope"), []
+    for method in LARGEST:
+        command = [sys.executable, *sys.argv, "--method", method]
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        tokens = np.array([row["padded_tokens" if method == "TRL unpacked" else "T"] for row in found], dtype=float)
+        fit = fitted(tokens, np.array([row["bytes"] for row in found], dtype=float))
+        for row in found:
+            rows.append({"method": method, **row, **fit})
+            last = row is found[-1]
+            figures = [f"{fit['bytes_per_token']:.0f}", f"{fit['bytes_per_pair']:.2f}", f"{fit['slope']:.2f}"]
+            table.add_row(
+                method, str(row["T"]), str(row["padded_tokens"]), f"{row['bytes'] / 1e6:.0f}", *figures * last
+            )
+        table.add_section()
+    console.print(table)
+    if args.csv:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
