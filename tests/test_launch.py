@@ -94,7 +94,7 @@ def check_trained(folder: Path, output: str, engine_file: str | None) -> None:
     state = json.loads((checkpoint / "packing_state.json").read_text())
     assert state["global_step"] == 2
     assert state["settings"]["world_size"] == 2
-    assert state["settings"]["engine"] == ("none" if engine_file is None else "deepspeed")
+    assert state["engine"] == ("none" if engine_file is None else "deepspeed")
     assert {"rng_state_0.pth", "rng_state_1.pth"} < {Path(name).name for name in state["files"]}
     assert any(Path(name).name == (engine_file or "optimizer.pt") for name in state["files"])
     assert (folder / output / "model.safetensors").is_file()
