@@ -46,14 +46,13 @@ chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py $(ARGS)
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/planning.py --num 100000 --repeats 1 $(DATA_FLAG)
+	$(BIN)/python benchmarks/planning.py --num 10000 --repeats 1 $(DATA_FLAG)
 	$(BIN)/python benchmarks/streaming.py --num 200000 $(DATA_FLAG)
-	$(BIN)/python benchmarks/balance.py $(DATA_FLAG)
+	$(BIN)/python benchmarks/balance.py --lengths long
 	$(BIN)/python benchmarks/balance.py --measured --rounds 1
-	$(BIN)/python benchmarks/attention_cpu.py --tokens 2048 8192 $(DATA_FLAG)
+	$(BIN)/python benchmarks/attention_cpu.py --tokens 8192 --repeats 1 $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_memory.py --largest 8192
-	$(BIN)/python benchmarks/step_profile.py
 	$(BIN)/python benchmarks/gradients.py --quick
 	$(BIN)/python benchmarks/startup.py --num 10000 --kinds plain
 	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)

@@ -1,6 +1,6 @@
 """A whole training step on the CPU: ours against stock TRL, packed, padded and flattened.
 
-    python benchmarks/step_cpu.py --quick                        # two lengths, about 2 minutes
+    python benchmarks/step_cpu.py --quick                        # one length, about 2 minutes
     python benchmarks/step_cpu.py --data DIR --csv step_cpu.csv  # about 30 minutes
 
 What a step is, and who takes part, is said in `contenders.py`; the contenders take turns, round after round.
@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PACK_TARGET = 4.0
 PACK_LENGTH = 8192
 BATCH_SIZES, MAX_LENGTHS = (1, 8), (512, 2048, 8192, 16384)
-QUICK = {"files": ["t0_p3_sample"], "max_lengths": (512, 2048)}
+QUICK = {"files": ["t0_p3_sample"], "max_lengths": (1024,)}
 FEWEST_TOKENS = 8192
 ROUNDS, SECONDS = 3, 6.0
 BYTES_OF_A_PAIR = 5
