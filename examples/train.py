@@ -114,7 +114,7 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
     trainer.accelerator.print(f"Saved in {training_args.output_dir}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.accelerator.wait_for_everyone()  # gloo may abort in a rank that leaves before the others are done
+    trainer.accelerator.wait_for_everyone()  # gloo ends with an error in ranks that others left
     trainer.end()
 
 

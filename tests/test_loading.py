@@ -93,8 +93,8 @@ def test_a_training_loop_of_ones_own():
 
 FORKS = """
 import ctypes, os, signal, sys, time
-from trl_packfix import forking
-forking.wait_for_threads_before_forks()
+from trl_packfix import threads
+threads.wait_for_threads_before_forks()
 libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
 enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda argument: None)
 for _ in range(800):
@@ -121,3 +121,26 @@ def test_a_fork_among_threads_that_enter_python_does_not_hang(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+LATE = """
+import sys, threading, time
+from trl_packfix import threads
+
+def late():
+    time.sleep(0.03)
+    print("arrived", flush=True)
+
+if sys.argv[1:]:
+    threads.wait_for_threads_at_exit()
+threading.Thread(target=late, daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python no longer ends such threads")
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_a_process_waits_for_threads_that_enter_python(waits, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, str(tmp_path / "late.py"), *["waits"] * waits]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    assert subprocess.check_output(command, env=env, text=True) == "arrived\n" * waits

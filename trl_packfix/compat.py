@@ -1,4 +1,4 @@
-"""Every version branch: why it is there, a link, and when it can go. (That of Python's fork is `forking.py`.)"""
+"""Every version branch: why it is there, a link, and when it can go. (That of Python's fork is `threads.py`.)"""
 
 import trl
 from datasets import IterableDataset

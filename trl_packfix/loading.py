@@ -19,11 +19,11 @@ from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import LLAMA_7B, CostModel
 from .documents import Overlong
 from .epochs import EpochPlanner, Strategy
-from .forking import wait_for_threads_before_forks
 from .ledger import Documents
 from .prepared import prepared_documents
 from .reader import TokenReader
 from .scheduling import EMPTY
+from .threads import wait_for_threads_before_forks
 
 IMPLIED_OVERLONG: dict[str, Overlong] = {
     "stream": "truncate",

@@ -24,12 +24,12 @@ from .balancing import Synchronisation
 from .costs import LLAMA_7B, CostModel
 from .documents import Overlong, refuse_nothing
 from .exact_fill import pack_arrivals
-from .forking import wait_for_threads_before_forks
 from .ledger import Ledger
 from .loading import dummy_document, left_alone
 from .planning import PackPlan
 from .scheduling import EMPTY, Balance, schedule_packs
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
+from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 

@@ -47,6 +47,7 @@ from .report import PackingReport
 from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
 from .streaming import PackedStream, stream_loader
+from .threads import wait_for_threads_at_exit
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -143,6 +144,8 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             formatting_func=formatting_func,
         )
 
+        if self.args.world_size > 1:
+            wait_for_threads_at_exit()
         self._padded_collator = self.data_collator
         if self.args.packing:
             check_parallelism(self.accelerator)

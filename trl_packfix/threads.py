@@ -1,5 +1,9 @@
-"""Data loader workers are forked from a process with threads; imports nothing heavy, so that a test can fork often."""
+"""Threads of a communication library enter Python when they like: forks and the end of the process wait for them.
 
+Imports nothing heavy, so that a test can fork often.
+"""
+
+import atexit
 import gc
 import os
 import sys
@@ -29,3 +33,15 @@ def _wait_for_threads() -> None:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@cache
+def wait_for_threads_at_exit() -> None:
+    """Let threads that are about to enter Python arrive before the interpreter is taken down (until Python 3.13).
+
+    A thread of gloo that gives a tensor back to an interpreter that is ending is ended itself, inside C++ that does not
+    allow it: "terminate called without an active exception", and a run that saved everything has failed.
+    https://github.com/python/cpython/issues/87135
+    """
+    if sys.version_info < (3, 14):
+        atexit.register(time.sleep, 0.1)
