@@ -38,6 +38,7 @@ SETTINGS = [
 
 def test_what_is_found_is_what_would_be_made(tmp_path):
     data = saved(tmp_path)
+    fingerprints = set()
     for number, settings in enumerate(SETTINGS):
         for again in (False, True):
             reader = TokenReader(load_from_disk(tmp_path))
@@ -46,6 +47,9 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
             for name in ("row", "start", "stop", "trained", "block"):
                 assert np.array_equal(getattr(got, name), getattr(expected, name)), (settings, name, again)
             assert len(files(tmp_path, "cache-packfix-spans-*.npz")) == number + 1
+            fingerprints.add(got.fingerprint)
+        assert len(fingerprints) <= number + 1, "found, it is not the same as when it was made"
+    assert len(fingerprints) >= len(SETTINGS) - 2, "settings that give other documents give another fingerprint"
     for change in (data.shuffle(seed=1), data.select(range(7)), data.remove_columns("labels")):
         reader = TokenReader(change)
         assert np.array_equal(prepared_documents(reader, 30).trained, make_documents(reader, 30).trained)

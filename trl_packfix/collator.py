@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,10 @@ class PackedDataCollator:
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
         targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
         np.concatenate(tokens, out=input_ids[:num_tokens], casting="same_kind")
-        np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
+        if all(map(is_, labels, tokens)):  # every token is trained, as the reader says it without a mask
+            targets[:num_tokens] = input_ids[:num_tokens]
+        else:
+            np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
         bounds = boundaries.cu_seq_lens(lengths)
         targets[bounds[:-1]] = IGNORE_INDEX
 

@@ -82,6 +82,7 @@ class Documents:
         trained: trained tokens of each document, shape (N,).
         block: for `wrapped`, the block of `max_length` consecutive tokens that a document lies in, shape (N,).
         ledger: what was cut, split and dropped on the way.
+        fingerprint: hash by which a restart knows them again; empty where they were made for nothing but a count.
         file: where they are kept for the next start, if anywhere; their plans are kept beside it.
     """
 
@@ -91,6 +92,7 @@ class Documents:
     trained: Int64Array
     ledger: Ledger
     block: Int64Array | None = None
+    fingerprint: str = ""
     file: Path | None = None
 
     def __len__(self) -> int:
@@ -105,10 +107,13 @@ class Documents:
         """All of it by name, the ledger as JSON, for a file."""
         arrays = {name: getattr(self, name) for name in ("row", "start", "stop", "trained", "block")}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
+        arrays["fingerprint"] = np.array(self.fingerprint)
         return {name: values for name, values in arrays.items() if values is not None}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
         """The documents that `to_arrays` was called on; `file` is where they are."""
-        spans = {name: values for name, values in arrays.items() if name != "ledger"}
-        return cls(ledger=Ledger.from_dict(json.loads(str(arrays["ledger"]))), file=file, **spans)
+        texts = ("ledger", "fingerprint")
+        ledger, fingerprint = (str(arrays[name]) for name in texts)
+        spans = {name: values for name, values in arrays.items() if name not in texts}
+        return cls(ledger=Ledger.from_dict(json.loads(ledger)), fingerprint=fingerprint, file=file, **spans)

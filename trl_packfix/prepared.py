@@ -10,6 +10,7 @@ import json
 import logging
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from .reader import TokenReader
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # to be raised when the same settings give other spans
+VERSION = 2  # to be raised when the same settings give other spans, or files of another form
+NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,7 +47,11 @@ def prepared_documents(
         "keep_untrained": keep_untrained,
     }
 
-    arrays, file = _found_or_made(reader, "spans", settings, lambda: make_documents(reader, **settings).to_arrays())
+    def make() -> Arrays:
+        documents = make_documents(reader, **settings)
+        return replace(documents, fingerprint=_fingerprint(reader, documents)).to_arrays()
+
+    arrays, file = _found_or_made(reader, "spans", settings, make)
     return Documents.from_arrays(arrays, file)
 
 
@@ -53,6 +59,22 @@ def prepared_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or what an earlier start found in the same table."""
     low, high = _found_or_made(reader, "range", {}, lambda: {"range": np.array(reader.token_range())})[0]["range"]
     return int(low), int(high)
+
+
+def _fingerprint(reader: TokenReader, documents: Documents) -> str:
+    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents."""
+    digest = hashlib.sha256()
+
+    def add(values: np.ndarray) -> None:
+        digest.update(np.ascontiguousarray(values, dtype="<i8").data)
+
+    for values in (documents.row, documents.start, documents.stop, documents.trained):
+        add(values)
+    for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
+        span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
+        add(span["input_ids"])
+        add(span["labels"])
+    return digest.hexdigest()
 
 
 def _found_or_made(

@@ -21,35 +21,16 @@ from . import __version__, checkpoints
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
 from .epochs import EpochPlanner
-from .ledger import Documents
 from .reader import TokenReader
 from .streaming import PackedStream, stream_file
 
 logger = logging.getLogger(__name__)
-
-NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 # The documents of an optimizer step may be the same for other values of these: that is looked up, not assumed.
 ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 
 
 # What is saved
-
-
-def fingerprint(reader: TokenReader, documents: Documents) -> str:
-    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents."""
-    digest = hashlib.sha256()
-
-    def add(values: np.ndarray) -> None:
-        digest.update(np.ascontiguousarray(values, dtype="<i8").data)
-
-    for values in (documents.row, documents.start, documents.stop, documents.trained):
-        add(values)
-    for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
-        span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
-        add(span["input_ids"])
-        add(span["labels"])
-    return digest.hexdigest()
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
@@ -68,7 +49,7 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> 
         "rows of the dataset": len(reader),
         "documents": len(documents),
         "tokens": int(documents.lengths.sum()),
-        "fingerprint of the documents": fingerprint(reader, documents),
+        "fingerprint of the documents": documents.fingerprint,
         "max_length": planner.max_length,
         "packing_strategy": planner.strategy,
         "overlong": args.effective_overlong,
