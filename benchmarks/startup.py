@@ -221,9 +221,10 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
             row = {"part": "epoch", "documents": num, "method": method, "ranks": ranks}
             row["made_cpu_s"] = time.process_time() - start
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            process = ahead.start(kept, 1)
-            assert process is not None, f"{num} documents are too few to plan ahead"
-            problem = process.wait() and ahead.end(process)
+            next_epoch = ahead.start(kept, 1)
+            assert next_epoch is not None, f"{num} documents are too few to plan ahead"
+            next_epoch.process.wait()
+            problem = next_epoch.end()
             assert not problem, problem
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             row["ahead_cpu_s"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

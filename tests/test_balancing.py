@@ -204,6 +204,15 @@ def test_the_bound_knows_what_stands_beside_the_document_that_ends_a_micro_step(
     assert bound_of(lengths, 2, 3, 10, "micro", model) == pytest.approx(ten + six + 4 * one)
 
 
+def test_a_bound_for_more_micro_batches_than_documents_that_share_a_rank_are_counted():
+    """One document per micro-batch, as rows cut at `max_length` leave them."""
+    lengths = np.full(2 * 200, 10)
+    model = CostModel(1.0, 1.0)
+    for synchronisation in ("micro", "step"):
+        bound = bound_of(lengths, 200, 2, 10, synchronisation, model)
+        assert bound == pytest.approx(model(lengths).sum() / 2)
+
+
 def test_minibatches_are_balanced_within_their_steps():
     lengths = np.random.default_rng(0).choice([100, 900], 512, p=[0.8, 0.2])
     model = CostModel(1.0, 0.01)

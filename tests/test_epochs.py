@@ -1,5 +1,6 @@
 """Plans of many documents: kept beside them, made ahead by another process, and the same either way."""
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from test_trainer import trainer, weights
+from transformers import TrainerCallback
 
 import trl_packfix
 from trl_packfix import ahead, epochs, keeping
@@ -119,17 +121,39 @@ def test_every_setting_has_its_own_file(tmp_path):
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", "from trl_packfix.epochs import _code; print(_code())"]
+    command = [sys.executable, "-P", "-c", "from trl_packfix.epochs import CODE; print(CODE)"]
 
     def code():
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)
         return done.stdout.decode().strip()
 
     before = code()
-    assert before == epochs._code()
+    assert before == epochs.CODE
     with (tmp_path / "trl_packfix" / "dealing.py").open("a") as file:
         file.write("# another way\n")
     assert code() != before
+
+
+CHANGED = """
+import sys
+from pathlib import Path
+from test_epochs import made, planner
+from trl_packfix import ahead, planning
+run = planner(made(Path(sys.argv[1])))
+with open(planning.__file__, "a") as file:
+    file.write("# another way\\n")
+making = ahead.start(run, 1)
+making.process.wait()
+print(making.end(), run.file("schedule", 1).exists())
+"""
+
+
+def test_code_that_changes_while_it_runs_plans_nothing_under_the_old_name(tmp_path):
+    shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
+    command = [sys.executable, "-P", "-c", CHANGED, str(tmp_path)]
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "trl_packfix has changed on disk since training began False"
 
 
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
@@ -150,7 +174,28 @@ def test_broken_files_are_made_again(tmp_path, caplog):
     first = planner(documents)
     expected = first.schedule(0)
     whole = np.load(first.file("schedule", 0))
-    for broken in (lambda file: file.write_bytes(file.read_bytes()[:1000]), lambda file: np.save(file, whole[:-1])):
+    end = 2 + whole[0]
+
+    def changed(start, stop, values):
+        def save(file):
+            flat = whole.copy()
+            flat[start:stop] = values
+            np.save(file, flat)
+
+        return save
+
+    for broken in (
+        lambda file: file.write_bytes(file.read_bytes()[:1000]),
+        lambda file: np.save(file, whole[:-1]),
+        lambda file: np.save(file, whole[:0]),
+        lambda file: np.save(file, np.array([2, 0, 0, 3, 0, 1, 2])),  # of another table
+        changed(-600, -88, 0),  # a block that a disk lost
+        changed(-600, -599, -1),
+        changed(-600, -599, len(documents)),
+        changed(end - 20, end - 10, 0),
+        changed(2, 3, 1),
+        changed(1, 2, 5),
+    ):
         caplog.clear()
         broken(first.file("schedule", 0))
         assert same(planner(documents).schedule(0), expected)
@@ -184,14 +229,62 @@ def test_documents_know_their_file(tmp_path):
     assert prepared_documents(in_memory, 30).file is None
 
 
+def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    """A read-only mount refuses to remove even what is not there."""
+    documents = made(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(np, "save", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    expected = planner(replace(documents, file=None)).schedule(0)
+    assert same(planner(documents).schedule(0), expected)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert ahead.start(planner(documents), 1) is None
+
+
+def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
+    """On network storage a mapped file that is replaced is gone for those who read it."""
+    file = tmp_path / "x.npy"
+    assert all(keeping.write_whole(file, lambda path, n=n: path.write_text(f"{n}")) for n in range(2))
+    assert file.read_text() == "0" and list(tmp_path.iterdir()) == [file]
+
+    def interrupted(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keeping.write_whole(tmp_path / "y.npy", interrupted)
+    assert list(tmp_path.iterdir()) == [file]
+
+
 # Made ahead
+
+
+WRITES = """
+import sys, time, pickle, os
+from trl_packfix import keeping
+target = pickle.load(sys.stdin.buffer)[3]
+keeping.unfinished(target, os.getpid()).touch()
+print("begun", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "COMMAND", WRITES)
+    making = ahead.start(planner(made(tmp_path)), 1)
+    assert making.process.stderr.readline() == b"begun\n" and list(tmp_path.glob("*.tmp*"))
+    assert making.end() is None and not list(tmp_path.glob("*.tmp*"))
+    assert making.process.returncode == -signal.SIGKILL
 
 
 def test_another_process_makes_the_schedule_without_torch(tmp_path):
     documents = made(tmp_path)
     run = planner(documents, world_size=4)
-    process = ahead.start(run, 1)
-    assert process.wait(timeout=60) == 0 and ahead.end(process) is None
+    making = ahead.start(run, 1)
+    assert making.process.wait(timeout=60) == 0 and making.end() is None
     assert ahead.start(run, 1) is None  # it is there
     got = run.schedule(1)
     assert is_mapped(got.order)
@@ -206,7 +299,7 @@ from test_epochs import made, planner
 from pathlib import Path
 from trl_packfix import ahead
 run = planner(made(Path(sys.argv[1]), num=500_000), world_size=64)
-print(ahead.start(run, 1).pid, flush=True)
+print(ahead.start(run, 1).process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -252,8 +345,8 @@ class Waiting(ahead.PlanAhead):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         super().on_epoch_begin(args, state, control, **kwargs)
-        if self._process is not None:
-            self._process.wait(timeout=60)
+        if self._next is not None:
+            self._next.process.wait(timeout=60)
 
 
 def run_of(folder, data, callback, **settings):
@@ -302,6 +395,23 @@ def test_a_process_that_fails_is_a_warning_and_nothing_else(tmp_path, monkeypatc
     assert caplog.text.count("could not be planned ahead (SystemError: no plan today)") == 1
     assert np.array_equal(weights(run), weights(alone))
     assert not list((tmp_path / "data").glob("*.tmp*"))
+
+
+def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
+    class Fails(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            found.append(run_ahead._next.process)
+            raise MemoryError
+
+    found: list[subprocess.Popen] = []
+    monkeypatch.setattr(epochs, "MANY", 10)
+    monkeypatch.setattr(ahead, "COMMAND", "import time; time.sleep(60)")
+    run = run_of(tmp_path / "run", saved(tmp_path / "data"), ahead.PlanAhead)
+    run.add_callback(Fails)
+    run_ahead = next(each for each in run.callback_handler.callbacks if isinstance(each, ahead.PlanAhead))
+    with pytest.raises(MemoryError):
+        run.train()
+    assert found[0].returncode == -signal.SIGKILL
 
 
 def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):

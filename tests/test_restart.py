@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from test_trainer import texts, trainer, weights
 
-from trl_packfix.checkpoints import FILE, damage
+from trl_packfix.checkpoints import FILE, begin, choose_checkpoint, damage
 from trl_packfix.restart import check_same_batches
 
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
@@ -188,6 +188,9 @@ DAMAGES = {
     "half a model": (lambda c: cut(c / "model.safetensors"), "its file `model.safetensors` has"),
     "half an optimizer": (lambda c: cut(c / "optimizer.pt"), "its file `optimizer.pt` has"),
     "no random state": (lambda c: (c / "rng_state.pth").unlink(), "its file `rng_state.pth` is missing"),
+    "no state of ours": (lambda c: (c / FILE).write_text("[]"), f"its `{FILE}` does not hold what was saved"),
+    "an empty state": (lambda c: (c / FILE).write_text("{}"), f"its `{FILE}` does not hold what was saved"),
+    "a folder": (lambda c: [(c / FILE).unlink(), (c / FILE).mkdir()], f"its `{FILE}` cannot be read"),
     "nothing": (shutil.rmtree, "it has no `trainer_state.json`"),
 }
 
@@ -225,6 +228,24 @@ def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(fold
         resume(folder, "checkpoint-5", save_strategy="steps", save_steps=5)
     with pytest.raises(ValueError, match="it has no `trainer_state.json`.*checkpoint-15"):
         resume(folder, "checkpoint-10")
+
+
+def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder, monkeypatch):
+    """At no moment is a checkpoint whole that is not."""
+    unlink, removed = Path.unlink, []
+
+    def die(path, **kwargs):
+        if removed:
+            raise Killed
+        removed.append(path.name)
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", die)
+    with pytest.raises(Killed):
+        begin(folder / "checkpoint-15")
+    monkeypatch.undo()
+    assert removed and damage(folder / "checkpoint-15") is not None
+    assert choose_checkpoint(True, str(folder))[0] == str(folder / "checkpoint-10")
 
 
 def test_a_checkpoint_that_is_written_again_is_whole(folder):

@@ -16,7 +16,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from . import __version__
 
-VERSION = 1
+VERSION = 2
 FILE = "packing_state.json"
 
 
@@ -25,7 +25,7 @@ FILE = "packing_state.json"
 
 def begin(checkpoint: Path) -> dict[str, int]:
     """Files of an earlier run that came further, with the times of their writing; no longer called whole from here."""
-    for name in (FILE, TRAINER_STATE_NAME):
+    for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first it is unfinished at once
         (checkpoint / name).unlink(missing_ok=True)
     return {name: stat.st_mtime_ns for name, stat in _files(checkpoint)}
 
@@ -59,13 +59,16 @@ def damage(checkpoint: Path) -> str | None:
         if name == FILE and not file.exists():
             return None
         try:
-            json.loads(file.read_text())
+            state = json.loads(file.read_text())
         except FileNotFoundError:
             return f"it has no `{name}`, which is written last"
+        except OSError as error:
+            return f"its `{name}` cannot be read ({error})"
         except ValueError:
             return f"its `{name}`, of {file.stat().st_size} bytes, ends too early"
-    state = read_state(checkpoint) or {}
-    for name, size in state.get("files", {}).items():
+        if not isinstance(state, dict) or (name == FILE and "files" not in state):
+            return f"its `{name}` does not hold what was saved"
+    for name, size in state["files"].items():
         file = checkpoint / name
         if not file.is_file():
             return f"its file `{name}` is missing"

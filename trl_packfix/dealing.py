@@ -84,10 +84,10 @@ class Deal:
                 break
             left: list[int] = []
             room, load = np.full(self.world_size, self.capacity), np.zeros(self.world_size)
-            most = self.capacity
+            most, spare = self.capacity, limit
             for document in self.long:
                 wanted = min(self.slots.lengths[document] + self.capacity // FILLED, self.capacity)
-                if wanted > most:
+                if wanted > most or excess[document] > spare:
                     left.append(document)
                     continue
                 fits = (room >= wanted) & (load <= limit - excess[document])
@@ -95,7 +95,7 @@ class Deal:
                 if fits[i]:
                     room[i] -= self.slots.lengths[document]
                     load[i] += excess[document]
-                    most = int(room.max())
+                    most, spare = int(room.max()), limit - float(load.min())
                     self._put(document, first + i)
                 else:
                     left.append(document)

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,17 @@ from .scheduling import Balance, Schedule, num_optimizer_steps, schedule_minibat
 Strategy = Literal["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 
 MANY = 50_000  # documents, from which on a plan is worth a file: it takes 0.1 s on one rank and 0.4 s on eight
+
+
+def _hash_of_code() -> str:
+    digest = hashlib.sha256(np.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# What other code planned is not found, for other ranks might plan otherwise. Taken now: files may change while we run.
+CODE = _hash_of_code()
 
 
 @dataclass
@@ -109,14 +119,14 @@ class EpochPlanner:
         settings: dict[str, Any] = self.settings()
         if kind == "plan":
             settings = {name: settings[name] for name in ("strategy", "batch_size", "max_length", "seed", "shuffle")}
-        key = f"{_code()} {np.__version__} {self.documents.file.name} {kind} {epoch} {settings}"
+        key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PREFIX}-packs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
 
     def _found_or_made(
         self, kind: Literal["plan", "schedule"], epoch: int, make: Callable[[int], PackPlan | Schedule]
     ) -> Packs:
         file = self.file(kind, epoch)
-        packs = None if file is None else kept_packs(file)
+        packs = None if file is None else kept_packs(file, len(self.documents))
         if packs is None:
             packs = _packs(make(epoch))
             if file is not None and self.keeps:
@@ -185,22 +195,15 @@ def _packs(made: PackPlan | Schedule) -> Packs:
     return Packs(made.order, made.offsets, made.num_skipped if isinstance(made, Schedule) else 0)
 
 
-@cache
-def _code() -> str:
-    """Hash of this package: what other code planned is not found, for other ranks might plan otherwise."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def make_ahead() -> None:
     """The work of the process that `ahead.py` starts: make the schedule that standard input asks for, and leave it.
 
     Standard input stays open while whoever asked is alive; when it ends, so does this process.
     """
     os.nice(19)  # the ranks and their loaders come first
-    documents, settings, epoch, target = pickle.load(sys.stdin.buffer)
+    documents, settings, epoch, target, code = pickle.load(sys.stdin.buffer)
+    if code != CODE:
+        sys.exit("trl_packfix has changed on disk since training began")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     planner = EpochPlanner(Documents.from_arrays(read_arrays(documents), documents), **settings, keeps=False)
     keep_packs(target, _packs(planner.schedule(epoch)))

@@ -78,7 +78,7 @@ class _Sorted:
         self.cheapest = tokens, costs
         self.cheaper = np.append(0.0, costs[places] - price[order[places]] * tokens[places])[:, None]
         # Of a document or of one that is longer: with chunked attention a longer one may have less.
-        longest = slice(0, GROUPS * ranks)
+        longest = slice(0, max(GROUPS, micro) * ranks)
         excess = np.maximum(self.costs[longest] - self.prices * self.lengths[longest], 0)
         self.excess = np.minimum.accumulate(excess, axis=1)
 

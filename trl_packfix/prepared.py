@@ -18,7 +18,7 @@ import numpy as np
 from datasets import is_caching_enabled
 
 from .documents import Overlong, make_documents
-from .keeping import PREFIX, read_arrays, write_whole
+from .keeping import PREFIX, read_arrays, remove, write_whole
 from .ledger import Documents
 from .reader import TokenReader
 
@@ -94,6 +94,7 @@ def _found_or_made(
         pass
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s cannot be read (%s) and is made again.", path, error)
+        remove(path)
     arrays = make()
     is_kept = write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return arrays, path if is_kept else None

@@ -18,6 +18,7 @@ from datasets import IterableDataset
 from transformers.trainer_utils import TrainOutput
 
 from . import __version__, checkpoints
+from .ahead import PlanAhead
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
 from .epochs import EpochPlanner
@@ -138,7 +139,12 @@ class ExactRestart(trl.SFTTrainer):
         self._resumed = None
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:  # a run that fails calls no callback
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, PlanAhead):
+                    callback.end()
 
     def _whole_checkpoint(self, given: str | bool) -> str:
         """The checkpoint to load, as the main process chooses it for all ranks; `_resumed` becomes its state."""
@@ -147,7 +153,7 @@ class ExactRestart(trl.SFTTrainer):
             try:
                 checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
                 found = [checkpoint, read_state(Path(checkpoint)), warning, None]
-            except ValueError as error:
+            except (ValueError, OSError) as error:  # the other ranks wait for it
                 found[3] = str(error)
         checkpoint, state, warning, problem = broadcast_object_list(found)
         if problem is not None:
