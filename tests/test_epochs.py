@@ -247,8 +247,14 @@ def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
     """On network storage a mapped file that is replaced is gone for those who read it."""
     file = tmp_path / "x.npy"
-    assert all(keeping.write_whole(file, lambda path, n=n: path.write_text(f"{n}")) for n in range(2))
-    assert file.read_text() == "0" and list(tmp_path.iterdir()) == [file]
+
+    def late(path):
+        file.write_text("of another rank")
+        path.write_text("late")
+
+    assert keeping.write_whole(file, late) and file.read_text() == "of another rank"
+    assert keeping.write_whole(file, lambda path: path.write_text("later")) and file.read_text() == "of another rank"
+    assert list(tmp_path.iterdir()) == [file]
 
     def interrupted(path):
         path.write_text("half")

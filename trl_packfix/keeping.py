@@ -47,6 +47,8 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> bool:
 
     The first to finish is believed; a damaged file is removed by who finds it. Returns whether the file is there now.
     """
+    if path.is_file():
+        return True  # another rank was faster
     temporary = unfinished(path, os.getpid())
     try:
         write(temporary)
