@@ -19,6 +19,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
+from trl_packfix.loading import DocumentDataset
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -168,10 +169,8 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
 def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypatch):
     assert len((EXAMPLES / "with_transformers.py").read_text().splitlines()) <= 50
     seen = []
-    monkeypatch.setattr(
-        "trl_packfix.loading.DocumentDataset.__getitems__",
-        lambda self, indices: seen.append(indices) or [self[index] for index in indices],
-    )
+    read = DocumentDataset.__getitems__
+    monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *given: seen.append(given[1]) or read(*given))
     arguments = "use_cpu=True, per_device_train_batch_size=1, num_train_epochs=2"
     quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "max_length=1024": "max_length=128"}
     variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
