@@ -237,7 +237,7 @@ class PackedObjective(trl.SFTTrainer):
 
     def _count(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, aux_loss: Tensor | None) -> None:
         mask, is_document = outputs.label_mask, trained > 0
-        rows = torch.tensor(inputs["labels"].numel(), device=mask.device)
+        rows = mask.new_full((), inputs["labels"].numel(), dtype=torch.long)  # `torch.tensor` would wait for the device
         if "cu_seq_lens_q" in inputs:
             tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
         else:
