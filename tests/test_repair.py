@@ -14,7 +14,7 @@ from test_trainer import texts, trainer
 from trl_packfix import SFTConfig, check_isolation, zoo
 from trl_packfix.axes import ModuleAxes
 from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import carry_boundaries, packed_forwards
+from trl_packfix.forwards import PackedForward, carry_boundaries, packed_forwards
 from trl_packfix.judging import Judge
 from trl_packfix.proving import PackedModel
 from trl_packfix.repair import WAYS, RepairedModule
@@ -63,6 +63,14 @@ def test_what_leaks_is_repaired_and_nothing_else(model_type, tmp_path):
     assert not packed_forwards
     again = check_isolation(model, max_length=64)
     assert not (again.isolated and again.equal), "release gives the model back as it was"
+
+
+def test_restarted_positions_need_no_groups_of_documents(tmp_path, monkeypatch):
+    """Each group uploads indices, and the host waits for every one."""
+    model = zoo.build_model("bart")
+    packed_model(model, tmp_path).prove(model)
+    monkeypatch.setattr(PackedForward, "documents", None)
+    assert model(**pack([5, 1, 9])).logits.shape[1] == 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

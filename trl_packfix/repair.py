@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
@@ -164,13 +165,15 @@ class RestartedPositions:
         running = _running(module)
         if running is None:
             return None
-        starts = running.documents(0).rows.starts
         leaves, tree = argument_leaves(module, args, kwargs)
-        given = [
-            value - value.index_select(self.axis, starts) + self.first if place == self.place else value
-            for place, value in leaves
-        ]
+        given = [self._restarted(value, running) if place == self.place else value for place, value in leaves]
         return tree_unflatten(given, tree)
+
+    def _restarted(self, positions: Tensor, running: PackedForward) -> Tensor:
+        bounds = running.cu_seq_lens_q
+        # where the document of each token starts; without `output_size` the host would wait for their sum
+        starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=positions.shape[self.axis])
+        return positions - positions.index_select(self.axis, starts) + self.first
 
 
 def _running(module: nn.Module) -> PackedForward | None:

@@ -92,9 +92,6 @@ class DocumentRows:
         lengths: tokens of each document.
         device: where the tensors are.
         budget: most padded tokens of a group; 0 makes every document a group of its own, infinity one group of all.
-
-    Attributes:
-        starts: where the document of each token starts, (T,).
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float):
@@ -104,7 +101,6 @@ class DocumentRows:
         self.num_tokens = starts[-1]
         self.groups: list[Group] = []
         place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token in the batches laid end to end
-        offset = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token in its document
         shared = torch.empty(self.num_tokens, dtype=torch.int64)  # its place where a batch is one row for all its rows
         end = shared_end = 0
         for members in group_by_length(lengths, budget):
@@ -115,13 +111,10 @@ class DocumentRows:
             self.groups.append(Group(longest, *own, torch.cat(source).to(device)))
             for row, i in enumerate(members):
                 place[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + end + row * longest
-                offset[starts[i] : starts[i + 1]] = torch.arange(lengths[i])
                 shared[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_end
             end += len(members) * longest
             shared_end += longest
         self._place, self._shared = place.to(device), shared.to(device)
-        # where the document of each token starts
-        self.starts = (torch.arange(self.num_tokens) - offset).to(device)
 
     @property
     def num_padded(self) -> int:
