@@ -26,9 +26,12 @@ def tokenised(**columns):
 ARGUMENTS = [
     (
         {"max_length": None},
-        r"`packing=True` was given with `max_length=None`.*capacity of a pack is .*\(2\) times.*Set `max_length`",
+        r"`max_length=None` was given with packing.*capacity of a pack is .*\(2\) times.*Set `max_length`",
     ),
     ({"max_length": 1}, r"`max_length=1` was given.*needs two tokens.*Set `max_length` to 2"),
+    ({"gradient_accumulation_steps": 0}, r"`gradient_accumulation_steps=0` was given.*fewer than one.*1 or more"),
+    ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size=0` was given"),
+    ({"pad_to_multiple_of": -8}, r"`pad_to_multiple_of=-8` was given"),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
     (
         {"truncation_mode": "keep_last"},
@@ -68,7 +71,7 @@ def test_configs_of_trl_are_checked_too(tmp_path):
     import trl
 
     args = trl.SFTConfig(str(tmp_path), packing=True, max_length=None, use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="with `max_length=None`"):
+    with pytest.raises(ValueError, match="`max_length=None` was given with packing"):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 
@@ -150,6 +153,16 @@ INPUT = [
         "padded rows",
         {"dataset": tokenised(attention_mask=[[1, 1, 1], [1, 1, 0]])},
         r"Row 1 of the train dataset is padded.*zeros.*trained and attended to.*`padding=False`",
+    ),
+    (
+        "missing mask",
+        {"dataset": tokenised(attention_mask=[[1, 1, 1], None])},
+        r"Column `attention_mask` holds 1 missing rows and 0 missing values in 2 rows.*without gaps.*Remove",
+    ),
+    (
+        "strings for ids",
+        {"dataset": Dataset.from_dict({"input_ids": [["a", "b"]]})},
+        r"Column `input_ids` has type list<item: string>.*list of them.*as lists of token ids",
     ),
     (
         "transform",

@@ -72,6 +72,29 @@ def test_rows_shuffled_in_blocks_are_read_block_by_block():
     assert min(touched(packed_dataloader(table, 256))[:-1]) == 6, "blocks make no difference"
 
 
+PADDED = Dataset.from_dict({"input_ids": [[5, 6, 0]], "attention_mask": [[1, 1, 0]]})
+REFUSED = [
+    ({"rank": 2, "world_size": 2}, r"`rank=2` was given with `world_size=2`.*from 0 to 1.*Set `rank`"),
+    ({"rank": -1}, r"`rank=-1` was given with `world_size=1`"),
+    ({"world_size": 0}, r"`world_size=0` was given.*1 or more"),
+    ({"batch_size": 0}, r"`batch_size=0` was given.*1 or more"),
+    ({"gradient_accumulation_steps": 0}, r"`gradient_accumulation_steps=0` was given.*fewer than one.*1 or more"),
+    ({"max_length": None}, r"`max_length=None` was given.*needs a length.*Set `max_length`"),
+    ({"max_length": 1}, r"`max_length=1` was given.*needs two tokens.*2 or more"),
+    ({"strategy": "bfdd"}, r"`strategy='bfdd'` was given.*no such choice.*'stream', 'bfd'"),
+    ({"overlong": "foo"}, r"`overlong='foo'` was given.*no such choice.*'truncate', 'split'"),
+    ({"synchronisation": "all"}, r"`synchronisation='all'` was given.*'micro', 'step'"),
+    ({"strategy": "wrapped", "overlong": "truncate"}, r"`strategy='wrapped'` was given with `overlong='truncate'`"),
+    ({"dataset": PADDED}, r"Row 0 of the given dataset is padded.*zeros.*`padding=False`"),
+]
+
+
+@pytest.mark.parametrize("given, message", REFUSED, ids=[str(list(given.items())[0]) for given, _ in REFUSED])
+def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
+    with pytest.raises(ValueError, match=message):
+        packed_dataloader(**{"dataset": dataset(), "max_length": 32} | given)
+
+
 def test_a_training_loop_of_ones_own():
     model = build_tiny_model()
     select_attention(model)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from .config import SFTConfig
 from .prepared import prepared_token_range
 from .reader import TokenReader, mask_columns
+from .refusals import check_not_padded
 
 NUM_SHOWN = 10  # rows that a message names
 
@@ -158,15 +159,7 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
     """
     masks = mask_columns(dataset)
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)  # TRL makes labels of both
-    if "attention_mask" in dataset.column_names:
-        mask = TokenReader(dataset.select_columns("attention_mask").rename_column("attention_mask", "input_ids"))
-        row = mask.first_row_outside(1, 2) if prepared_token_range(mask) != (1, 1) else None
-        if row is not None:
-            raise ValueError(
-                f"Row {row} of the {name} dataset is padded: its `attention_mask` has zeros. Packing needs no padding, "
-                "and padding inside a document would be trained and attended to. Tokenise with `padding=False`, or "
-                "cut the padding off and remove the `attention_mask` column."
-            )
+    check_not_padded(dataset, name)
     if vocab_size is None:
         return
     low, high = prepared_token_range(reader)

@@ -8,7 +8,8 @@ import trl
 from transformers import TrainingArguments
 
 from .documents import Overlong, TruncationMode
-from .loading import IMPLIED_OVERLONG, Strategy
+from .epochs import Strategy
+from .refusals import IMPLIED_OVERLONG, check_choice, check_count, check_max_length, check_overlong
 from .scheduling import Balance
 
 OnLeak = Literal["repair", "raise", "unpack"]
@@ -160,10 +161,7 @@ def check_config(args: SFTConfig) -> None:
         "document_weighting": WEIGHTINGS,
     }
     for name, choices in known_choices.items():
-        value = getattr(args, name)
-        if value not in choices:
-            known = ", ".join(repr(choice) for choice in choices if choice is not None)
-            raise ValueError(f"`{name}={value!r}` was given. There is no such choice. Set one of {known}.")
+        check_choice(name, getattr(args, name), choices)
     if not (args.packing or args.padding_free):
         if args.overlong is not None:
             raise ValueError(
@@ -171,24 +169,12 @@ def check_config(args: SFTConfig) -> None:
                 "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
             )
         return
-    if args.max_length is None and args.packing:
-        raise ValueError(
-            "`packing=True` was given with `max_length=None`. The capacity of a pack is `per_device_train_batch_size` "
-            f"({args.per_device_train_batch_size}) times `max_length`, so packing needs a length. Set `max_length` to "
-            "the most tokens that a document may have."
-        )
-    if args.max_length is not None and args.max_length < 2:
-        raise ValueError(
-            f"`max_length={args.max_length}` was given. A document needs two tokens, one to predict from and one to "
-            "predict. Set `max_length` to 2 or more."
-        )
-    implied = IMPLIED_OVERLONG[args.packing_strategy]
-    if implied == "split" and args.overlong not in (None, "split"):
-        raise ValueError(
-            f"`packing_strategy={args.packing_strategy!r}` was given with `overlong={args.overlong!r}`. This strategy "
-            'splits long documents, so nothing is left to cut or refuse. Set `packing_strategy="stream"` or "bfd", or '
-            "leave `overlong` unset."
-        )
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of"):
+        if getattr(args, name) is not None:
+            check_count(name, getattr(args, name))
+    if args.packing or args.max_length is not None:  # `padding_free` alone has no capacity to fill
+        check_max_length(args.max_length, args.per_device_train_batch_size)
+    check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
         raise ValueError(
             f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '

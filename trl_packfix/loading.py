@@ -6,7 +6,7 @@ loader alone.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,16 +22,16 @@ from .epochs import EpochPlanner, Strategy
 from .ledger import Documents
 from .prepared import prepared_documents
 from .reader import TokenReader
+from .refusals import (
+    IMPLIED_OVERLONG,
+    check_choice,
+    check_count,
+    check_max_length,
+    check_not_padded,
+    check_overlong,
+)
 from .scheduling import EMPTY
 from .threads import wait_for_threads_before_forks
-
-IMPLIED_OVERLONG: dict[str, Overlong] = {
-    "stream": "truncate",
-    "bfd": "truncate",
-    "bfd_split": "split",
-    "wrapped": "split",
-    "minibatch": "truncate",
-}
 
 
 class DocumentDataset(torch.utils.data.Dataset):
@@ -181,11 +181,28 @@ def packed_dataloader(
     Returns:
         A `DataLoader` with `len()` micro-batches, a multiple of `gradient_accumulation_steps`.
 
+    Raises:
+        ValueError: arguments that do not exist or contradict each other, a rank that is none, padded rows.
+
     >>> dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]})
     >>> sorted(batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7))
     [torch.Size([1, 7]), torch.Size([1, 7])]
     """
+    check_choice("strategy", strategy, get_args(Strategy))
+    check_choice("overlong", overlong, (None, *get_args(Overlong)))
+    check_choice("synchronisation", synchronisation, get_args(Synchronisation))
+    check_overlong("strategy", strategy, overlong)
+    counts = {"batch_size": batch_size, "gradient_accumulation_steps": gradient_accumulation_steps}
+    for name, count in (counts | {"world_size": world_size}).items():
+        check_count(name, count)
+    check_max_length(max_length, batch_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"`rank={rank}` was given with `world_size={world_size}`. Ranks count from 0 to {world_size - 1}; any "
+            "other would get documents of another rank, or none. Set `rank` to the data-parallel rank of this process."
+        )
     reader = TokenReader(dataset)
+    check_not_padded(dataset, "given")
     documents = prepared_documents(
         reader, max_length, overlong or IMPLIED_OVERLONG[strategy], wrapped=strategy == "wrapped"
     )

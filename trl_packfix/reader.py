@@ -17,6 +17,8 @@ from datasets import Dataset, IterableDataset
 from .collator import IGNORE_INDEX
 
 MASKS = ("completion_mask", "assistant_masks")
+# Masks may be booleans, and of a column without values Arrow does not know the type.
+_HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
 def mask_columns(dataset: Dataset) -> list[str]:
@@ -33,10 +35,11 @@ class _ListColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray, indices: npt.NDArray[np.int64] | None):
         kind = column.type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not (is_list and any(holds(kind.value_type) for holds in _HOLDS_INTEGERS)):
             raise ValueError(
-                f"Column `{name}` has type {kind}. Packing reads token ids, so every row must be a list of "
-                f"integers. Give `{name}` as lists of token ids, or leave the column out."
+                f"Column `{name}` has type {kind}. Packing reads integers, so every row must be a list of them. "
+                f"Give `{name}` as lists of token ids (of 0 and 1 for a mask), or leave the column out."
             )
         self.values: list[np.ndarray] = []
         self.offsets: list[np.ndarray] = []
@@ -52,11 +55,11 @@ class _ListColumn:
                 values = values.cast(pa.int64())  # all rows are empty, and Arrow could not tell the type
             if pa.types.is_boolean(values.type):
                 values = values.cast(pa.int8())  # a mask: Arrow has eight of them in a byte, numpy one
-            if chunk.null_count or values.null_count or not pa.types.is_integer(values.type):
+            if chunk.null_count or values.null_count:
                 raise ValueError(
-                    f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing "
-                    f"values of type {values.type}. Packing reads token ids, so every row must be a list of "
-                    "integers without gaps. Remove these rows, or write integers."
+                    f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing values in "
+                    f"{len(chunk)} rows. Packing reads every row as a list of integers without gaps. Remove these "
+                    "rows, or write integers."
                 )
             self.values.append(values.to_numpy(zero_copy_only=True))
             self.offsets.append(offsets)
@@ -100,17 +103,18 @@ class _ListColumn:
 class TokenReader:
     """Reads spans (row, start, stop) of a tokenised `datasets.Dataset`; R rows.
 
-    Columns: `input_ids`, optionally `labels`, optionally `seq_lengths` (rows that are packs already). Without `labels`
-    they are made as they are read and never stored: the tokens, where there is a `completion_mask` or
-    `assistant_masks` only those under a 1. Selected and shuffled datasets are read through their indices. Memory-mapped
-    datasets stay on disk, and a reader that is sent to another process carries the path, not the tokens.
+    Columns: `input_ids`, or the `column` to read in its place; optionally `labels`, optionally `seq_lengths` (rows that
+    are packs already). Without `labels` they are made as they are read and never stored: the tokens, where there is a
+    `completion_mask` or `assistant_masks` only those under a 1. Selected and shuffled datasets are read through their
+    indices. Memory-mapped datasets stay on disk, and a reader that is sent to another process carries the path, not
+    the tokens.
 
     Raises:
         ValueError: no `input_ids`, a column of the wrong type, labels or a mask of another length, both masks and no
             labels, a dataset with a transform, a stream.
     """
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset, column: str = "input_ids"):
         if isinstance(dataset, IterableDataset):
             raise ValueError(
                 "An `IterableDataset` was given where a table is read. Spans need all lengths before the first "
@@ -123,7 +127,7 @@ class TokenReader:
                 "length of every document before training, and a transform makes rows only when they are read. "
                 "Materialise it with `Dataset.map`, or set `packing=False`."
             )
-        if "input_ids" not in dataset.column_names:
+        if column not in dataset.column_names:
             raise ValueError(
                 f"The dataset has the columns {dataset.column_names} and no `input_ids`. Packing works on tokenised "
                 "rows. Do not set `skip_prepare_dataset`, or provide `input_ids` (and `labels`) yourself."
@@ -135,7 +139,7 @@ class TokenReader:
                 "and only one mask is read. Add `labels` (-100 where a token is not trained), or leave "
                 "`skip_prepare_dataset` unset so that they are built."
             )
-        names = ["input_ids", *targets, *(name for name in ("seq_lengths",) if name in dataset.column_names)]
+        names = [column, *targets, *(name for name in ("seq_lengths",) if name in dataset.column_names)]
         self._dataset = dataset.select_columns(names)
         self._open()
         self._check_labels()
@@ -146,7 +150,7 @@ class TokenReader:
         mapping = self._dataset._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
         columns = {name: _ListColumn(name, table.column(name), indices) for name in self._dataset.column_names}
-        self._tokens = columns["input_ids"]
+        self._tokens = columns[self._dataset.column_names[0]]
         self._has_labels = "labels" in columns
         # what says which tokens are trained; None: all
         self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
