@@ -400,6 +400,33 @@ def test_cuda_refusals(tiny_model, cuda):
         select_attention(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    "model_type, name",
+    [
+        ("gpt2", "attn_pdrop"),
+        ("llama", "attention_dropout"),
+        ("opt", "attention_dropout"),
+        ("bert", "attention_probs_dropout_prob"),
+    ],
+)
+def test_attention_dropout_on_cuda_needs_flash_attn(model_type, name, tiny_model, cuda):
+    model = tiny_model(model_type, **{name: 0.1})
+    cuda(False)
+    message = rf"{type(model).__name__} drops attention weights \({name}=0.1\).*no dropout\. Load .* with {name}=0.0"
+    with pytest.raises(ValueError, match=message):
+        select_attention(model, **BF16)
+    assert select_attention(tiny_model(model_type, **{name: 0.0}), **BF16).name == ATTENTION_NAME
+    cuda(True)
+    model._supports_flash_attn = True
+    assert select_attention(model, **BF16).name == "flash_attention_2"
+
+
+def test_dropout_elsewhere_leaves_the_kernels_in_torch(tiny_model, cuda):
+    cuda(False)
+    model = tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.1, embd_pdrop=0.1)
+    assert select_attention(model, **BF16).name == ATTENTION_NAME
+
+
 def test_cuda_varlen_problem(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -8,6 +8,7 @@
 On the CPU: packfix_varlen. `enforce_flash_attention=False` keeps what the user chose, and warns with the price.
 """
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from transformers.utils import is_flash_attn_2_available
 from .forwards import base_model, text_config
 from .varlen import ATTENTION_NAME
 
+# What configs call the dropout of attention weights: attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
+ATTENTION_DROPOUT = re.compile(r"^(attention|attn).*drop")
 CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
 
 
@@ -154,6 +157,14 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
             "flash-attn: the FlashAttention-2 kernels built into torch have no softcap. Install flash-attn (pip "
             "install flash-attn), or set enforce_flash_attention=False to keep eager attention and its T x T mask."
         )
+    for name, rate in vars(text_config(model)).items():
+        if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"{type(model).__name__} drops attention weights ({name}={rate}) and trains on CUDA without "
+                "flash-attn: the FlashAttention-2 kernels built into torch have no dropout. Load the model with "
+                f"{name}=0.0, or install flash-attn (pip install flash-attn), or set enforce_flash_attention=False to "
+                "keep the model's own attention and its T x T mask."
+            )
     problem = cuda_varlen_problem()
     if problem is not None:
         raise ValueError(
