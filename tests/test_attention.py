@@ -434,6 +434,9 @@ def test_cuda_varlen_problem(monkeypatch):
     assert attention.cuda_varlen_problem() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert attention.cuda_varlen_problem() == "compute capability 7.5 is below 8.0"
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    assert "is built for ROCm" in attention.cuda_varlen_problem()
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert "built without flash attention" in attention.cuda_varlen_problem()
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")

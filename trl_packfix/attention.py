@@ -180,6 +180,8 @@ def cuda_varlen_problem() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < CUDA_VARLEN_TORCH:
         return f"torch {torch.__version__} is older than {'.'.join(map(str, CUDA_VARLEN_TORCH))}"
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is built for ROCm, on which its varlen kernels were never tried here"
     if not torch.backends.cuda.is_flash_attention_available():
         return f"torch {torch.__version__} was built without flash attention"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
