@@ -4,11 +4,15 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedType
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
-from trl_packfix.parallelism import check_parallelism, synchronisation
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.parallelism import check_one_device, check_parallelism, synchronisation
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 
@@ -53,6 +57,37 @@ def test_megatron_is_refused_and_one_process_is_not():
     with pytest.raises(ValueError, match="Megatron-LM was chosen.*Use DDP"):
         check_parallelism(accelerator(DistributedType.MEGATRON_LM))
     check_parallelism(Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("second", [1, "cuda:1", torch.device("cuda:1")])
+def test_a_model_on_several_devices_is_refused(second, tiny_model):
+    model = tiny_model("llama")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
+    message = r"split over 2 devices.*boundaries of a pack lie on one device.*Launch one process per GPU"
+    for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
+        with pytest.raises(ValueError, match=message):
+            check_one_device(given)
+
+
+@pytest.mark.parametrize("device_map", [None, {"": 0}, {"model": 0, "lm_head": 0}, {"model": 0, "lm_head": "cpu"}])
+def test_a_model_on_one_device_is_not_refused(device_map, tiny_model):
+    model = tiny_model("llama")
+    model.hf_device_map = device_map
+    check_one_device(model)
+
+
+def test_the_trainer_refuses_a_model_on_several_devices_only_with_packing(tiny_model, tokenizer, tmp_path):
+    model = tiny_model("llama")
+    model.hf_device_map = {"model": "cpu:0", "lm_head": "cpu:1"}
+    table = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 4})
+
+    def trainer(packing):
+        args = SFTConfig(str(tmp_path), packing=packing, max_length=16, use_cpu=True, bf16=False, report_to=[])
+        return SFTTrainer(model, args, train_dataset=table, processing_class=tokenizer)
+
+    with pytest.raises(ValueError, match="split over 2 devices"):
+        trainer(packing=True)
+    trainer(packing=False)
 
 
 @needs_deepspeed

@@ -3,6 +3,7 @@
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 
 from .balancing import Synchronisation
 
@@ -51,4 +52,23 @@ def check_parallelism(accelerator: Any) -> None:
         raise ValueError(
             "Megatron-LM was chosen as the engine with packing. It shares one document among ranks and reads data by "
             "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
+        )
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model that `device_map` has split over several devices, as "auto" does with all GPUs that are visible.
+
+    TRL sets "auto" for a model given by name in a single process.
+
+    Raises:
+        ValueError: more than one device, modules that are offloaded to "cpu" or "disk" not counted: they run elsewhere.
+    """
+    parts = getattr(model, "hf_device_map", None) or {}
+    devices = sorted({str(device) for device in parts.values()} - {"cpu", "disk"})
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and packing "
+            "is on. The boundaries of a pack lie on one device, and modules on the others would not find them there. "
+            "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
+            "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
         )

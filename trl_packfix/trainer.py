@@ -38,7 +38,7 @@ from .loading import (
     PaddedBatchSampler,
     document_loader,
 )
-from .parallelism import check_parallelism, synchronisation
+from .parallelism import check_one_device, check_parallelism, synchronisation
 from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
@@ -149,6 +149,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         self._padded_collator = self.data_collator
         if self.args.packing:
             check_parallelism(self.accelerator)
+            check_one_device(self.model)
             self.padding_free = True
             self.data_collator = self._packed_collator()
             if isinstance(self.train_dataset, IterableDataset):
