@@ -108,6 +108,62 @@ def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path
     assert "`eval_loss` is the mean over batches of `compute_loss_func`" in caplog.text
 
 
+# Sets without a trained token: 0.0 would be the best loss of all
+
+ANSWERS = Dataset.from_dict({"prompt": ["some words"] * 6, "completion": ["yes", "no"] * 3})
+BEYOND = Dataset.from_dict({"prompt": ["word " * 30] * 3, "completion": ["yes"] * 3})  # 64 tokens do not reach it
+REFUSED = (
+    r"`eval{}_loss` was asked for, of 3 documents with 462 tokens, of which 12 have a label.*0 within `max_length=64`.*"
+    r"of none there is no mean.*Raise `max_length`"
+)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
+    for sets, name in ((BEYOND, ""), ({"good": ANSWERS, "bad": BEYOND}, "_bad")):
+        run = trainer(
+            tmp_path,
+            ANSWERS,
+            packing=packing,
+            eval_strategy="steps",
+            eval_steps=1,
+            trainer_kwargs={"eval_dataset": sets},
+        )
+        with pytest.raises(ValueError, match=REFUSED.format(name)):
+            run.train()
+        assert run.state.global_step == 0 and not run.state.log_history
+        with pytest.raises(ValueError, match=REFUSED.format(name)):
+            run.evaluate()
+    with pytest.raises(ValueError, match=REFUSED.format("_later")):
+        run.evaluate({"later": BEYOND})
+    stream = run.eval_dataset["bad"].to_iterable_dataset()
+    with pytest.raises(ValueError, match=REFUSED.format("")):
+        run.evaluate(stream)
+    run.args.max_length = 256
+    assert run.evaluate(BEYOND)["eval_loss"] > 1
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(packing, tmp_path):
+    def metric(prediction):
+        return {"rows": len(prediction.label_ids)}
+
+    run = trainer(
+        tmp_path,
+        ANSWERS,
+        packing=packing,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        trainer_kwargs={"eval_dataset": BEYOND, "compute_metrics": metric},
+    )
+    run.train()
+    metrics = run.evaluate()
+    assert metrics["eval_rows"] == 3 and "eval_loss" not in metrics
+    predicted = run.predict(run.eval_dataset)
+    assert predicted.predictions.shape[0] == 3 and "test_loss" not in predicted.metrics
+
+
 # Decisions that stand on evaluation
 
 

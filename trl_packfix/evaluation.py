@@ -1,6 +1,8 @@
 """Evaluation that does not depend on packing: total loss over total trained tokens of the whole set.
 
 A mean of batch means moves with the batch size, with packing and with the number of ranks; a ratio of totals does not.
+Of a set without a trained token there is no ratio: where a loss is all that is asked for it is refused, elsewhere it is
+left out.
 The loss is the negative log-likelihood whatever the training loss is (dft, label smoothing and auxiliary losses do not
 enter it); only with `compute_loss_func` the numbers are TRL's own.
 """
@@ -14,6 +16,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -21,6 +24,7 @@ from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
 from .documents import Overlong
 from .epochs import EpochPlanner
+from .ledger import Documents
 from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from .objective import PackedObjective
 from .prepared import prepared_documents
@@ -118,12 +122,46 @@ class ExactEvaluation(PackedObjective):
                 self.packed_model.prove(self.model)
         return self.packed_model.is_proved
 
+    def _evaluation_documents(self, reader: TokenReader) -> Documents:
+        args = self.args
+        # One result per row: evaluation never splits or drops, whatever training does.
+        overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
+        return prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+
+    def check_evaluation_sets(self) -> None:
+        """Refuse sets of which training would evaluate a loss and which have none; a stream is read only later.
+
+        Whoever evaluates in a way of their own may do so without a trained token.
+        """
+        if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
+            return
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            return
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
+        for name, dataset in sets.items():
+            if self._evaluates_documents(dataset):
+                documents = self._evaluation_documents(TokenReader(dataset))
+                self._check_trained(documents, "eval" if name is None else f"eval_{name}")
+
+    def _check_trained(self, documents: Documents, prefix: str) -> None:
+        given = documents.ledger.given
+        if not documents.ledger.kept.trained_tokens:
+            raise ValueError(
+                f"`{prefix}_loss` was asked for, of {given.documents} documents with {given.tokens} tokens, of which "
+                f"{given.trained_tokens} have a label that is not -100, and 0 within "
+                f"`max_length={self.args.max_length}`. A loss is a mean over these tokens, and of none there is no "
+                "mean; 0.0 would pass for the best model. Raise `max_length` or change `truncation_mode` where prompts "
+                "fill it, else check the labels, or evaluate another set."
+            )
+
+    def _overridden(self, *methods: str) -> list[str]:
+        """Those of the `methods` that a subclass, or the user on this very object, has replaced."""
+        return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
+
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
         reader = TokenReader(dataset)
-        # One result per row: evaluation never splits or drops, whatever training does.
-        overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
-        documents = prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
@@ -140,7 +178,20 @@ class ExactEvaluation(PackedObjective):
         )
         return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
 
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        # Predictions, metrics and a `prediction_step` of the user's may do without a trained token.
+        if prediction_loss_only and isinstance(dataloader.dataset, DocumentDataset):
+            if not self._overridden("prediction_step"):
+                self._check_trained(dataloader.dataset.documents, metric_key_prefix)
         self._gather_totals()  # `num_tokens` is logged here, too
         self._totals = EvaluationTotals(self.accelerator.device)
         if self.compute_loss_func is not None:
@@ -155,20 +206,28 @@ class ExactEvaluation(PackedObjective):
             with self.compute_loss_context_manager():
                 packed_model.prove(self.model).raise_if_leaking()
         try:
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         finally:
             if packed_model is not None:
                 packed_model.release()
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        metrics = self._totals.metrics(self.accelerator)
+        metrics, loss = self._totals.metrics(self.accelerator), f"{metric_key_prefix}_loss"
+        assert output.metrics is not None
         if metrics:
-            assert output.metrics is not None
-            output.metrics[f"{prefix}_loss"] = metrics.pop("loss")
+            output.metrics[loss] = metrics.pop("loss")
             # TRL's `log` averages these lists and adds them to what is logged
             logged = self._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
             logged["num_tokens"] = [self._total_train_tokens]
+        elif self._is_exact:
+            output.metrics.pop(loss, None)  # of no token; the loop says 0.0
         return output
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the numbers come from totals; else they are TRL's."""
+        return self.compute_loss_func is None and not self._is_vision_dataset
 
     def prediction_step(
         self,
@@ -177,7 +236,7 @@ class ExactEvaluation(PackedObjective):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        if self.compute_loss_func is not None or self._is_vision_dataset:
+        if not self._is_exact:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         inputs["use_cache"] = False
@@ -194,3 +253,19 @@ class ExactEvaluation(PackedObjective):
             logits = model(**inputs).logits
             loss = None if labels is None else self._totals.add_logits(logits, labels).float()
         return loss, logits, labels
+
+
+class BeforeTraining(TrainerCallback):
+    """Refuses evaluation sets without a loss before the first step, not at the first evaluation."""
+
+    def __init__(self, trainer: ExactEvaluation):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.eval_strategy != "no" or args.eval_on_start:
+            self.trainer.check_evaluation_sets()
+
+
+def _function(method: Any) -> Any:
+    """The function behind a bound method; None for anything else that was put in its place."""
+    return getattr(method, "__func__", None)

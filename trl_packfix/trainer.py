@@ -29,7 +29,7 @@ from .config import SFTConfig, adopt
 from .costs import cost_model
 from .documents import drop_untrained
 from .epochs import EpochPlanner, Strategy
-from .evaluation import ExactEvaluation
+from .evaluation import BeforeTraining, ExactEvaluation
 from .forwards import base_model
 from .ledger import Documents
 from .loading import (
@@ -147,6 +147,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
         self._padded_collator = self.data_collator
+        self.add_callback(BeforeTraining(self))
         if self.args.packing:
             check_parallelism(self.accelerator)
             check_one_device(self.model)
@@ -192,7 +193,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
                 checks.check_raw_dataset(dataset, dataset_name, self._tokenizer, args)
-        is_evaluated_as_documents = not is_training_set and isinstance(dataset, Dataset) and not self._has_own_collator
+        is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)
             # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
