@@ -5,11 +5,14 @@ import logging
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
+import trl
+from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
-from test_trainer import texts, trainer
+from test_trainer import config, texts, trainer
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
+
+from trl_packfix import SFTTrainer
 
 
 def partly_trained(num=23):
@@ -106,6 +109,51 @@ def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path
     with caplog.at_level(logging.WARNING):
         assert run.evaluate()["eval_loss"] == 7
     assert "`eval_loss` is the mean over batches of `compute_loss_func`" in caplog.text
+
+
+def doubling(base, method):
+    """A trainer of `base` with a loss of the user's, twice the usual one, by overriding `method`."""
+
+    class Doubling(base):
+        batches: list = []
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not self.model.training:
+                self.batches.append(inputs)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return (2 * loss[0], loss[1]) if return_outputs else 2 * loss
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            self.batches.append(inputs)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return 2 * loss, logits, labels
+
+    delattr(Doubling, ({"compute_loss", "prediction_step"} - {method}).pop())
+    return Doubling
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+@pytest.mark.parametrize("method", ["compute_loss", "prediction_step"])
+def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tmp_path, caplog):
+    def built(base, packing=False, **trainer_kwargs):
+        args = config(tmp_path, packing=packing, per_device_eval_batch_size=7)
+        data = texts(20)
+        kwargs = {"train_dataset": data, "eval_dataset": data, "processing_class": build_tokenizer()} | trainer_kwargs
+        return doubling(base, method)(build_tiny_model(), args, **kwargs)
+
+    ours = built(SFTTrainer)
+    expected = built(trl.SFTTrainer).evaluate()["eval_loss"]
+    with caplog.at_level(logging.WARNING):
+        losses = [ours.evaluate()["eval_loss"] for _ in range(2)]
+    assert losses == [pytest.approx(expected, rel=1e-6)] * 2
+    assert caplog.text.count(f"`eval_loss` is the mean over batches of `Doubling.{method}`, as in TRL") == 1
+    logged = ours.state.log_history[-1]
+    assert 0 < logged["eval_entropy"] < expected  # TRL's names are all there
+    # also with logits, and packed: then their loss gets packs, as in training
+    assert built(SFTTrainer, compute_metrics=lambda _: {}).evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    packed = built(SFTTrainer, packing=True)
+    assert packed.evaluate()["eval_loss"] == pytest.approx(expected, rel=0.01)
+    assert all("cu_seq_lens_q" in batch for batch in packed.batches) and packed.batches
 
 
 # Sets without a trained token: 0.0 would be the best loss of all

@@ -4,7 +4,8 @@ A mean of batch means moves with the batch size, with packing and with the numbe
 Of a set without a trained token there is no ratio: where a loss is all that is asked for it is refused, elsewhere it is
 left out.
 The loss is the negative log-likelihood whatever the training loss is (dft, label smoothing and auxiliary losses do not
-enter it); only with `compute_loss_func` the numbers are TRL's own.
+enter it). Where the user says what the loss is, by `compute_loss_func` or by a subclass with a `compute_loss` or
+`prediction_step` of its own, evaluation is TRL's, and said so.
 """
 
 import logging
@@ -75,6 +76,7 @@ class ExactEvaluation(PackedObjective):
 
     packed_model: PackedModel
     eval_dataset: Any
+    _has_said_whose_loss = False
     _cost_model: CostModel
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
@@ -194,10 +196,12 @@ class ExactEvaluation(PackedObjective):
                 self._check_trained(dataloader.dataset.documents, metric_key_prefix)
         self._gather_totals()  # `num_tokens` is logged here, too
         self._totals = EvaluationTotals(self.accelerator.device)
-        if self.compute_loss_func is not None:
+        if self._loss_of_user is not None and not self._has_said_whose_loss:
+            self._has_said_whose_loss = True
             logger.warning(
-                "`eval_loss` is the mean over batches of `compute_loss_func`, as in TRL: it moves with the batch size, "
-                "with packing and with the number of ranks."
+                "`eval_loss` is the mean over batches of %s, as in TRL: it moves with the batch size, with packing "
+                "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
+                self._loss_of_user,
             )
         packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
         packed_model = None
@@ -227,7 +231,15 @@ class ExactEvaluation(PackedObjective):
     @property
     def _is_exact(self) -> bool:
         """Whether the numbers come from totals; else they are TRL's."""
-        return self.compute_loss_func is None and not self._is_vision_dataset
+        return self._loss_of_user is None and not self._is_vision_dataset
+
+    @property
+    def _loss_of_user(self) -> str | None:
+        """What the user has put in the place of the loss, for a message; None: nothing."""
+        if self.compute_loss_func is not None:
+            return "`compute_loss_func`"
+        methods = self._overridden("compute_loss", "prediction_step")
+        return f"`{type(self).__name__}.{methods[0]}`" if methods else None
 
     def prediction_step(
         self,
