@@ -3,8 +3,10 @@
     python benchmarks/throughput_gpu.py --data DIR --csv throughput_gpu.csv
     python benchmarks/throughput_gpu.py --smoke   # tiny sizes on the CPU: exercises every part, proves no figure
 
+Where a machine is lent for 10 minutes a call and `pytest tests/gpu` runs in the same call, give `--minutes 5`.
+
 Parts, in the order of their worth; what fails (out of memory included) or no longer fits the time is a row with the
-reason, and the CSV is written after every row.
+reason, and the CSV is written after every row. So is a run of ours that was unpacked: it shows padding, not packing.
   ceiling    8192^3 matrix products in bf16: what this card can do, in TFLOP/s
   exactness  logits and gradients of packed documents in bf16 against each document alone in fp32, over the error that
              the document alone has in bf16 itself: about 1 means that packing adds nothing to rounding
@@ -16,12 +18,18 @@ reason, and the CSV is written after every row.
       TRL bfd        TRL's packing as it comes, sdpa
       TRL bfd flash  the same on the kernels of ours (flash_attention_2 where it is installed)
       ours stream    packs of the same capacity as TRL's
-`share` is the speed-up over padded in documents/s over padded/real tokens, all that removing padding can give; the
-target is 0.95. MFU counts real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N
-without embeddings; recomputation is not counted. Steps are timed after two, each ends in a synchronisation.
+Rows of ours say what ran: the probe's verdict (`isolated`, `equal`, `max_difference` beside its `tolerance`), how many
+modules were repaired, whether documents were unpacked, and how long the probe took (`probe_s`, not in the step times).
+`share` is the speed-up over padded in real tokens/s over padded/real tokens, all that removing padding can give; the
+target is 0.95. Tokens, not documents: a run ends after some seconds, and each method has seen other documents by then.
+MFU counts real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N with the matrix of
+the LM head, tied (Qwen) or not (Llama), and without embeddings; recomputation is not counted. A step is timed from the
+moment its batch is there (fetching and collation are not in it) to a synchronisation at its end, after two steps, or
+one where that took long; a run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -53,8 +61,10 @@ import trl_packfix
 from trl_packfix.attention import select_attention
 from trl_packfix.collator import PackedDataCollator
 from trl_packfix.forwards import mark_packed_forwards
+from trl_packfix.proving import PackedModel
+from trl_packfix.verdict import IsolationReport
 
-WARM_UP = 2  # steps
+WARM_UP, TIMED = 2, 20  # steps, at most
 QWEN = Qwen2Config(
     vocab_size=151936,
     hidden_size=1536,
@@ -93,6 +103,7 @@ class Machine:
     dtype: torch.dtype
     smoke: bool
     seconds: float  # timed steps of one contender, at most about this
+    limit: float  # seconds of one contender with its warm-up; a step that has begun ends
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -113,6 +124,13 @@ class Machine:
     def synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Give back what finished runs held: trainers lie in reference cycles, and their memory with them."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 def ceiling(machine: Machine) -> Row:
@@ -191,6 +209,8 @@ class Clock(TrainerCallback):
 
     def __init__(self, machine: Machine):
         self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
+        self.begun: float | None = None  # the first step
+        self.is_warm = False
 
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """What a micro-batch holds, as tensors on its device: reading them here would make the card wait."""
@@ -201,15 +221,42 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.machine.synchronize()
-        if state.global_step == WARM_UP:
-            self.batches.clear()
         self.started = time.perf_counter()
+        self.begun = self.begun or self.started
+        slow = state.global_step > 0 and self.started - self.begun > 2 * self.machine.seconds
+        if not self.is_warm and (state.global_step == WARM_UP or slow):
+            self.is_warm = True
+            self.batches.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.machine.synchronize()
-        if state.global_step > WARM_UP:
-            self.seconds, self.steps = self.seconds + time.perf_counter() - self.started, self.steps + 1
-            control.should_training_stop = self.seconds > self.machine.seconds or self.steps == 20
+        now = time.perf_counter()
+        if self.is_warm:
+            self.seconds, self.steps = self.seconds + now - self.started, self.steps + 1
+        enough = self.seconds > self.machine.seconds or self.steps == TIMED
+        control.should_training_stop = enough or now - self.begun > self.machine.limit
+
+
+def watch(packed: PackedModel) -> Callable[[], Row]:
+    """Times the probe of a run that begins; what is returned says afterwards what the run was on."""
+    prove, seconds = packed.prove, []
+
+    def timed(wrapped: torch.nn.Module) -> IsolationReport:
+        start = time.perf_counter()
+        report = prove(wrapped)
+        seconds.append(time.perf_counter() - start)
+        return report
+
+    packed.prove = timed
+
+    def verdict() -> Row:
+        report = packed.isolation
+        row = {"isolated": report.isolated, "equal": report.equal, "unpacked": packed.is_unpacked}
+        row |= {"repaired_modules": sum(repair.count for repair in packed.repaired)}
+        row |= {"max_difference": report.max_difference, "tolerance": report.tolerance, "probe_s": sum(seconds)}
+        return row | ({"reason": packed.attention.reason} if packed.is_unpacked else {})
+
+    return verdict
 
 
 def train(
@@ -227,7 +274,7 @@ def train(
             folder,
             max_length=max_length,
             per_device_train_batch_size=batch_size,
-            max_steps=WARM_UP + 20,
+            max_steps=WARM_UP + TIMED,
             bf16=machine.device == "cuda",
             use_cpu=machine.device == "cpu",
             optim="adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
@@ -249,14 +296,25 @@ def train(
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)
-        if machine.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        verdict = watch(trainer.packed_model) if package is trl_packfix and trainer.args.packing else dict
+        machine.tidy()
         trainer.train()
+    proved = verdict()
+    if "reason" in proved:
+        return proved
     if not clock.steps:
-        raise RuntimeError("the run ended before the first timed step")
+        return proved | {"reason": f"no step was timed within {machine.limit:g} s"}
     documents, tokens, computed = (sum(int(batch[i]) for batch in clock.batches) for i in range(3))
-    parameters = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n and "lora" not in n)
-    row = {"steps": clock.steps, "documents_per_s": documents / clock.seconds, "tokens_per_s": tokens / clock.seconds}
+    head = model.get_output_embeddings().weight  # a tied one goes by the name of the embeddings
+    below = sum(
+        p.numel() for n, p in model.named_parameters() if "embed" not in n and "lora" not in n and p is not head
+    )
+    parameters = below + head.numel()
+    row = proved | {
+        "steps": clock.steps,
+        "documents_per_s": documents / clock.seconds,
+        "tokens_per_s": tokens / clock.seconds,
+    }
     row |= {"computed_over_real": computed / tokens, "attention": trainer.model.config._attn_implementation}
     if machine.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -277,7 +335,7 @@ def shares(rows: list[Row]) -> None:
         for row in case.values():
             for other in ("padded", "TRL bfd", "TRL bfd flash"):
                 if other in case:
-                    row[f"over {other}"] = row["documents_per_s"] / case[other]["documents_per_s"]
+                    row[f"over {other}"] = row["tokens_per_s"] / case[other]["tokens_per_s"]
             if "padded" in case:
                 row["share"] = row["over padded"] / case["padded"]["computed_over_real"]
 
@@ -296,9 +354,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     if args.smoke:
         torch.set_num_threads(1)
-        machine = Machine("cpu", torch.float32, True, 0.0)
+        machine = Machine("cpu", torch.float32, True, 0.0, 60.0)
     else:
-        machine = Machine("cuda", torch.bfloat16, False, 4.0)
+        machine = Machine("cuda", torch.bfloat16, False, 4.0, 40.0)
     card = {"card": "CPU, smoke: not a measurement" if args.smoke else torch.cuda.get_device_name()}
     print(describe(), card["card"], sep=", ")
     deadline, rows, top = time.perf_counter() + 60 * args.minutes, [], float("nan")
@@ -309,11 +367,10 @@ def main() -> None:
             row["reason"] = "not measured: out of time"
         else:
             try:
+                machine.tidy()  # here, too: after some errors nothing works on a card, and that is a reason like others
                 row |= measure()
             except Exception as error:
                 row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-        if machine.device == "cuda":
-            torch.cuda.empty_cache()
         if "real_tflops" in row:
             row["mfu"] = row["real_tflops"] / top
         rows.append(row | card)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -25,3 +27,11 @@ def test_every_part_of_the_gpu_benchmark_runs(tmp_path):
         assert float(row["documents_per_s"]) > 0 and "smoke" in row["card"]
     assert {row["attention"] for row in trained if row["method"] == "TRL bfd"} == {"sdpa"}
     assert {row["attention"] for row in trained if "ours" in row["method"]} == {"packfix_varlen"}
+    for row in trained:
+        if "ours" in row["method"]:
+            said = [row[name] for name in ("isolated", "equal", "unpacked", "repaired_modules")]
+            assert said == ["True", "True", "False", "0"]
+            assert float(row["max_difference"]) <= float(row["tolerance"]) and float(row["probe_s"]) > 0
+        padded = next(other for other in trained if (other["model"], other["method"]) == (row["model"], "padded"))
+        gain = float(row["tokens_per_s"]) / float(padded["tokens_per_s"])
+        assert float(row["share"]) == pytest.approx(gain / float(padded["computed_over_real"]))
