@@ -440,3 +440,43 @@ def test_lazy_names():
     assert set(trl_packfix.__all__) <= set(dir(trl_packfix))
     with pytest.raises(AttributeError):
         trl_packfix.nothing  # noqa: B018
+
+
+# After training
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(fails, tmp_path):
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    ours = trainer(tmp_path, texts(12), max_steps=2, trainer_kwargs={"eval_dataset": texts(5)})
+    own = ours.packed_model.attention.previous
+    if fails:
+        ours.add_callback(Stop())
+        with pytest.raises(KeyboardInterrupt):
+            ours.train()
+        ours.remove_callback(Stop)
+    else:
+        ours.train()
+    model = ours.model.train()
+    assert model.config._attn_implementation == own != ours.packed_model.attention.name
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
+    in_training = model(**batch).loss
+    assert torch.equal(in_training, model.eval()(**batch).loss)
+    model.train().generate(ids[:1], max_new_tokens=2)
+    with pytest.raises(
+        ValueError, match=r"A pack of \d+ documents came to LlamaForCausalLM while no packs run.*attend"
+    ):
+        ours.compute_loss(model, next(iter(ours.get_train_dataloader())))
+    loss = ours.evaluate()["eval_loss"]
+    assert ours.args.packing and model.config._attn_implementation == own
+    again = trainer(
+        tmp_path, texts(12), packing=False, max_steps=2, trainer_kwargs={"eval_dataset": texts(5)}, model=model
+    )
+    assert again.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    again.train()
+    ours.train()  # packs run again
+    assert ours.state.global_step == 2

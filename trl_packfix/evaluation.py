@@ -9,7 +9,8 @@ enter it). Where the user says what the loss is, by `compute_loss_func` or by a 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import datasets
@@ -120,7 +121,7 @@ class ExactEvaluation(PackedObjective):
             return True  # the model hears of boundaries, and is proved, only while it is evaluated
         # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
         if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            with self.compute_loss_context_manager():
+            with self.packed_model.attending(), self.compute_loss_context_manager():
                 self.packed_model.prove(self.model)
         return self.packed_model.is_proved
 
@@ -204,18 +205,10 @@ class ExactEvaluation(PackedObjective):
                 self._loss_of_user,
             )
         packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
-        packed_model = None
-        if packed and not self.args.packing:
-            packed_model = self._packed_model()
-            with self.compute_loss_context_manager():
-                packed_model.prove(self.model).raise_if_leaking()
-        try:
+        with self._on_packs() if packed else nullcontext():
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        finally:
-            if packed_model is not None:
-                packed_model.release()
         metrics, loss = self._totals.metrics(self.accelerator), f"{metric_key_prefix}_loss"
         assert output.metrics is not None
         if metrics:
@@ -227,6 +220,21 @@ class ExactEvaluation(PackedObjective):
         elif self._is_exact:
             output.metrics.pop(loss, None)  # of no token; the loop says 0.0
         return output
+
+    @contextmanager
+    def _on_packs(self) -> Iterator[None]:
+        """While it runs, the model takes packs; where training is not packed, only after it is proved."""
+        if self.args.packing:
+            with self.packed_model.attending():
+                yield
+            return
+        packed_model = self._packed_model()
+        try:
+            with self.compute_loss_context_manager():
+                packed_model.prove(self.model).raise_if_leaking()
+            yield
+        finally:
+            packed_model.release()
 
     @property
     def _is_exact(self) -> bool:

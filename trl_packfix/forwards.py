@@ -170,6 +170,7 @@ class PackedForwardGuard:
 
     def __init__(self, model: PreTrainedModel):
         self.ignores_masks = False
+        self.at_rest: str | None = None  # attention on which packs are refused
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -184,6 +185,12 @@ class PackedForwardGuard:
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
+            if self.at_rest is not None and self.at_rest == model.config._attn_implementation:
+                raise ValueError(
+                    f"A pack of {kwargs['cu_seq_lens_q'].numel() - 1} documents came to {type(model).__name__} while "
+                    f"no packs run: it has its own attention back ({self.at_rest}), which may not read the boundaries. "
+                    "Call `trainer.packed_model.attend()` first and `rest()` after, or use `trainer.evaluate()`."
+                )
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard was here
                 running = _check_packed_batch(model, args, kwargs)

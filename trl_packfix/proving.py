@@ -1,6 +1,8 @@
 """A model and its packs: attention is chosen, isolation is proved, and what leaks is unpacked."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -100,14 +102,39 @@ class PackedModel:
         set_attention(self.model, self.attention.previous)
         self._unpacked = UnpackedForward(self.model)
 
+    def attend(self) -> None:
+        """Put the attention chosen on the model, after `rest`."""
+        self._guard.at_rest = None
+        if self.attention.name != self.attention.previous:
+            set_attention(self.model, self.attention.name)
+
+    def rest(self) -> None:
+        """Give the model its own attention back, for what is not packed, and refuse packs until `attend`.
+
+        In train mode the attention chosen refuses what is not packed, and the model's own may not read boundaries.
+        """
+        if self.attention.name != self.attention.previous:
+            set_attention(self.model, self.attention.previous)
+            self._guard.at_rest = self.attention.previous
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """While it runs the model attends; then it rests again, if it did."""
+        rested = self._guard.at_rest is not None
+        self.attend()
+        try:
+            yield
+        finally:
+            if rested:
+                self.rest()
+
     def release(self) -> None:
         """Give the model back as it was."""
         self._guard.remove()
         for installed in (self._search, self._unpacked):
             if installed is not None:
                 installed.remove()
-        if self.attention.name != self.attention.previous:
-            set_attention(self.model, self.attention.previous)
+        self.rest()
 
 
 class BeforeFirstStep(TrainerCallback):
@@ -118,6 +145,7 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
+        trainer.packed_model.attend()
         with trainer.compute_loss_context_manager():
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         attention = trainer.packed_model.attention
@@ -139,6 +167,10 @@ class BeforeFirstStep(TrainerCallback):
                 **metrics(trainer.packing_report),
             }
         )
+
+    def end(self) -> None:
+        """Training is over, or has failed: the model is free for other uses."""
+        self.trainer.packed_model.rest()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What was cut, split and dropped stays with the weights that were trained without it."""

@@ -22,6 +22,7 @@ from .ahead import PlanAhead
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
 from .epochs import EpochPlanner
+from .proving import BeforeFirstStep
 from .reader import TokenReader
 from .streaming import PackedStream, stream_file
 
@@ -143,7 +144,7 @@ class ExactRestart(trl.SFTTrainer):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # a run that fails calls no callback
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, PlanAhead):
+                if isinstance(callback, (PlanAhead, BeforeFirstStep)):
                     callback.end()
 
     def _whole_checkpoint(self, given: str | bool) -> str:
