@@ -2,8 +2,9 @@
 
     python examples/with_transformers.py
 
-Two things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch, and
-attention that reads them, which `select_attention` sets on the model. `check_isolation` proves that it did.
+Three things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch,
+attention that reads them, which `select_attention` sets on the model, and no mask beside them, which
+`mark_packed_forwards` sees to. `check_isolation` proves it.
 """
 
 from datasets import load_dataset

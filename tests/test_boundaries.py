@@ -55,3 +55,23 @@ def test_collator_takes_lists_tensors_and_missing_labels():
 def test_collator_refuses_documents_without_one_label_per_token(document):
     with pytest.raises(ValueError, match="Document 1 of the batch has"):
         PackedDataCollator()([{"input_ids": [1]}, document])
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"completion_mask": [0, 0, 1]}, "have `completion_mask` and no `labels`.*all 3 tokens.*Give `labels`"),
+        ({"assistant_masks": [0, 0, 1]}, "have `assistant_masks` and no `labels`"),
+        ({"seq_lengths": [1, 2]}, r"have `seq_lengths` \(\[1, 2\] in the first\).*see each other.*one by one"),
+        ({"attention_mask": [1, 1, 0]}, "Document 0 of the batch is padded.*attended to.*`padding=False`"),
+        ({"attention_mask": torch.tensor([0, 1, 1])}, "Document 0 of the batch is padded"),
+    ],
+)
+def test_collator_refuses_columns_that_it_would_ignore(columns, message):
+    with pytest.raises(ValueError, match=message):
+        PackedDataCollator()([{"input_ids": [1, 2, 3]} | columns])
+
+
+def test_collator_takes_an_attention_mask_of_ones_and_a_mask_beside_labels():
+    columns = {"attention_mask": [1, 1, 1], "completion_mask": [0, 0, 1], "labels": [-100, -100, 3]}
+    assert PackedDataCollator()([{"input_ids": [1, 2, 3]} | columns])["labels"].tolist() == [[-100, -100, 3]]

@@ -165,6 +165,21 @@ INPUT = [
         r"Column `input_ids` has type list<item: string>.*list of them.*as lists of token ids",
     ),
     (
+        "no rows",
+        {"dataset": Dataset.from_dict({"text": []})},
+        r"The train dataset has 0 rows and the columns \['text'\].*nothing to train.*Check the file",
+    ),
+    (
+        "messages that are none",
+        {"dataset": Dataset.from_dict({"messages": ["a", "b"]})},
+        r"2 rows has the columns `messages` \(string\)\. TRL tokenises .*Rename or reshape.*`dataset_text_field`",
+    ),
+    (
+        "missing answer",
+        {"dataset": Dataset.from_dict({"prompt": ["a", "b", "c"], "completion": ["d", None, "e"]}).select([2, 1])},
+        r"1 of 2 rows of the train dataset hold None in `completion`; the first are \[1\].*Remove these rows",
+    ),
+    (
         "transform",
         {"dataset": TEXTS.with_transform(lambda rows: rows), "dataset_kwargs": {"skip_prepare_dataset": True}},
         r"8 rows has a transform.*length of every document.*`Dataset.map`",

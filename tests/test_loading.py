@@ -114,6 +114,17 @@ def test_a_training_loop_of_ones_own():
     assert means[0] > means[1] > means[2]
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_model_that_is_not_marked_is_told_to_be(is_training):
+    model = build_tiny_model().train(is_training)
+    select_attention(model)
+    batch = next(iter(packed_dataloader(dataset(), 32, 4)))
+    with pytest.raises(ValueError, match=r"transformers built it: call trl_packfix.forwards.mark_packed_forwards"):
+        model(**batch)
+    mark_packed_forwards(model)
+    model(**batch)
+
+
 FORKS = """
 import ctypes, os, signal, sys, time
 from trl_packfix import threads

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from conftest import build_tiny_model, build_tokenizer
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
@@ -148,6 +148,47 @@ def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkey
     (workplace / "rows.xml").write_text("<a/>")
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("broken.jsonl", '{"text": "a"}\n{"text": ', "dataset of 23 bytes. It cannot be read: JSON parse error"),
+        ("broken.json", '[{"text": "a"', "It cannot be read"),
+        ("empty.jsonl", "", "dataset of 0 bytes. It cannot be read: it holds no rows. Correct it"),
+        ("empty.csv", "", "It cannot be read: No columns"),
+        ("empty.parquet", "", "It cannot be read: Parquet file size is 0 bytes"),
+        ("columns.jsonl", '{"a": 1}\n{"a": 2}', "has the columns `a` (int64). TRL tokenises `messages`"),
+        (
+            "null.jsonl",
+            '{"text": "a"}\n{"text": null}',
+            "1 of 2 rows of the train dataset hold None in `text`; the first",
+        ),
+        ("strings.jsonl", '{"messages": "a"}', "has the columns `messages` (string). TRL tokenises"),
+        (
+            "keys.jsonl",
+            '{"messages": [{"from": "user"}]}',
+            "has the columns `messages` (list<item: struct<from: string",
+        ),
+        ("half.jsonl", '{"prompt": "a", "text": "b"}', "`prompt` with `completion`"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan"], ["prepare", "--output", "new"]], ids=lambda words: words[0])
+def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(
+    command, name, text, message, workplace, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert main([*command, name, "--tokenizer", str(workplace / "model")]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-packfix"))
+    assert message in line and line.endswith(".")
+
+
+def test_a_split_that_is_not_there_is_exit_code_2(workplace, tmp_path, capsys):
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
+    words = [str(tmp_path / "saved"), "--tokenizer", str(workplace / "model"), "--split", "test"]
+    assert main(["plan", *words]) == 2
+    assert "with `--split test`. It has the splits ['train'] only" in capsys.readouterr().err
 
 
 def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys):

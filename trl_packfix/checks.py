@@ -104,13 +104,28 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
     return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
 
 
-def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig) -> None:
-    """What can be refused in a dataset that is not tokenised yet.
+def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
+    """Refuse a table without rows, of which TRL reads the first."""
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(
+            f"The {name} dataset has 0 rows and the columns {dataset.column_names}. There is nothing to train or "
+            "evaluate. Check the file, the split and the filters that it comes from."
+        )
+
+
+def check_raw_dataset(
+    dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig, is_formatted: bool = False
+) -> None:
+    """What can be refused in a dataset that is not tokenised yet; `is_formatted`: a function will make its text.
 
     Raises:
-        ValueError: plain text and no EOS token; `assistant_only_loss` and rows without an assistant message.
+        ValueError: no rows, nothing to tokenise, or missing values there; plain text and no EOS token;
+            `assistant_only_loss` and rows without an assistant message.
     """
+    check_rows(dataset, name)
     columns = dataset.column_names
+    if not is_formatted and dataset.format["type"] != "custom":  # TRL refuses transforms, and a look would run them
+        _check_text(dataset, name, args.dataset_text_field)
     conversational = "messages" in columns or "conversations" in columns
     if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
         raise ValueError(
@@ -126,6 +141,43 @@ def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: trl.SFT
                 f"have no assistant message; the first are {silent[:NUM_SHOWN].tolist()}. Such a row has nothing to "
                 "train on. Remove these rows (`dataset.select`), or set `assistant_only_loss=False`."
             )
+
+
+def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
+    """Refuse a dataset in which TRL would find nothing to tokenise, and stop with an error of Python's."""
+    columns = _text_columns(dataset, text_field)
+    if not columns:
+        found = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has the columns {found}. TRL tokenises `messages` (lists of "
+            "`role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with `completion`, or the "
+            f"text in `{text_field}`, and none of them is there. Rename or reshape a column, or set "
+            "`dataset_text_field` to the one that holds the text."
+        )
+    for column in columns:
+        if dataset.data.column(column).null_count:  # of all rows of the table, selected or not, without a copy
+            values = dataset.select_columns(column).with_format("arrow")[:][column]
+            missing = np.flatnonzero(values.is_null().to_numpy())
+            if len(missing):
+                raise ValueError(
+                    f"{len(missing)} of {len(dataset)} rows of the {name} dataset hold None in `{column}`; the first "
+                    f"are {missing[:NUM_SHOWN].tolist()}. There is nothing to tokenise in them. Remove these rows "
+                    "(`dataset.select`), or write what is missing."
+                )
+
+
+def _text_columns(dataset: Dataset, text_field: str) -> list[str]:
+    """The columns that TRL tokenises, chosen as it does; [] if there are none."""
+    columns = dataset.column_names
+    if "prompt" in columns:
+        return ["prompt", "completion"] if "completion" in columns else []
+    for column, key in (("conversations", "from"), ("messages", "role")):
+        if column in columns:
+            first = dataset.select_columns(column).with_format(None)[0][column]
+            # An empty first row does not say what the others hold, and None is refused by its number.
+            if not first or (isinstance(first, list) and isinstance(first[0], dict) and key in first[0]):
+                return [column]
+    return [text_field] if text_field in columns else []
 
 
 def _is_conversational_prompt(dataset: Dataset) -> bool:

@@ -11,6 +11,8 @@ import torch
 from . import boundaries
 
 IGNORE_INDEX = -100
+MASKS = ("completion_mask", "assistant_masks")  # of 0 and 1: which tokens are trained, where there are no labels
+READ = frozenset(("input_ids", "labels"))
 
 
 @dataclass
@@ -33,7 +35,8 @@ class PackedDataCollator:
         pad_token_id (`int`, defaults to 0): Token that fills the padding.
 
     Raises:
-        ValueError: a document is empty, or its labels are not as long as its tokens.
+        ValueError: a document is empty, or its labels are not as long as its tokens; the documents have `seq_lengths`,
+            padding under an `attention_mask`, or a mask of trained tokens in place of labels.
 
     >>> batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["labels"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
@@ -44,6 +47,8 @@ class PackedDataCollator:
     pad_token_id: int = 0
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if not documents[0].keys() <= READ:  # of the first alone: this runs in every batch
+            _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]
         labels = [
             np.asarray(document["labels"]) if "labels" in document else ids
@@ -85,3 +90,28 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
             "use_cache": False,
         }
+
+
+def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
+    """Refuse documents with columns that say which tokens count, and would be ignored."""
+    columns = documents[0].keys()
+    ignored = [name for name in MASKS if name in columns and "labels" not in columns]
+    if ignored:
+        raise ValueError(
+            f"Documents of the batch have `{ignored[0]}` and no `labels`. The collator reads no mask, so all "
+            f"{len(documents[0]['input_ids'])} tokens of the first would be trained. Give `labels` with -100 where a "
+            "token is not trained, or read the dataset with `packed_dataloader`, which makes them of the mask."
+        )
+    if "seq_lengths" in columns:
+        raise ValueError(
+            f"Documents of the batch have `seq_lengths` ({list(documents[0]['seq_lengths'])[:5]} in the first), so "
+            "they are packs already. The collator takes each for one document, and those inside would see each other. "
+            "Give it the documents one by one, or read the dataset with `packed_dataloader`, which keeps boundaries."
+        )
+    for index, document in enumerate(documents):
+        if not np.asarray(document.get("attention_mask", True)).all():
+            raise ValueError(
+                f"Document {index} of the batch is padded: its `attention_mask` has zeros among "
+                f"{len(document['input_ids'])} entries. Padding inside a document would be trained and attended to. "
+                "Tokenise with `padding=False`, or cut the padding off."
+            )

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         except ImportError as error:
             raise ValueError(
                 f"`--plot {args.plot}` was given and matplotlib is not installed. It draws the picture. Run "
-                '`pip install "trl_packfix[plot]"`.'
+                "`pip install matplotlib`."
             ) from error
         print(json.dumps({"plot": args.plot}) if args.json else f"Drawn: {args.plot}")
         return 0

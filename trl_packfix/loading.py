@@ -164,8 +164,9 @@ def packed_dataloader(
     """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
 
     Each pass over the loader is the next epoch, with a plan of its own; `loader.set_epoch(epoch)` chooses one. The
-    batches of all ranks together hold every kept document once per epoch. The model must hear of the boundaries: see
-    `trl_packfix.attention.select_attention`, and prove it with `check_isolation`.
+    batches of all ranks together hold every kept document once per epoch. The model must hear of the boundaries: call
+    `trl_packfix.attention.select_attention(model)` and `trl_packfix.forwards.mark_packed_forwards(model)` once, and
+    prove it with `check_isolation(model)`.
 
     Args:
         dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.

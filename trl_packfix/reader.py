@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from .collator import IGNORE_INDEX
+from .collator import IGNORE_INDEX, MASKS
 
-MASKS = ("completion_mask", "assistant_masks")
 # Masks may be booleans, and of a column without values Arrow does not know the type.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 

@@ -75,7 +75,7 @@ class PackingReport:
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Packs as strips, the mask of one, lengths, and the cost of each rank; written to `path` if one is given.
 
-        Needs matplotlib (`pip install "trl_packfix[plot]"`).
+        Needs matplotlib (`pip install matplotlib`).
 
         Raises:
             ValueError: of a stream, whose documents are not known.

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from .reader import TokenReader
 
@@ -80,7 +82,10 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         values = path.read_text().split()
     elif path.suffix == ".json":
         text = path.read_text()
-        found = json.loads(text) if text.lstrip()[:1] == "[" else None
+        try:
+            found = json.loads(text) if text.lstrip()[:1] == "[" else None
+        except ValueError:
+            found = None  # `datasets` says what is wrong with it
         values = found if found and not isinstance(found[0], dict) else None
     elif path.suffix == ".csv":
         rows = [line.split(",") for line in path.read_text().splitlines() if line.strip()]
@@ -116,10 +121,25 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
                 f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not known. "
                 f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
             )
-        return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
+        try:
+            return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
+        except (DatasetGenerationError, pa.ArrowInvalid, StopIteration) as error:
+            # StopIteration, without a word: `datasets` finds no first row
+            reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
+                "it, or write it again; a file that was cut off while it was written is the usual reason."
+            ) from error
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_from_disk(name)
-        return loaded[split] if isinstance(loaded, DatasetDict) else loaded
+        if not isinstance(loaded, DatasetDict):
+            return loaded
+        if split not in loaded:
+            raise ValueError(
+                f"`{name}` was given with `--split {split}`. It has the splits {list(loaded)} only. Set `--split` to "
+                "one of these."
+            )
+        return loaded[split]
     if path.suffix in (*FORMATS, *LENGTHS):
         raise ValueError(
             f"`{name}` was given as a dataset. There is no such file here, and no dataset on a hub is named "

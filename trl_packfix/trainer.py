@@ -119,6 +119,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         if args.packing:
             args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
+        checks.check_rows(train_dataset, "train")
         config = checks.model_config(model, args)
         self._cost_model = cost_model(config)
         self._vocab_size = getattr(config, "vocab_size", None)
@@ -192,7 +193,9 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                         # TRL would write all tokens once more as labels, row by row; the reader makes them
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
-                checks.check_raw_dataset(dataset, dataset_name, self._tokenizer, args)
+                checks.check_raw_dataset(
+                    dataset, dataset_name, self._tokenizer, args, is_formatted=formatting_func is not None
+                )
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)

@@ -158,9 +158,9 @@ def _check_packed_call(
     if mask is not None and not (running is not None and running.ignores_masks):
         raise OwnMaskError(
             f"{name} got an attention_mask of shape {tuple(mask.shape)} in a packed or training forward: the "
-            f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (In eval mode "
-            "transformers builds this mask itself unless trl_packfix.forwards.mark_packed_forwards(model) was "
-            "called.)",
+            f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (If you gave no "
+            "mask, transformers built it: call trl_packfix.forwards.mark_packed_forwards(model) once, and it builds "
+            "none for packs.)",
             mask,
         )
     if query.shape[0] != 1:
