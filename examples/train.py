@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from datasets import DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from huggingface_hub import constants
 from offline import multiplies_bf16, smollm2, word_problems
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
@@ -81,6 +81,15 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict:
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
+def choose_split(dataset: DatasetDict, flag: str, split: str) -> Dataset | IterableDataset:
+    if split not in dataset:
+        raise SystemExit(
+            f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
+            f"part there is nothing to train or evaluate on. Set `--{flag}` to one of these, or `--eval_strategy no`."
+        )
+    return dataset[split]
+
+
 def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: ModelConfig) -> None:
     if None in (model_args.model_name_or_path, script_args.dataset_name) and hub_answers():
         model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
@@ -101,8 +110,8 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
+        eval_dataset=choose_split(dataset, "dataset_test_split", script_args.dataset_test_split) if evaluates else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -135,6 +135,15 @@ def test_train_takes_a_prepared_folder(workplace, tmp_path, monkeypatch):
     assert rows.column_names == ["input_ids", "labels"] and len(rows) == NUM_ROWS
 
 
+def test_train_says_which_splits_there_are(workplace, monkeypatch):
+    train = load_train(monkeypatch)
+    arguments = ScriptArguments(dataset_name=str(workplace / "rows.jsonl"))
+    dataset = train["load_documents"](arguments)
+    assert len(train["choose_split"](dataset, "dataset_train_split", arguments.dataset_train_split)) == NUM_ROWS
+    with pytest.raises(SystemExit, match=r"`--dataset_test_split test` was given .* has \['train'\] only.*`--eval_str"):
+        train["choose_split"](dataset, "dataset_test_split", arguments.dataset_test_split)
+
+
 def test_without_a_hub_train_falls_back(monkeypatch):
     train = load_train(monkeypatch)
     assert train["hub_answers"]() is False  # HF_HUB_OFFLINE is set by conftest.py

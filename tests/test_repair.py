@@ -87,6 +87,23 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dt
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monkeypatch):
+    """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
+    if not is_seen:
+        monkeypatch.setattr("trl_packfix.isolation.FAR", ())
+    torch.manual_seed(0)
+    model, batch = build_tiny_model("falcon", alibi=True), pack([3000, 40])
+    with torch.no_grad():
+        alone = model.eval()(batch["input_ids"][:, -40:]).logits
+    report = packed_model(model, tmp_path).prove(model)
+    assert report.isolated and report.equal
+    with torch.no_grad():
+        error = (model.eval()(**batch).logits[:, -40:] - alone).abs().max() / alone.abs().max()
+    assert [repair.module for repair in report.repaired] == ["FalconModel" if is_seen else "FalconAttention"]
+    assert (error < 1e-5) == is_seen
+
+
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]
 
 

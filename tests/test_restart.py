@@ -191,7 +191,7 @@ DAMAGES = {
     "no state of ours": (lambda c: (c / FILE).write_text("[]"), f"its `{FILE}` does not hold what was saved"),
     "an empty state": (lambda c: (c / FILE).write_text("{}"), f"its `{FILE}` does not hold what was saved"),
     "a folder": (lambda c: [(c / FILE).unlink(), (c / FILE).mkdir()], f"its `{FILE}` cannot be read"),
-    "nothing": (shutil.rmtree, "it has no `trainer_state.json`"),
+    "nothing": (shutil.rmtree, "there is no such folder here"),
 }
 
 
@@ -211,6 +211,8 @@ def test_no_whole_checkpoint(folder):
             resume(folder, given)
     with pytest.raises(ValueError, match="no whole checkpoint"):
         resume(folder / "empty", True)
+    with pytest.raises(ValueError, match=r"`resume_from_checkpoint='.*True'` was given, and there is no such folder"):
+        resume(folder, "True")
 
 
 class Killed(Exception):

@@ -98,7 +98,7 @@ def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str, str | No
     """The whole checkpoint to resume from, and a warning: for `True` the newest of `output_dir`, else the one named.
 
     Raises:
-        ValueError: what was given is unfinished or damaged; the newest whole checkpoint is named.
+        ValueError: what was given is no folder, unfinished or damaged; the newest whole checkpoint is named.
     """
     why = "Training cannot continue from a part of its state."
     if given is True:
@@ -116,6 +116,11 @@ def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str, str | No
         instead = "None beside it is whole: leave it unset to start anew"
         if whole is not None:
             instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one beside it'
+        if not Path(str(given)).is_dir():
+            raise ValueError(
+                f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (in Python, "
+                f"`True` means the newest in {output_dir!r}). {why} {instead}."
+            )
         raise ValueError(
             f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}: the run ended while it was written, or "
             f"it was damaged later. {why} {instead}."

@@ -2,7 +2,8 @@
 
 Nothing is assumed from the name of an attention implementation. Small packs are built exactly as for training; one
 document is changed in its tokens and in its length, and the others must not move; every document must be what it is
-alone; and the gradient of one document's outputs with respect to the embeddings of another must be exactly zero.
+alone, far from the start of a pack, too; and the gradient of one document's outputs with respect to the embeddings of
+another must be exactly zero.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
+FAR = (100,) * 6  # documents before one that lies far from the start of its pack: half precision counts to 256
 COARSE = 1e-4  # a tolerance above it is one of half precision
 DRAWS = 6  # of roundings: with a router the largest change is a rare one
 MOST_NOISE = 0.5  # of the largest state: attention that leaks moves documents by all of it
@@ -29,9 +31,9 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     """Judge the model as it stands: its attention implementation, adapters, dtype and wrapping.
 
     Parameters, gradients, buffers, random state and training mode are as before when it returns. Costs about ten
-    forwards of 47 tokens and four backwards, six forwards more in half precision, and twice a pack just longer than the
-    largest threshold below `max_length` where the model has one. Wrapped models (DDP, DeepSpeed, FSDP) are judged by
-    forwards alone; all ranks must call.
+    forwards of 47 tokens and four backwards, one forward of 611 tokens, six of 47 more in half precision, and twice a
+    pack just longer than the largest threshold below `max_length` where the model has one. Wrapped models (DDP,
+    DeepSpeed, FSDP) are judged by forwards alone; all ranks must call.
 
     Args:
         model: a transformers causal LM, wrapped by PEFT, DDP or an engine or not.
@@ -94,6 +96,11 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
 
     gradient = None if probe.has_engine else probe.gradient(documents)
     change = max(gap for gap, _ in seen)
+    if not gradient and max(change, *(gap for gap, _ in unequal)) <= tolerance:
+        far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
+        last = probe.packed(far, large=True)[-1:]
+        gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
+        unequal.append((gap, Evidence(far, alone=len(FAR), large=True)))
     # Where tokens alone show it, nothing else has moved, and the place can be seen best.
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))

@@ -67,8 +67,8 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
 
     exact = run(reference, tensors, "cpu", torch.float64)
     rounded = run(reference, tensors, "cpu")  # what the dtype alone costs
-    # With a window of 1 and no sinks the softmax is 1, so dq and dk are exactly 0 and what is computed is rounding: it is
-    # measured by the other results. Everywhere else each norm is far above a hundredth of the largest.
+    # With a window of 1 and no sinks the softmax is 1, so dq and dk are exactly 0 and what is computed is rounding: it
+    # is measured by the other results. Everywhere else each norm is far above a hundredth of the largest.
     least = 1e-2 * max(want.norm() for want in exact)
     for name, got, want, other in zip(
         ("out", "dq", "dk", "dv", "dsinks"), run(on_cuda(window, scale), tensors, "cuda"), exact, rounded, strict=False
