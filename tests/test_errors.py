@@ -221,6 +221,16 @@ def test_prompt_learning_is_refused_however_it_is_given(peft_config, wrapped, tm
         trainer(tmp_path, TEXTS, model=model, **kwargs)
 
 
+def test_encoder_decoders_are_refused_and_their_decoders_train(tmp_path):
+    config = transformers.BartConfig(
+        vocab_size=260, max_position_embeddings=64, d_model=32, encoder_layers=1, decoder_layers=1, pad_token_id=0
+    )
+    model = transformers.BartForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="BartForConditionalGeneration was given with packing.*encoder-decoder.*Give"):
+        trainer(tmp_path, TEXTS, model=model)
+    trainer(tmp_path, TEXTS, model=transformers.BartForCausalLM(config), max_steps=1).train()
+
+
 @pytest.mark.parametrize(
     "peft_config",
     [

@@ -36,10 +36,16 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     """What can be refused before a model is loaded or a token is made. Only called with packing.
 
     Raises:
-        ValueError: a loss that depends on the ranks, vision data, a custom collator, prompt learning, positions that do
-            not exist; with an iterable dataset also another strategy than `stream`, no `max_steps`,
-            `dataloader_drop_last`.
+        ValueError: an encoder-decoder, a loss that depends on the ranks, vision data, a custom collator, prompt
+            learning, positions that do not exist; with an iterable dataset also another strategy than `stream`, no
+            `max_steps`, `dataloader_drop_last`.
     """
+    if not isinstance(model, str) and getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} was given with packing. It is an encoder-decoder: its encoder reads a whole "
+            "document at once, and this trainer trains causal language models. Give one "
+            "(`AutoModelForCausalLM.from_pretrained`), or train this model with transformers' `Seq2SeqTrainer`."
+        )
     if data_collator is not None:
         raise ValueError(
             f"`data_collator={type(data_collator).__name__}` was given with packing. A pack needs a collator that "
