@@ -92,21 +92,23 @@ class Probe:
         For a `large` pack what leaves the backbone, and the logits of one token only: all of them would be T x V.
         """
         caught: list[Tensor] = []
-        below = backbone(self.inner)
+        # bart calls its decoder past the base model; what is repaired around a decoder calls that more than once
+        below = {backbone(self.inner), self.inner.base_model} - {self.inner}
         takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
-        if large and takes_few and below is not self.inner:
+        if large and takes_few and below:
             batch["logits_to_keep"] = 1
-            handle = below.register_forward_hook(lambda module, args, out: caught.append(out[0]))
+            handles = [m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below]
         else:
             head = self.inner.get_output_embeddings()
-            handle = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
+            handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
         try:
             self.model(**batch)
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
             raise CannotRun(str(error)) from error
         finally:
-            handle.remove()
-        states = caught[0]
+            for handle in handles:
+                handle.remove()
+        states = caught[-1]  # the outermost ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
     def gradient(self, documents: list[Tensor]) -> float | None:
