@@ -210,6 +210,7 @@ class Clock(TrainerCallback):
     def __init__(self, machine: Machine):
         self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
         self.begun: float | None = None  # the first step
+        self.attention = ""  # of the last step: ours gives the model its own back when training ends
         self.is_warm = False
 
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -220,6 +221,7 @@ class Clock(TrainerCallback):
         self.batches.append((documents, ids.numel() if mask is None else mask.sum(), ids.numel()))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attention = kwargs["model"].config._attn_implementation
         self.machine.synchronize()
         self.started = time.perf_counter()
         self.begun = self.begun or self.started
@@ -315,7 +317,7 @@ def train(
         "documents_per_s": documents / clock.seconds,
         "tokens_per_s": tokens / clock.seconds,
     }
-    row |= {"computed_over_real": computed / tokens, "attention": trainer.model.config._attn_implementation}
+    row |= {"computed_over_real": computed / tokens, "attention": clock.attention}
     if machine.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     lengths = np.array([len(ids) for ids in table["input_ids"]], dtype=float)

@@ -45,4 +45,4 @@ def test_packed_run_really_packs():
     batch_size = trainer.args.per_device_train_batch_size
     assert max(len(batch["cu_seq_lens_q"]) - 1 for batch in batches) > batch_size
     assert all(batch["input_ids"].shape[0] == 1 for batch in batches)
-    assert trainer.model.config._attn_implementation == "packfix_varlen"
+    assert trainer.packed_model.attention.name == "packfix_varlen"

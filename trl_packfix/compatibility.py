@@ -142,6 +142,7 @@ def _page(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> str:
-    error = "" if row.verdict == "no text" else f"{row.error:.0e}"
+    # of the digits that the table keeps, so that the page can be made of it again
+    error = "" if row.verdict == "no text" else f"{float(f'{row.error:.2e}'):.0e}"
     why = "; ".join(text for text in (row.repairs, row.reason) if text).replace("|", "\\|")
     return f"| {row.model_type} | {row.verdict} | {error} | {row.attention} | {GPU} | {row.stock_trl} | {why} |"
