@@ -263,6 +263,23 @@ def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_
     assert report.leaks[0].name == f"model.layers.{size['num_hidden_layers'] // 2}.self_attn"
 
 
+@pytest.mark.parametrize("layer", [0, 16, 31])
+def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer, monkeypatch):
+    """It is far below what all roundings of 32 layers do, and no gradient can be asked for under an engine."""
+    model = build_tiny_model(dtype=torch.bfloat16, vocab_size=200, initializer_range=0.02, **DEEP)
+    monkeypatch.setattr(Probe, "gradient", lambda *_: None)
+    assert judged(model).isolated
+
+    def mix(module, args, output):
+        everyone = output[0].mean(1, keepdim=True)
+        return output[0] + 0.03 * everyone * output[0].abs().mean() / everyone.abs().mean(), *output[1:]
+
+    model.model.layers[layer].self_attn.register_forward_hook(mix)
+    report = check_isolation(model)
+    assert not report.isolated and report.max_change < report.tolerance / 2
+    assert [leak.name for leak in report.leaks] == [f"model.layers.{layer}.self_attn"]
+
+
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
     run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
     run.train()

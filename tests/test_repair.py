@@ -104,6 +104,22 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monke
     assert (error < 1e-5) == is_seen
 
 
+HALF = ["jamba", "bloom", "openai-gpt", "mvp", "blenderbot-small", "deepseek_v4", "phimoe", "mixtral", "gpt_oss"]
+
+
+@pytest.mark.parametrize("model_type", HALF)
+def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type, tmp_path, monkeypatch):
+    """An engine allows no gradient, and rounding hides at the end of the model what moves there; fp32 tells after."""
+    model = zoo.build_model(model_type).to(torch.bfloat16)
+    with monkeypatch.context() as engine:
+        engine.setattr("trl_packfix.probe.Probe.gradient", lambda *_: None)
+        packed = packed_model(model, tmp_path)
+        assert packed.prove(model).isolated and not packed.is_unpacked
+    assert bool(packed.repaired) == (model_type not in ("phimoe", "mixtral", "gpt_oss"))
+    again = check_isolation(model.float(), max_length=64)
+    assert again.isolated and again.equal and again.tolerance < 1e-5
+
+
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]
 
 

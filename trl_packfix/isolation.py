@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .forwards import mark_packed_forwards, text_config
 from .probe import CannotRun, Probe, distance
-from .tracing import Evidence, find_leaks
+from .tracing import Evidence, Leak, find_leaks, find_origins
 from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport
 
@@ -96,7 +96,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
 
     gradient = None if probe.has_engine else probe.gradient(documents)
     change = max(gap for gap, _ in seen)
-    if not gradient and max(change, *(gap for gap, _ in unequal)) <= tolerance:
+    if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in unequal)) > tolerance):
         far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
         last = probe.packed(far, large=True)[-1:]
         gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
@@ -105,13 +105,10 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
-    moved = change > tolerance
+    moved = probe.on_any_rank(change > tolerance)
     leaks = find_leaks(probe, leak, tolerance) if moved else []
     if not moved and tolerance > COARSE:
-        # Half precision hides what a neighbour's length does to the end of a deep model, but not where it happens.
-        for _, evidence in seen:
-            if not evidence.same_length and not leaks:
-                leaks, leak = find_leaks(probe, evidence, rounding, positions_only=True), evidence
+        leaks, leak = _origins(probe, seen, rounding)
         moved = bool(leaks)
     report = IsolationReport(
         isolated=not moved and not gradient,
@@ -127,6 +124,21 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     if report.isolated and report.equal:
         return report, None
     return report, leak if not report.isolated else odd
+
+
+def _origins(probe: Probe, seen: list[tuple[float, Evidence]], rounding: float) -> tuple[list[Leak], Evidence]:
+    """Where documents begin to move: half precision hides it at the end of a deep model, but not where it happens."""
+    leaks: list[Leak] = []
+    for gap, evidence in seen:
+        if not probe.on_any_rank(gap):
+            continue
+        if evidence.large:  # all that a long document leaves in a large model would be too much to keep
+            leaks = find_leaks(probe, evidence, rounding, positions_only=True)
+        else:  # with as many tokens all sums are in the same order
+            leaks = find_origins(probe, evidence, rounding / 2 if evidence.same_length else rounding)
+        if probe.on_any_rank(leaks):
+            break
+    return leaks, evidence
 
 
 @contextmanager

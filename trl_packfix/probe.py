@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -101,6 +102,7 @@ class Probe:
         else:
             head = self.inner.get_output_embeddings()
             handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
+        torch.manual_seed(0)  # a router that draws lots draws the same in every run
         try:
             self.model(**batch)
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
@@ -191,6 +193,17 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def on_any_rank(self, condition: Any) -> bool:
+        """Whether it holds here or, where an engine makes ranks wait for each other's forwards, on any of them.
+
+        Kernels that add in another order each time may give ranks other roundings, and then other forwards to run.
+        """
+        if not (self.has_engine and dist.is_initialized()):
+            return bool(condition)
+        found: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(found, bool(condition))
+        return any(found)
 
     def thresholds(self, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
         """Lengths at which the model changes what it does: those below `max_length` and at least `shortest`, the rest.

@@ -114,6 +114,8 @@ class RepairSearch:
 
     def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
         """The smallest module where the two runs part."""
+        if report.leaks:
+            return report.leaks[0].name
         # What only the gradient shows is below the tolerance of the forwards
         tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
         leaks = find_leaks(self.probe, evidence, tolerance)
