@@ -315,6 +315,14 @@ def test_in_bf16_two_ranks_train_the_same_documents(result, engine, folder, one_
     assert 0 < relative_difference(folder, *names, start="one/unpacked_full/start") < 0.2
 
 
+@pytest.mark.parametrize("engine", two_ranks.HALF)
+def test_in_bf16_two_ranks_find_the_same_leak(result, engine):
+    """It is below the rounding of the whole model, and each rank looks for it module by module."""
+    found = result("leaking_bf16")
+    assert found["isolation"][:2] == (True, True)
+    assert [name.removeprefix("FSDP") for name in found["repaired"]] == ["BloomAttention"]
+
+
 @pytest.mark.parametrize("engine, kind", RUN)
 def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     """The probe calls the LM head and fused steps after it do not: ZeRO-3, which prefetches, has to know of both."""

@@ -439,6 +439,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found[name] = partial(alternating, name=f"{engine}/{name}", model=model, engine=engine)
     if engine in HALF:
         found["five_bf16"] = partial(five_steps, name=f"{engine}/five_bf16", engine=engine, bf16=True)
+        leaking = {"model": "leaking", "engine": engine, "bf16": True}
+        found["leaking_bf16"] = partial(alternating, name=f"{engine}/leaking_bf16", **leaking)
     if engine == "ddp":
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["kept"] = partial(kept, engine=engine)
