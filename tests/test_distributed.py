@@ -323,6 +323,14 @@ def test_in_bf16_two_ranks_find_the_same_leak(result, engine):
     assert [name.removeprefix("FSDP") for name in found["repaired"]] == ["BloomAttention"]
 
 
+@pytest.mark.parametrize("engine", two_ranks.HALF)
+def test_ranks_that_round_otherwise_run_the_same_forwards(result, engine):
+    """Under FSDP a forward that another rank does not run waits for it for ever."""
+    first, second = result("rounded")["verdicts"]
+    assert first[1] > 0 == second[1]
+    assert first[0] is second[0] is False and first[2] == second[2] == ["BloomAttention"]
+
+
 @pytest.mark.parametrize("engine, kind", RUN)
 def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     """The probe calls the LM head and fused steps after it do not: ZeRO-3, which prefetches, has to know of both."""

@@ -104,6 +104,14 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monke
     assert (error < 1e-5) == is_seen
 
 
+def test_a_repair_around_the_decoder_is_seen_in_long_packs(tmp_path):
+    """PaliGemma is repaired one document after the other, so that its decoder runs once for each."""
+    model = zoo.build_model("paligemma", kind="image-text")
+    report = packed_model(model, tmp_path).prove(model)
+    assert report.isolated and report.equal
+    assert ("PaliGemmaModel", "one after the other") in {(repair.module, repair.way) for repair in report.repaired}
+
+
 HALF = ["jamba", "bloom", "openai-gpt", "mvp", "blenderbot-small", "deepseek_v4", "phimoe", "mixtral", "gpt_oss"]
 
 
@@ -118,6 +126,16 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
     assert bool(packed.repaired) == (model_type not in ("phimoe", "mixtral", "gpt_oss"))
     again = check_isolation(model.float(), max_length=64)
     assert again.isolated and again.equal and again.tolerance < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "deepseek_v32", "phimoe"])
+def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, tmp_path, monkeypatch):
+    """Sums of experts are fp32, indices count tokens of the pack, and a router of phimoe draws lots."""
+    monkeypatch.setattr("trl_packfix.probe.Probe.gradient", lambda *_: None)
+    packed = packed_model(zoo.build_model(model_type), tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed.prove(packed.model).isolated
+    assert not packed.repaired and not packed.is_unpacked
 
 
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
 import trl_packfix.epochs
+from trl_packfix import check_isolation, isolation
 from trl_packfix.collator import PackedDataCollator
 from trl_packfix.parallelism import synchronisation
 
@@ -361,6 +362,27 @@ def probed(folder: Path, **settings) -> dict:
     return outcome(trainer, changed={name: [rank[name] for rank in ranks] for name in names}, counts=counts)
 
 
+def rounded(folder: Path, engine: str) -> dict:
+    """The verdict of each rank on a model that leaks in bf16, where rank 1 sees nothing move at the model's end."""
+    settings = FIVE_STEPS | {"model": "leaking", "bf16": True, "on_leak": "unpack", "max_steps": 1}
+    trainer = make_trainer(folder, "rounded", engine=engine, **settings)
+    measured = isolation.distance
+    if trainer.args.process_index == 1:
+        isolation.distance = lambda *given: 0.0
+    verdicts = []
+
+    class Judge(TrainerCallback):
+        def on_train_begin(self, *given, **kwargs):
+            with trainer.compute_loss_context_manager():
+                verdicts.append(check_isolation(trainer.model_wrapped, trainer.args.max_length))
+            isolation.distance = measured
+
+    trainer.callback_handler.callbacks.insert(0, Judge())
+    trainer.train()
+    leaks = [leak.module.removeprefix("FSDP") for leak in verdicts[0].leaks]
+    return outcome(trainer, verdicts=gather_object([[verdicts[0].isolated, verdicts[0].max_change, leaks]]))
+
+
 def refused(folder: Path, engine: str) -> dict:
     """What is said to a loss that would depend on how documents are spread over ranks."""
     try:
@@ -440,6 +462,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     if engine in HALF:
         found["five_bf16"] = partial(five_steps, name=f"{engine}/five_bf16", engine=engine, bf16=True)
         leaking = {"model": "leaking", "engine": engine, "bf16": True}
+        found["rounded"] = partial(rounded, engine=engine)
         found["leaking_bf16"] = partial(alternating, name=f"{engine}/leaking_bf16", **leaking)
     if engine == "ddp":
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)

@@ -102,9 +102,11 @@ class Probe:
         else:
             head = self.inner.get_output_embeddings()
             handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
-        torch.manual_seed(0)  # a router that draws lots draws the same in every run
+        self._draw_again()
         try:
             self.model(**batch)
+        except torch.OutOfMemoryError:  # says nothing about documents
+            raise
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
             raise CannotRun(str(error)) from error
         finally:
@@ -112,6 +114,13 @@ class Probe:
                 handle.remove()
         states = caught[-1]  # the outermost ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
+
+    def _draw_again(self) -> None:
+        """Let a router that draws lots draw the same in every run: on the devices that `undisturbed` restores."""
+        torch.default_generator.manual_seed(0)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(0)
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states by the embeddings of the others; None where it cannot be taken."""

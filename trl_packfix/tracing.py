@@ -57,7 +57,7 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_onl
         if not positions_only or next(module.parameters(), None) is None
     }
     recording = partial(_recording, modules, positions_only)
-    lengths = [len(ids) for ids in evidence.documents]
+    lengths = [*map(len, evidence.documents)]
     with recording(sum(lengths)) as first:
         probe.packed(evidence.documents, evidence.large)
     if evidence.variant is None:
@@ -67,11 +67,9 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_onl
             probe.alone(ids, evidence.large)
         pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
     else:
-        others = [len(ids) for ids in evidence.variant]
-        with recording(sum(others)) as second:
+        with recording(sum(map(len, evidence.variant))) as second:
             probe.packed(evidence.variant, evidence.large)
-        same = [i for i, ids in enumerate(evidence.documents) if ids is evidence.variant[i]]
-        pairs = [(_span(lengths, i), _span(others, i)) for i in same]
+        pairs = _shared(evidence.documents, evidence.variant)
     leaks = []
     for name, module in modules.items():
         for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
@@ -92,14 +90,12 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
     """
     assert evidence.variant is not None
     modules = dict(probe.inner.named_modules())
-    lengths, others = [*map(len, evidence.documents)], [*map(len, evidence.variant)]
     runs = []
     for documents in (evidence.documents, evidence.documents, evidence.variant):
         with _recording(modules, False, sum(map(len, documents))) as records:
-            probe.packed(documents, evidence.large)
+            probe.packed(documents)
         runs.append(records)
-    same = [i for i, ids in enumerate(evidence.documents) if ids is evidence.variant[i]]
-    pairs = [(_span(lengths, i), _span(others, i)) for i in same]
+    pairs = _shared(evidence.documents, evidence.variant)
     everything = [(slice(None), slice(None))]
     moved, leaking = [], set()
     for name, module in modules.items():
@@ -222,6 +218,12 @@ def _inside(name: str, parent: str) -> bool:
 
 def _span(lengths: list[int], index: int) -> slice:
     return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+
+
+def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice, slice]]:
+    """Where the documents lie that are the same in both packs."""
+    lengths, others = [*map(len, documents)], [*map(len, variant)]
+    return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
 
 
 def _by_token(leaves: Leaves, num_tokens: int) -> Values:
