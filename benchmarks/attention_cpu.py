@@ -28,8 +28,8 @@ from transformers import AutoTokenizer, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from trl_packfix import boundaries
-from trl_packfix.varlen import varlen_attention
+from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.data import boundaries
 
 # forward: logits and values, 2 products of 2 flops; backward: 5 products
 FLOPS_PER_PAIR = 2 * 2 + 5 * 2

@@ -46,10 +46,10 @@ from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix.costs import LLAMA_7B, cost_model
-from trl_packfix.imbalance import imbalance, imbalance_bound
-from trl_packfix.planning import PackPlan, plan_packs
-from trl_packfix.scheduling import Schedule, schedule_packs
+from trl_packfix.planning.costs import LLAMA_7B, cost_model
+from trl_packfix.planning.imbalance import imbalance, imbalance_bound
+from trl_packfix.planning.packs import PackPlan, plan_packs
+from trl_packfix.planning.schedule import Schedule, schedule_packs
 
 ACCUMULATION = 4
 CAPACITIES = (8192, 32768, 65536)
@@ -170,9 +170,9 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trl_packfix.attention import select_attention
-    from trl_packfix.collator import PackedDataCollator
-    from trl_packfix.forwards import mark_packed_forwards
+    from trl_packfix.attention.choice import select_attention
+    from trl_packfix.attention.forwards import mark_packed_forwards
+    from trl_packfix.data.collator import PackedDataCollator
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)

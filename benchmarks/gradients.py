@@ -46,9 +46,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from trl_packfix.attention import select_attention
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import mark_packed_forwards
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.data.collator import PackedDataCollator
 
 COMPARED = {"packed": "ours", "padding_free": "TRL", "regrouped": "regrouped"}
 LOSS_TARGET, DOCUMENT_TARGET = 1e-6, 1e-10

@@ -26,8 +26,10 @@ from rich.progress import track
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from trl_packfix import SFTConfig, check_isolation, compatibility, zoo
-from trl_packfix.proving import PackedModel
+from trl_packfix import SFTConfig, check_isolation
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import page as compatibility
+from trl_packfix.survey import zoo
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 LEAST = 1e-4  # relative: what the judge of docs/compatibility.md calls different

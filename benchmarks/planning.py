@@ -47,8 +47,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from trl_packfix.decreasing import pour
-from trl_packfix.planning import PackPlan, plan_packs, plan_stream
+from trl_packfix.planning.best_fit import pour
+from trl_packfix.planning.packs import PackPlan, plan_packs, plan_stream
 
 CAPACITIES = (2048, 8192, 32768)
 SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma

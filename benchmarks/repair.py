@@ -28,9 +28,10 @@ from about import describe, write_csv
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix import SFTConfig, check_isolation, zoo
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.proving import PackedModel
+from trl_packfix import SFTConfig, check_isolation
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
 
 PACKS = {
     "mixed": [400, 31, 120, 9, 260, 75, 18, 111],

@@ -48,10 +48,10 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trl_packfix
-from trl_packfix import ahead
-from trl_packfix.epochs import EpochPlanner
-from trl_packfix.prepared import prepared_documents
-from trl_packfix.reader import TokenReader
+from trl_packfix.data import ahead
+from trl_packfix.data.cache import prepared_documents
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.reader import TokenReader
 
 VOCABULARY = 32_000
 MAX_LENGTH = 2048

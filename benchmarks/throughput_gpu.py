@@ -58,11 +58,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
 
 import trl_packfix
-from trl_packfix.attention import select_attention
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import mark_packed_forwards
-from trl_packfix.proving import PackedModel
-from trl_packfix.verdict import IsolationReport
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.report import IsolationReport
 
 WARM_UP, TIMED = 2, 20  # steps, at most
 QWEN = Qwen2Config(

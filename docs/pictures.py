@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
-from trl_packfix.costs import LLAMA_7B
-from trl_packfix.forecast import planner_for
-from trl_packfix.showing import pack_text, shown_packs
-from trl_packfix.sources import Tokenisation, load_rows, open_tables
+from trl_packfix.cli.forecast import planner_for
+from trl_packfix.cli.sources import Tokenisation, load_rows, open_tables
+from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.reporting.text import pack_text, shown_packs
 
 IMAGES = Path(__file__).parent / "images"
 FONT, POINTS, LINE, DPI = "DejaVu Sans Mono", 9, 1.45, 110

@@ -30,14 +30,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from huggingface_hub import constants
 from offline import multiplies_bf16, smollm2, word_problems
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.checkpoints import newest_whole
-from trl_packfix.sources import load_rows
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -76,8 +74,11 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict:
     name = script_args.dataset_name
     if name is None:
         return word_problems(1000).train_test_split(test_size=50, seed=0)
-    if Path(name).is_file() or (Path(name) / "prepared.json").is_file():  # of `trl-packfix prepare`
-        return DatasetDict({script_args.dataset_train_split: load_rows(name)})
+    if (Path(name) / "prepared.json").is_file():  # of `trl-packfix prepare`
+        return DatasetDict({script_args.dataset_train_split: load_from_disk(name)})
+    if Path(name).is_file():
+        rows = load_dataset(str(Path(name).parent), data_files=Path(name).name, split="train")
+        return DatasetDict({script_args.dataset_train_split: rows})
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
@@ -115,10 +116,7 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    resume = training_args.resume_from_checkpoint
-    if resume == "newest":  # so that a job script may always say so: without a whole checkpoint the run begins
-        resume = newest_whole(Path(training_args.output_dir))[0] is not None
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Saved in {training_args.output_dir}")
     if training_args.push_to_hub:

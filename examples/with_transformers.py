@@ -2,17 +2,14 @@
 
     python examples/with_transformers.py
 
-Three things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch,
-attention that reads them, which `select_attention` sets on the model, and no mask beside them, which
-`mark_packed_forwards` sees to. `check_isolation` proves it.
+Two things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch, and
+attention that reads them without a mask, which `prepare_for_packing` sets on the model. `check_isolation` proves it.
 """
 
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from trl_packfix import check_isolation, packed_dataloader
-from trl_packfix.attention import select_attention
-from trl_packfix.forwards import mark_packed_forwards
+from trl_packfix import check_isolation, packed_dataloader, prepare_for_packing
 
 
 class PackedTrainer(Trainer):
@@ -38,8 +35,7 @@ dataset = load_dataset("trl-lib/Capybara", split="train")
 dataset = dataset.map(tokenise, remove_columns=dataset.column_names)
 args = TrainingArguments(output_dir="output", bf16=True, learning_rate=2e-5, num_train_epochs=1)
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="bfloat16").to(args.device)
-select_attention(model)
-mark_packed_forwards(model)
+prepare_for_packing(model)
 check_isolation(model).raise_if_leaking()
 trainer = PackedTrainer(model=model, args=args, train_dataset=dataset)
 trainer.train()

@@ -27,7 +27,7 @@ import torch
 from conftest import build_tiny_model
 from two_ranks import LAUNCHES, Packed, deepspeed_config, document_ids, make_trainer
 
-from trl_packfix.checkpoints import newest_whole
+from trl_packfix.training.checkpoints import newest_whole
 
 TESTS = Path(__file__).parent
 SETTINGS = {

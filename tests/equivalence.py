@@ -17,7 +17,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback
 
 import trl_packfix
-from trl_packfix import zoo
+from trl_packfix.survey import zoo
 
 try:
     from conftest import build_tiny_model, build_tokenizer

@@ -8,11 +8,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from trl_packfix import attention, varlen
-from trl_packfix.attention import AttentionChoice, select_attention, set_attention
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import mark_packed_forwards, packed_forwards
-from trl_packfix.varlen import ATTENTION_NAME
+from trl_packfix.attention import choice as attention
+from trl_packfix.attention import varlen
+from trl_packfix.attention.choice import AttentionChoice, select_attention, set_attention
+from trl_packfix.attention.forwards import mark_packed_forwards, packed_forwards
+from trl_packfix.attention.varlen import ATTENTION_NAME
+from trl_packfix.data.collator import PackedDataCollator
 
 LENGTHS = [1, 40, 7, 100]  # across the window and chunk of 16 tokens
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

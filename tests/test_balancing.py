@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.costs import LLAMA_7B, CostModel
-from trl_packfix.exchanging import Slots
-from trl_packfix.imbalance import imbalance, imbalance_bound, rank_costs
-from trl_packfix.planning import plan_packs
-from trl_packfix.scheduling import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.costs import LLAMA_7B, CostModel
+from trl_packfix.planning.exchanges import Slots
+from trl_packfix.planning.imbalance import imbalance, imbalance_bound, rank_costs
+from trl_packfix.planning.packs import plan_packs
+from trl_packfix.planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 
 ACCUMULATION = 4
 

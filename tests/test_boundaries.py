@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_packfix import PackedDataCollator, boundaries
+from trl_packfix import PackedDataCollator
+from trl_packfix.data import boundaries
 
 lengths_of_documents = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 

@@ -10,10 +10,11 @@ import torch
 from conftest import build_tiny_model
 from torch import nn
 
-from trl_packfix import compatibility, zoo
 from trl_packfix.cli import main
-from trl_packfix.judging import Judge, packed_by_trl
-from trl_packfix.sweeping import VERDICTS, Row, all_types, sweep, sweep_type
+from trl_packfix.survey import page as compatibility
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge, packed_by_trl
+from trl_packfix.survey.sweep import VERDICTS, Row, all_types, sweep, sweep_type
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS = compatibility.read(DOCS)

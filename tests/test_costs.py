@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_packfix.costs import LLAMA_7B, CostModel, cost_model
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, cost_model
 
 SIZE = {
     "vocab_size": 99,
@@ -98,5 +98,6 @@ def test_without_a_config_it_is_a_llama_of_7b():
 
 
 def test_planning_costs_and_balance_need_no_torch():
-    code = "import sys, trl_packfix.imbalance; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    heavy = {"torch", "transformers", "datasets"}
+    code = f"import sys, trl_packfix.planning.imbalance; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

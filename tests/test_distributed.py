@@ -22,8 +22,8 @@ from conftest import build_tiny_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from trl_packfix import zoo
-from trl_packfix.checkpoints import FILE, damage
+from trl_packfix.survey import zoo
+from trl_packfix.training.checkpoints import FILE, damage
 
 ROOT = Path(__file__).parent.parent
 LAUNCH_SECONDS = 600  # a pair takes 40 to 130 alone on 2 cores; a hang inside one is an error after `ddp_timeout`

@@ -33,7 +33,7 @@ def template(argument: ast.expr) -> str:
 def messages() -> list[tuple[str, str]]:
     """(file, template) of each message that a user can see."""
     found = []
-    for file in sorted((ROOT / "trl_packfix").glob("*.py")):
+    for file in sorted((ROOT / "trl_packfix").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 if isinstance(node.exc.func, ast.Name) and node.exc.func.id in RAISED:
@@ -107,13 +107,30 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
 
 
-def test_the_reading_order_names_every_module():
-    text = (ROOT / "README.md").read_text()
-    order = text[text.index("## Dive into the code") : text.index("## Documentation")]
-    modules = {
-        file.name for file in (ROOT / "trl_packfix").glob("*.py") if not file.name.startswith(("__", "command_"))
-    }
-    assert len(modules) > 40 and modules == set(re.findall(r"`(\w+\.py)`", order))
+def test_the_reading_order_names_modules_of_every_wing():
+    text = (ROOT / "docs" / "design.md").read_text()
+    order = text[text.index("## Reading order") : text.index("## Where is a setting refused?")]
+    package, wing, wings = ROOT / "trl_packfix", "", set()
+    for folder, name in re.findall(r"`(?:(\w+)/)?(\w+\.py)`", order):
+        wing = folder or wing
+        assert (package / wing / name).is_file(), f"{wing}/{name}"
+        wings.add(wing)
+    assert wings >= {"planning", "attention", "data", "isolation", "training"}
+
+
+PUBLIC_ONLY = [page for page in PAGES if page.name not in ("rules.md", "api.md", "design.md", "compatibility.md")]
+IMPORT = re.compile(r"(?:from|import) trl_packfix\.\w+|trl_packfix\.(?!test\b)\w+\.\w+")
+
+
+@pytest.mark.parametrize("page", PUBLIC_ONLY, ids=lambda page: page.name)
+def test_docs_name_public_names_only(page):
+    assert not IMPORT.findall(page.read_text())
+
+
+def test_examples_and_messages_name_public_names_only():
+    for file in sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.ipynb")):
+        assert not IMPORT.findall(file.read_text()), file.name
+    assert not [text for _, text in MESSAGES if IMPORT.search(text)]
 
 
 # The API reference
@@ -137,11 +154,12 @@ def test_help_shows_every_public_name(name):
     assert PUBLIC[name].__doc__.strip().splitlines()[0].strip()[:60] in text
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "trl_packfix").glob("*.py")), ids=lambda file: file.stem)
+EXAMPLES = [file for file in sorted((ROOT / "trl_packfix").rglob("*.py")) if ">>> " in file.read_text()]
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: f"{file.parent.name}.{file.stem}")
 def test_docstring_examples(file, workplace, monkeypatch):
-    if ">>> " not in file.read_text():
-        return
-    module = importlib.import_module(f"trl_packfix.{file.stem}")
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     monkeypatch.chdir(workplace)
     examples = [test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples]
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -17,12 +17,14 @@ from test_trainer import trainer, weights
 from transformers import TrainerCallback
 
 import trl_packfix
-from trl_packfix import ahead, epochs, keeping
-from trl_packfix.costs import CostModel
-from trl_packfix.epochs import EpochPlanner
-from trl_packfix.ledger import Count, Documents, Ledger
-from trl_packfix.prepared import prepared_documents
-from trl_packfix.reader import TokenReader
+from trl_packfix.data import ahead, epochs
+from trl_packfix.data import cache_files as keeping
+from trl_packfix.data.cache import prepared_documents
+from trl_packfix.data.documents import Count, Documents, Ledger
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.planning.costs import CostModel
+from trl_packfix.training.callbacks import PlanAhead
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*.npy"
@@ -121,7 +123,7 @@ def test_every_setting_has_its_own_file(tmp_path):
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", "from trl_packfix.epochs import CODE; print(CODE)"]
+    command = [sys.executable, "-P", "-c", "from trl_packfix.data.epochs import CODE; print(CODE)"]
 
     def code():
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)
@@ -138,7 +140,8 @@ CHANGED = """
 import sys
 from pathlib import Path
 from test_epochs import made, planner
-from trl_packfix import ahead, planning
+from trl_packfix.data import ahead
+from trl_packfix.planning import packs as planning
 run = planner(made(Path(sys.argv[1])))
 with open(planning.__file__, "a") as file:
     file.write("# another way\\n")
@@ -270,7 +273,7 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
 
 WRITES = """
 import sys, time, pickle, os
-from trl_packfix import keeping
+from trl_packfix.data import cache_files as keeping
 target = pickle.load(sys.stdin.buffer)[3]
 keeping.unfinished(target, os.getpid()).touch()
 print("begun", file=sys.stderr, flush=True)
@@ -295,7 +298,9 @@ def test_another_process_makes_the_schedule_without_torch(tmp_path):
     got = run.schedule(1)
     assert is_mapped(got.order)
     assert same(got, planner(replace(documents, file=None), world_size=4).schedule(1))
-    loaded = "import sys, trl_packfix.epochs; print({'torch', 'datasets', 'trl', 'transformers'} & set(sys.modules))"
+    loaded = (
+        "import sys, trl_packfix.data.epochs; print({'torch', 'datasets', 'trl', 'transformers'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout.strip() == "set()"
 
 
@@ -303,7 +308,7 @@ PARENT = """
 import sys, time
 from test_epochs import made, planner
 from pathlib import Path
-from trl_packfix import ahead
+from trl_packfix.data import ahead
 run = planner(made(Path(sys.argv[1]), num=500_000), world_size=64)
 print(ahead.start(run, 1).process.pid, flush=True)
 time.sleep(60)
@@ -346,7 +351,7 @@ def saved(folder):
     return load_from_disk(folder)
 
 
-class Waiting(ahead.PlanAhead):
+class Waiting(PlanAhead):
     """Waits for the other process, so that the test knows who made the schedule."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -357,7 +362,7 @@ class Waiting(ahead.PlanAhead):
 
 def run_of(folder, data, callback, **settings):
     run = trainer(folder, data, save_steps=4, **TRAINING, **settings)
-    run.remove_callback(ahead.PlanAhead)
+    run.remove_callback(PlanAhead)
     if callback is not None:
         run.add_callback(callback(run))
     return run
@@ -412,9 +417,9 @@ def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
     found: list[subprocess.Popen] = []
     monkeypatch.setattr(epochs, "MANY", 10)
     monkeypatch.setattr(ahead, "COMMAND", "import time; time.sleep(60)")
-    run = run_of(tmp_path / "run", saved(tmp_path / "data"), ahead.PlanAhead)
+    run = run_of(tmp_path / "run", saved(tmp_path / "data"), PlanAhead)
     run.add_callback(Fails)
-    run_ahead = next(each for each in run.callback_handler.callbacks if isinstance(each, ahead.PlanAhead))
+    run_ahead = next(each for each in run.callback_handler.callbacks if isinstance(each, PlanAhead))
     with pytest.raises(MemoryError):
         run.train()
     assert found[0].returncode == -signal.SIGKILL
@@ -422,5 +427,5 @@ def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
 
 def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
     run = trainer(tmp_path, saved(tmp_path / "data"))
-    assert [type(each) for each in run.callback_handler.callbacks].count(ahead.PlanAhead) == 1
+    assert [type(each) for each in run.callback_handler.callbacks].count(PlanAhead) == 1
     assert run._planner(run._documents, "stream").keeps  # a single process is local rank 0

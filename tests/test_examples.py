@@ -19,7 +19,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
-from trl_packfix.loading import DocumentDataset
+from trl_packfix.data.loading import DocumentDataset
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -11,8 +11,8 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from test_trainer import texts, trainer
 
 from trl_packfix import PackingLeakError, check_isolation
-from trl_packfix.attention import select_attention
-from trl_packfix.probe import Probe
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.isolation.probe import Probe
 
 
 def judged(model, **kwargs):

@@ -17,7 +17,7 @@ from conftest import build_tiny_model, build_tokenizer
 from test_distributed import TORCHRUN, environment, free_port
 from test_examples import small
 
-from trl_packfix.checkpoints import newest_whole
+from trl_packfix.training.checkpoints import newest_whole
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples" / "launch"

@@ -12,8 +12,8 @@ from conftest import build_tiny_model
 from datasets import Dataset
 
 from trl_packfix import packed_dataloader, plan_packs
-from trl_packfix.attention import select_attention
-from trl_packfix.forwards import mark_packed_forwards
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 
@@ -119,7 +119,9 @@ def test_a_model_that_is_not_marked_is_told_to_be(is_training):
     model = build_tiny_model().train(is_training)
     select_attention(model)
     batch = next(iter(packed_dataloader(dataset(), 32, 4)))
-    with pytest.raises(ValueError, match=r"transformers built it: call trl_packfix.forwards.mark_packed_forwards"):
+    with pytest.raises(
+        ValueError, match=r"transformers built it: call trl_packfix.attention.forwards.mark_packed_forwards"
+    ):
         model(**batch)
     mark_packed_forwards(model)
     model(**batch)
@@ -127,7 +129,7 @@ def test_a_model_that_is_not_marked_is_told_to_be(is_training):
 
 FORKS = """
 import ctypes, os, signal, sys, time
-from trl_packfix import threads
+from trl_packfix.data import threads
 threads.wait_for_threads_before_forks()
 libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
 enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda argument: None)
@@ -159,7 +161,7 @@ def test_a_fork_among_threads_that_enter_python_does_not_hang(tmp_path):
 
 LATE = """
 import sys, threading, time
-from trl_packfix import threads
+from trl_packfix.data import threads
 
 def late():
     time.sleep(0.03)

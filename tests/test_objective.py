@@ -19,7 +19,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trl_packfix import SFTConfig
-from trl_packfix.objective import PackedObjective
+from trl_packfix.training.objective import PackedObjective
 
 
 def halves(num=24, seed=0):

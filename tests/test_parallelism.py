@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.parallelism import check_one_device, check_parallelism, synchronisation
+from trl_packfix.training.checks import check_one_device, check_parallelism, synchronisation
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 

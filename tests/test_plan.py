@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.forecast import candidate_lengths
-from trl_packfix.sources import read_lengths
+from trl_packfix.cli.forecast import candidate_lengths
+from trl_packfix.cli.sources import read_lengths
 
 NOT_PLANNED = ("attention", "isolation")  # what only a model can say
 

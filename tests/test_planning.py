@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.planning import LOOK_AHEAD, PackPlan, plan_bfd, plan_packs, plan_stream
+from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_packs, plan_stream
 
 
 def packs_of(plan: PackPlan) -> list[list[int]]:
@@ -406,7 +406,7 @@ def test_lower_functions_refuse_the_same():
 def test_planning_needs_numpy_only():
     """In a fresh interpreter: this one has torch already."""
     code = (
-        "import sys; from trl_packfix.planning import plan_packs; plan_packs([3, 4, 5], 8); plan_packs([3], 8, 'bfd');"
+        "import sys; from trl_packfix import plan_packs; plan_packs([3, 4, 5], 8); plan_packs([3], 8, 'bfd');"
         "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

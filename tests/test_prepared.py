@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset, load_from_disk
 from test_trainer import documents_of, texts, trainer
 
-from trl_packfix.documents import make_documents
-from trl_packfix.prepared import prepared_documents, prepared_token_range
-from trl_packfix.reader import TokenReader
+from trl_packfix.data.cache import prepared_documents, prepared_token_range
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
 
 
 def saved(folder, num=40):

@@ -12,8 +12,8 @@ from datasets import Dataset
 from rich.console import Console
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.publishing import metrics
-from trl_packfix.samples import length_histogram
+from trl_packfix.reporting.report import metrics
+from trl_packfix.reporting.sample import length_histogram
 
 
 @pytest.fixture(scope="module")

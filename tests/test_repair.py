@@ -11,13 +11,14 @@ from equivalence import Case, errors, train
 from peft import LoraConfig, get_peft_model
 from test_trainer import texts, trainer
 
-from trl_packfix import SFTConfig, check_isolation, zoo
-from trl_packfix.axes import ModuleAxes
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import PackedForward, carry_boundaries, packed_forwards
-from trl_packfix.judging import Judge
-from trl_packfix.proving import PackedModel
-from trl_packfix.repair import WAYS, RepairedModule
+from trl_packfix import SFTConfig, check_isolation
+from trl_packfix.attention.forwards import PackedForward, carry_boundaries, packed_forwards
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.axes import ModuleAxes
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.repair import WAYS, RepairedModule
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge
 
 ROWS = "as rows of a padded batch"
 REPAIRS = {
@@ -91,7 +92,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dt
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
     if not is_seen:
-        monkeypatch.setattr("trl_packfix.isolation.FAR", ())
+        monkeypatch.setattr("trl_packfix.isolation.check.FAR", ())
     torch.manual_seed(0)
     model, batch = build_tiny_model("falcon", alibi=True), pack([3000, 40])
     with torch.no_grad():
@@ -120,7 +121,7 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
     """An engine allows no gradient, and rounding hides at the end of the model what moves there; fp32 tells after."""
     model = zoo.build_model(model_type).to(torch.bfloat16)
     with monkeypatch.context() as engine:
-        engine.setattr("trl_packfix.probe.Probe.gradient", lambda *_: None)
+        engine.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)
         packed = packed_model(model, tmp_path)
         assert packed.prove(model).isolated and not packed.is_unpacked
     assert bool(packed.repaired) == (model_type not in ("phimoe", "mixtral", "gpt_oss"))
@@ -131,7 +132,7 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
 @pytest.mark.parametrize("model_type", ["afmoe", "deepseek_v32", "phimoe"])
 def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, tmp_path, monkeypatch):
     """Sums of experts are fp32, indices count tokens of the pack, and a router of phimoe draws lots."""
-    monkeypatch.setattr("trl_packfix.probe.Probe.gradient", lambda *_: None)
+    monkeypatch.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)
     packed = packed_model(zoo.build_model(model_type), tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         assert packed.prove(packed.model).isolated

@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from test_trainer import texts, trainer, weights
 
-from trl_packfix.checkpoints import FILE, begin, choose_checkpoint, damage
-from trl_packfix.restart import check_same_batches
+from trl_packfix.training.checkpoints import FILE, begin, choose_checkpoint, damage
+from trl_packfix.training.restart import check_same_batches
 
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 
@@ -72,6 +72,22 @@ def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
     assert again._resumed[0] == str(folder / "checkpoint-10")
     assert torch.equal(weights(again), weights(run))
     assert "checkpoint-15 is passed over, because its file `model.safetensors` has 4 bytes of" in caplog.text
+
+
+def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
+    """For job scripts: the same command starts a run and continues it."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    first = trainer(tmp_path, texts(40), **settings)
+    first.train(resume_from_checkpoint="newest")
+    assert first._resumed is None and first.state.global_step == 4
+    again = trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
+    again.train(resume_from_checkpoint="newest")
+    assert again._resumed[0].endswith("checkpoint-4") and again.state.global_step == 6
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
+        (tmp_path / name / "trainer_state.json").unlink()
+    anew = trainer(tmp_path, texts(40), **settings)
+    anew.train(resume_from_checkpoint="newest")
+    assert anew._resumed is None and "Starting anew: checkpoint-6 is passed over" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.rows import Axes, DocumentRows, group_by_length
+from trl_packfix.attention.rows import Axes, DocumentRows, group_by_length
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)

@@ -28,9 +28,3 @@ def test_planning_needs_numpy_only():
     code = f"import sys; from trl_packfix import plan_packs; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout.strip() == "[]"
-
-
-def test_modules_stay_small():
-    """One room, one thing: a module that outgrows 330 lines owns two."""
-    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "trl_packfix").glob("*.py")}
-    assert len(lines) > 10 and not {name: n for name, n in lines.items() if n > 330}

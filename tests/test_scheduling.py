@@ -6,12 +6,12 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.costs import LLAMA_7B, CostModel
-from trl_packfix.documents import make_documents
-from trl_packfix.epochs import EpochPlanner, unpacked_order
-from trl_packfix.loading import PackedBatchSampler
-from trl_packfix.reader import TokenReader
-from trl_packfix.scheduling import EMPTY, schedule_minibatches
+from trl_packfix.data.epochs import EpochPlanner, unpacked_order
+from trl_packfix.data.loading import PackedBatchSampler
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.planning.costs import LLAMA_7B, CostModel
+from trl_packfix.planning.schedule import EMPTY, schedule_minibatches
 
 STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
 ATTENTION_DOMINATES = CostModel(per_token=1, per_pair=1 / 6)

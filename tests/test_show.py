@@ -10,9 +10,9 @@ from datasets import Dataset
 from matplotlib.image import imread
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.accounting import make_stream_report
 from trl_packfix.cli import main
-from trl_packfix.showing import pack_text, shown_packs
+from trl_packfix.reporting.build import make_stream_report
+from trl_packfix.reporting.text import pack_text, shown_packs
 
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
@@ -146,7 +146,7 @@ def test_every_trained_token_is_drawn(run):
 
 
 def test_a_stream_has_no_picture(run):
-    from trl_packfix.streaming import PackedStream
+    from trl_packfix.data.stream import PackedStream
 
     stream = PackedStream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
     with pytest.raises(ValueError, match="A stream has none"):

@@ -25,13 +25,12 @@ from test_trainer import ANSWER, PROMPT, documents_of, texts, trainer, weights
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError
-from trl_packfix.documents import make_documents
-from trl_packfix.exact_fill import pack_arrivals
-from trl_packfix.planning import plan_stream
-from trl_packfix.reader import TokenReader
-from trl_packfix.stream_checkpoint import resume
-from trl_packfix.stream_reader import CHUNK
-from trl_packfix.streaming import PackedStream, stream_file
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.data.stream import PackedStream, resume, stream_file
+from trl_packfix.data.stream_reader import CHUNK
+from trl_packfix.planning.exact_fill import pack_arrivals
+from trl_packfix.planning.packs import plan_stream
 
 ROOT = Path(__file__).parent.parent
 FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
@@ -161,7 +160,7 @@ def test_documents_stay_near_their_place_and_come_in_no_order_of_length():
 
 def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     remembered, num, buffer_size = 4096, 20 * 4096, 50
-    monkeypatch.setattr("trl_packfix.exact_fill.MAX_REMEMBERED", remembered)
+    monkeypatch.setattr("trl_packfix.planning.exact_fill.MAX_REMEMBERED", remembered)
     waiting, most = 0, 0
 
     def arriving():

@@ -7,8 +7,8 @@ from equivalence import Case, errors, train
 from test_trainer import texts, trainer
 
 from trl_packfix import check_isolation
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.unpacking import UnpackedForward
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.unpacking import UnpackedForward
 
 LEAKING = ["falcon", "bloom", "mpt", "mamba", "jamba", "bart", "qwen3_next"]
 

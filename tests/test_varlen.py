@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from trl_packfix import kernels
-from trl_packfix.forwards import PackedForward, packed_forwards
-from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
-from trl_packfix.varlen import OwnMaskError, varlen_attention, varlen_mask
+from trl_packfix.attention import kernels
+from trl_packfix.attention.forwards import PackedForward, packed_forwards
+from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
 T = sum(LENGTHS)
@@ -406,7 +406,7 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
 
 
 def test_cuda_lacks_softcap_and_dropout():
-    from trl_packfix.varlen import _check_cuda_features, _device_boundaries
+    from trl_packfix.attention.varlen import _check_cuda_features, _device_boundaries
 
     with pytest.raises(ValueError, match=r"softcap=50.0 on CUDA.*have none.*Install flash-attn"):
         _check_cuda_features(50.0, 0.0)

@@ -40,10 +40,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
-import trl_packfix.epochs
-from trl_packfix import check_isolation, isolation
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.parallelism import synchronisation
+import trl_packfix.data.epochs
+from trl_packfix import check_isolation
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation import check as isolation
+from trl_packfix.training.checks import synchronisation
 
 ROOT = Path(__file__).parent.parent
 
@@ -258,9 +259,9 @@ def epochs(folder: Path, cls: type = Packed, **settings) -> dict:
 
 def kept(folder: Path, **settings) -> dict:
     """The same of documents on a disk, beside which their plans are kept; the second epoch is planned ahead."""
-    many, trl_packfix.epochs.MANY = trl_packfix.epochs.MANY, 10
+    many, trl_packfix.data.epochs.MANY = trl_packfix.data.epochs.MANY, 10
     found = epochs(folder, dataset=load_from_disk(folder / "documents"), **settings)
-    trl_packfix.epochs.MANY = many
+    trl_packfix.data.epochs.MANY = many
     return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*.npy")))}
 
 

@@ -8,19 +8,20 @@ Names are imported when they are first used: `plan_packs` needs numpy and nothin
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 _ROOM = {
-    "SFTConfig": "config",
-    "SFTTrainer": "trainer",
-    "PackPlan": "planning",
-    "plan_packs": "planning",
-    "PackedDataCollator": "collator",
-    "IsolationReport": "verdict",
-    "PackingLeakError": "verdict",
-    "check_isolation": "isolation",
-    "PackingReport": "report",
-    "packed_dataloader": "loading",
+    "SFTConfig": "training.config",
+    "SFTTrainer": "training.trainer",
+    "PackPlan": "planning.packs",
+    "plan_packs": "planning.packs",
+    "PackedDataCollator": "data.collator",
+    "prepare_for_packing": "attention.choice",
+    "IsolationReport": "isolation.report",
+    "PackingLeakError": "isolation.report",
+    "check_isolation": "isolation.check",
+    "PackingReport": "reporting.report",
+    "packed_dataloader": "data.loading",
 }
 
 __all__ = [
@@ -34,17 +35,19 @@ __all__ = [
     "check_isolation",
     "packed_dataloader",
     "plan_packs",
+    "prepare_for_packing",
 ]
 
 if TYPE_CHECKING:
-    from .collator import PackedDataCollator
-    from .config import SFTConfig
-    from .isolation import check_isolation
-    from .loading import packed_dataloader
-    from .planning import PackPlan, plan_packs
-    from .report import PackingReport
-    from .trainer import SFTTrainer
-    from .verdict import IsolationReport, PackingLeakError
+    from .attention.choice import prepare_for_packing
+    from .data.collator import PackedDataCollator
+    from .data.loading import packed_dataloader
+    from .isolation.check import check_isolation
+    from .isolation.report import IsolationReport, PackingLeakError
+    from .planning.packs import PackPlan, plan_packs
+    from .reporting.report import PackingReport
+    from .training.config import SFTConfig
+    from .training.trainer import SFTTrainer
 
 
 def __getattr__(name: str) -> Any:

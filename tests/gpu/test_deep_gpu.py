@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix import SFTConfig, check_isolation
-from trl_packfix.proving import PackedModel
+from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from trl_packfix import SFTConfig, zoo
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.proving import PackedModel
+from trl_packfix import SFTConfig
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from trl_packfix.attention import cuda_varlen_problem, select_attention
-from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import mark_packed_forwards
-from trl_packfix.kernels import attend_on_cpu, attend_on_cuda
-from trl_packfix.varlen import ATTENTION_NAME, varlen_attention
+from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
+from trl_packfix.data.collator import PackedDataCollator
 
 pytestmark = pytest.mark.gpu
 

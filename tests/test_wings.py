@@ -1,0 +1,153 @@
+"""The package is eight wings, and arrows between them point only downwards; the built wheel has all of them."""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import trl_packfix
+
+PACKAGE = Path(trl_packfix.__file__).parent
+ROOT = PACKAGE.parent
+
+# docs/design.md, "The house": a module may import from its own wing and from these, and `compat` and `version` always.
+BELOW = {
+    "planning": set(),
+    "attention": set(),
+    "data": {"planning"},
+    "isolation": {"attention", "data"},
+    "reporting": {"planning", "data", "isolation"},
+    "training": {"planning", "attention", "data", "isolation", "reporting"},
+    "survey": {"planning", "attention", "data", "isolation"},
+    "cli": {"planning", "attention", "data", "isolation", "reporting", "training", "survey"},
+}
+# What of a wing may be imported, where not all of it may
+ONLY = {("isolation", "data"): {"data.collator"}}
+ANYONE = {"compat", "version"}
+# (module, module) -> why the arrow may run the other way
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports(module: str) -> set[str]:
+    """The modules of this package that a module imports anywhere: at the top, in functions, under TYPE_CHECKING."""
+    path, found = MODULES[module], set()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = [] if module == "__init__" else package
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            elif (node.module or "").split(".")[0] == "trl_packfix":
+                base = node.module.split(".")[1:]
+            else:
+                continue
+            base = [part for part in base if part]
+            for alias in node.names:
+                target = ".".join([*base, alias.name])
+                found.add(target if target in MODULES else ".".join(base))
+        elif isinstance(node, ast.Import):
+            names = (alias.name.removeprefix("trl_packfix.") for alias in node.names)
+            found |= {name for name in names if name in MODULES}
+    return found - {module}
+
+
+ARROWS = [(module, target) for module in MODULES for target in sorted(imports(module)) if "." in module]
+
+
+def is_allowed(module: str, target: str) -> bool:
+    wing, other = module.split(".")[0], target.split(".")[0]
+    if wing == other or target in ANYONE:
+        return True
+    return other in BELOW[wing] and target in ONLY.get((wing, other), {target})
+
+
+def test_there_are_eight_wings_and_each_says_what_it_owns():
+    wings = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert wings == set(BELOW)
+    for wing in wings:
+        text = (PACKAGE / wing / "__init__.py").read_text()
+        assert ast.get_docstring(ast.parse(text)), f"{wing}/__init__.py says nothing"
+        assert wing == "cli" or len(text.splitlines()) == 1, f"{wing}/__init__.py is more than a line"
+
+
+def test_arrows_are_found():
+    assert len(ARROWS) > 150
+    assert ("data.epochs", "planning.costs") in ARROWS
+    assert ("training.evaluation", "data.collator") in ARROWS
+
+
+@pytest.mark.parametrize("module, target", [("planning.packs", "data.reader"), ("isolation.check", "data.loading")])
+def test_an_arrow_upwards_is_seen(module, target):
+    assert not is_allowed(module, target)
+
+
+def test_arrows_point_downwards():
+    wrong = [arrow for arrow in ARROWS if not is_allowed(*arrow) and arrow not in EXCEPTIONS]
+    assert not wrong
+    assert not [arrow for arrow in EXCEPTIONS if arrow not in ARROWS], "an exception that is no longer needed"
+
+
+def test_the_table_is_free_of_circles_and_in_the_documentation():
+    order = list(BELOW)
+    assert all(order.index(other) < order.index(wing) for wing, others in BELOW.items() for other in others)
+    page = (ROOT / "docs" / "design.md").read_text()
+    places = [page.index(f"| `{wing}/` |") for wing in order]
+    assert all(first < second for first, second in pairwise(places))
+
+
+def test_only_the_top_may_import_modules_at_the_top():
+    top = [module for module in MODULES if "." not in module and module not in BELOW]
+    assert set(top) == {"__init__", "__main__", "compat", "version"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    # built outside of the checkout: `build/` there may hold modules of another day
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for path in PACKAGE.rglob("*"):
+        if path.suffix == ".py" or path.name == "py.typed":
+            target = source / "trl_packfix" / path.relative_to(PACKAGE)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    subprocess.run([*command, str(folder), str(source)], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_has_every_module(wheel):
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("trl_packfix/")}
+    assert shipped == {path.relative_to(ROOT).as_posix() for path in MODULES.values()} | {"trl_packfix/py.typed"}
+
+
+def test_every_module_of_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
+    """Empty of this package: the libraries come from this environment, through a path in which no `.pth` counts."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True)
+    libraries = Path(pytest.__file__).parents[1]
+    names = [f"trl_packfix.{name}".removesuffix(".__init__") for name in MODULES if name != "__main__"]
+    code = f"import importlib, trl_packfix as p\nfor name in {names}: importlib.import_module(name)\nprint(p.__file__)"
+    run = subprocess.run(
+        [str(python), "-c", code],
+        env=os.environ | {"PYTHONPATH": str(libraries)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert str(tmp_path / "venv") in run.stdout.splitlines()[-1]

@@ -1,0 +1,1 @@
+"""Attention that reads document boundaries, and the forward that carries them."""

@@ -1,0 +1,303 @@
+"""The attention implementation `packfix_varlen`: each document of a packed row attends causally to itself only.
+
+Registered with transformers' attention and mask interfaces; `attention.py` decides when a model uses it, `kernels.py`
+computes. No (T, T) mask is ever built.
+
+A call is *packed* if its module is training, if `cu_seq_lens_q` reached it, or inside a forward that
+`forwards.mark_packed_forwards` watches. A packed call without boundaries, with a mask, a cache or several rows is an
+error, never a guess. Every other call (`generate` with its cache, a padded evaluation batch) is answered as
+transformers' `sdpa` answers it; sinks and softcap, which `sdpa` lacks, are then computed in plain torch.
+
+T tokens, H query heads, G key/value heads, D head dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, in_backward, packed_forwards
+from .kernels import attend_on_cpu, attend_on_cuda, math_attention, visible_keys
+
+# Not "flash", "sdpa" or "flex_attention": transformers takes other paths for names that contain these.
+ATTENTION_NAME = "packfix_varlen"
+
+
+class OwnMaskError(ValueError):
+    """A packed forward met a mask of the model's own, which no kernel takes.
+
+    `is_boundary`: it only says who sees whom, so boundaries may stand for it; a bias or a learned mask says more.
+    """
+
+    def __init__(self, message: str, mask: Tensor | None):
+        super().__init__(message)
+        self.is_boundary = mask is None or (not mask.requires_grad and len(mask.unique()) <= 2)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
+
+    Boundaries come from `cu_seq_lens_q`, else from the running packed forward, else from `position_ids` that restart at
+    0 with each document. A `sliding_window` counts the query itself; `s_aux` (H,) are gpt_oss' attention sinks.
+
+    Raises ValueError if a packed call comes with an attention mask, a cache, several rows or no boundaries, from
+    attention that is not causal, or with a feature that its device lacks.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> together, _ = varlen_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 3, 5]))
+    >>> second, _ = varlen_attention(nn.Module().eval(), q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], None)
+    >>> torch.allclose(together[:, 3:], second, atol=1e-6)
+    True
+    """
+    running = packed_forwards[-1] if packed_forwards else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    repaired = running if running is not None and running.rows is not None else None
+    if repaired is not None:
+        # Each row is one document: with a mask of its own this is an unpacked call like any other.
+        is_packed = attention_mask is None and _is_causal(module, kwargs)
+    else:
+        is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+    if not is_packed:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        out = _unpacked_math(module, query, key, value, attention_mask, kwargs, scale, dropout, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
+
+    batch = query.shape[0]
+    if repaired is not None:
+        query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
+        kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+    _check_packed_call(module, query, key, attention_mask, kwargs, running)
+    query, key, value = _autocast(query, key, value)
+    window, chunk = _local_pattern(module, kwargs)
+    num_tokens = query.shape[2]
+    if query.device.type == "cuda":
+        _check_cuda_features(softcap, dropout)
+        cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
+        if chunk is not None and max_lengths[1] > chunk:
+            raise ValueError(
+                f"the pack holds a document of {max_lengths[1]} tokens and {type(module).__name__} attends in chunks "
+                f"of {chunk}: the CUDA kernels have no chunks. Set max_length={chunk}, or "
+                "enforce_flash_attention=False."
+            )
+        out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, scale=scale, window=window, sinks=s_aux)
+    else:
+        lengths = _document_lengths(kwargs, running, num_tokens)
+        if chunk is not None:  # a chunk sees itself only: to attention it is a document
+            lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+        out = attend_on_cpu(
+            query, key, value, lengths, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks=s_aux
+        )
+    return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
+
+
+def varlen_mask(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """transformers' mask function: None in a packed forward, what `sdpa_mask` returns in every other.
+
+    Raises ValueError if a packed forward asks for padding, a cache, several rows, or a mask pattern of the model's own.
+    """
+    running = packed_forwards[-1] if packed_forwards else None
+    if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
+        kwargs["attention_mask"] = attention_mask
+        return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
+    if batch_size != (running.rows or 1) or q_length != kv_length:
+        raise ValueError(
+            f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
+            f"document attends to itself only, without padding or cache. {FEED_A_PACK}"
+        )
+    if (attention_mask is not None or kwargs.get("use_vmap")) and not running.ignores_masks:
+        given = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
+        raise OwnMaskError(
+            f"the model lays {given} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
+            f"it. {FEED_A_PACK}",
+            attention_mask,
+        )
+    return None
+
+
+AttentionInterface.register(ATTENTION_NAME, varlen_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, varlen_mask)
+
+
+def _is_causal(module: nn.Module, kwargs: dict) -> bool:
+    is_causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
+    """Rows (B, H, L, D) of a repaired module as one row (1, H, B * L, D); `running` holds the boundaries."""
+    if states.shape[0] != running.rows or states.shape[2] != running.max_length_q:
+        raise ValueError(
+            f"a repaired module was given {running.rows} documents of {running.max_length_q} tokens, and its attention "
+            f"{states.shape[0]} rows of {states.shape[2]}: which rows are which documents is unknown. Set "
+            'on_leak="unpack".'
+        )
+    return states.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _check_packed_call(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict, running: PackedForward | None
+) -> None:
+    name = type(module).__name__
+    if mask is not None and not (running is not None and running.ignores_masks):
+        raise OwnMaskError(
+            f"{name} got an attention_mask of shape {tuple(mask.shape)} in a packed or training forward: the "
+            f"boundaries alone say who attends to whom, so the mask would be ignored. {FEED_A_PACK} (If you gave no "
+            "mask, transformers built it: call trl_packfix.prepare_for_packing(model) once, and it builds none for "
+            "packs.)",
+            mask,
+        )
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"{name} got {query.shape[0]} rows in a packed or training forward: boundaries belong to one row, so it is "
+            f"unknown which row they mean. {FEED_A_PACK}"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{name} got {query.shape[2]} queries and {key.shape[2]} keys in a packed or training forward: keys from a "
+            f"cache or of another sequence belong to no document of the pack. {FEED_A_PACK}"
+        )
+    if not _is_causal(module, kwargs):
+        raise ValueError(
+            f"{name} is not causal (is_causal=False): {ATTENTION_NAME} lets every token attend backwards only. Set "
+            "model.set_attn_implementation('sdpa') for this part of the model."
+        )
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"{name} adds a position_bias of shape {tuple(kwargs['position_bias'].shape)}: {ATTENTION_NAME} has no "
+            "bias and would lose it. Set enforce_flash_attention=False with attn_implementation='eager'."
+        )
+
+
+def _check_cuda_features(softcap: float | None, dropout: float) -> None:
+    if softcap is not None:
+        raise ValueError(
+            f"attention got softcap={softcap} on CUDA: the FlashAttention-2 kernels built into torch have none. "
+            "Install flash-attn (attn_implementation='flash_attention_2'), or set enforce_flash_attention=False."
+        )
+    if dropout > 0:
+        raise ValueError(
+            f"attention got dropout={dropout} on CUDA: {ATTENTION_NAME} has none there. Set the model's "
+            "attention_dropout to 0, or install flash-attn (attn_implementation='flash_attention_2')."
+        )
+
+
+def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: int) -> list[int]:
+    """Tokens of each document, on the host."""
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is None and running is not None:
+        cu_seq_lens = running.cu_seq_lens_q
+    if cu_seq_lens is None:
+        return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
+    bounds = cu_seq_lens.tolist()
+    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
+        raise ValueError(
+            f"cu_seq_lens_q runs {bounds[:3]}...{bounds[-1:]} over a pack of {num_tokens} tokens: every token belongs "
+            "to exactly one document. Set it to [0, first length, ..., T], increasing."
+        )
+    return lengths
+
+
+def _device_boundaries(
+    kwargs: dict, running: PackedForward | None, num_tokens: int
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """(cu_seq_lens of queries and keys, longest document of each); no device-to-host copy if all four were given."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    given: list[Any] = [kwargs.get(name) for name in names]
+    if any(x is None for x in given) and running is not None:
+        given = [getattr(running, name) for name in names]
+    if any(x is None for x in given):
+        if given[0] is not None:
+            raise ValueError(
+                f"attention got cu_seq_lens_q but not all of {', '.join(names[1:])}: to find the longest document the "
+                "host would wait for the device in every layer. Pass all four, as PackedDataCollator makes them."
+            )
+        # A model that hands down position_ids only, recomputed in backward: here the wait cannot be avoided.
+        lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
+        bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
+        given = [bounds, bounds, max(lengths), max(lengths)]
+    return (given[0], given[1]), (given[2], given[3])
+
+
+def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
+    if position_ids is None:
+        raise ValueError(
+            f"attention got {num_tokens} tokens and no document boundaries (neither cu_seq_lens_q nor position_ids): "
+            f"it never assumes a single document. {FEED_A_PACK}"
+        )
+    positions = position_ids.flatten()
+    is_start = positions == 0
+    counts_up = (is_start[1:] | (positions.diff() == 1)).all()
+    if len(positions) != num_tokens or not is_start[0] or not counts_up:
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} over a pack of {num_tokens} tokens do not count 0, 1, "
+            f"2, ... within each document: they show no boundaries. {FEED_A_PACK}"
+        )
+    starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
+    if len(starts) == 2 and num_tokens > 1 and not in_backward():
+        raise ValueError(
+            f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, as models make "
+            f"them up when they are given none: attention never assumes a single document. {FEED_A_PACK}"
+        )
+    return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | None]:
+    """(window, chunk) in tokens, None where unlimited.
+
+    Llama 4 and Qwen2-MoE tell their chunks and windows to the mask only; the config's `layer_types` still names them.
+    """
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"], None
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
+    window = config.sliding_window if kind == "sliding_attention" else None
+    return window, config.attention_chunk_size if kind == "chunked_attention" else None
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast does to `scaled_dot_product_attention`, for the kernels below that it does not know."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _unpacked_math(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    num_queries = query.shape[2]
+    if mask is None and num_queries > 1 and _is_causal(module, kwargs):
+        # No mask means causal. A static cache that is still empty is longer than the prompt: only its start is filled.
+        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+        mask = visible_keys(num_queries, num_queries, None, query.device)
+    query, key, value = _autocast(query, key, value)
+    return math_attention(query, key, value, mask, scale=scale, dropout=dropout, softcap=softcap, sinks=sinks)

@@ -1,0 +1,82 @@
+"""`trl-packfix check`: does a document in a pack change another, on this model, here?"""
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="test a model: do documents in a pack stay apart, and what is done where they do not",
+        description="Probe a model as training would, before its first step. Exit code 0 if packed training is right "
+        "on it, as it is or repaired; 1 if not; 2 if it could not be tested.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the hub, or a local path")
+    parser.add_argument(
+        "--config-only",
+        action="store_true",
+        help="fetch no weights: a tiny random model with the features of this config, one layer of each kind",
+    )
+    parser.add_argument("--max-length", type=int, default=1024, help="longest document of the run, in tokens")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the device")
+    parser.add_argument("--attn-implementation", help="as in the model's own config, e.g. sdpa or flash_attention_2")
+    parser.add_argument("--on-leak", help="as in SFTConfig, and its default: what to do about a leak")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    sweep = parser.add_argument_group("every model type of the installed transformers, as tiny random models")
+    sweep.add_argument("--all", action="store_true", help="judge every type, packed against each document alone")
+    sweep.add_argument("--only", metavar="TYPES", help="these model types, with commas between them")
+    sweep.add_argument(
+        "--sample", type=int, metavar="N", help="N types, some of every verdict in docs/compatibility.csv"
+    )
+    sweep.add_argument("--output", metavar="DIR", help="write compatibility.md and .csv there; a part, into them")
+    sweep.add_argument("--workers", type=int, default=1, help="processes")
+    sweep.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
+    parser.set_defaults(parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    given = [args.model, args.all, args.only, args.sample]
+    if len(list(filter(None, given))) > 1:
+        args.parser.error("more than one of MODEL, --all, --only, --sample was given")
+    if args.all or args.only or args.sample:
+        return _sweep(args)
+    if not args.model:
+        args.parser.error("neither MODEL nor --all was given")
+    return _check(args)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .checking import check_model
+
+    result = check_model(
+        args.model, args.config_only, args.max_length, args.dtype, args.attn_implementation, args.on_leak
+    )
+    if args.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        result.show()
+    return 0 if result.right else 1
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from ..survey import page as compatibility
+    from ..survey.sweep import all_types, sweep
+
+    chosen = all_types()
+    if args.only:
+        chosen = compatibility.only(chosen, args.only.split(","))
+    elif args.sample:
+        chosen = [(row.model_type, row.kind) for row in compatibility.sample(compatibility.read("docs"), args.sample)]
+    rows = []
+    for row in sweep(chosen, args.on_leak, args.workers, args.time_limit):
+        rows.append(row)
+        if not args.json:
+            print(compatibility.line(row), flush=True)
+    if args.json:
+        print(json.dumps([row.to_dict() for row in rows], indent=2))
+    else:
+        print(compatibility.summary(rows))
+    if args.output:
+        compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
+    return 1 if any(row.false_negatives for row in rows) else 0

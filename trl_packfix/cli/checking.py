@@ -1,0 +1,193 @@
+"""One model as training would take it: loaded, its attention chosen, proved, and repaired where it leaks."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+from trl.trainer.utils import create_model_from_path
+
+from ..attention.choice import cuda_varlen_problem
+from ..attention.forwards import base_model
+from ..attention.varlen import ATTENTION_NAME
+from ..isolation.packed_model import OnLeak, PackedModel
+from ..isolation.report import IsolationReport
+from ..survey import zoo
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `trl-packfix check` found.
+
+    Attributes:
+        as_it_is: the verdict of the probe on the model with the attention chosen for it.
+        in_training: the verdict on what training runs: the same, or after what `on_leak` did.
+        verdict: "PACKED" (as it is), "REPAIRED", "UNPACKED" (right, but padded), or "LEAK", "WRONG", "REFUSED".
+        implementations: attention implementations by name, and why each is not to be had here; "" if it is.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    max_length: int
+    attention: str
+    reason: str
+    verdict: str
+    as_it_is: IsolationReport
+    in_training: IsolationReport
+    repaired: list[str]
+    implementations: dict[str, str]
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        """Whether packed training is unpacked training on this model."""
+        return self.in_training.isolated and self.in_training.equal
+
+    def to_dict(self) -> dict[str, Any]:
+        return _finite(asdict(self) | {"right": self.right})
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and text of each line."""
+        before, after = self.as_it_is, self.in_training
+        rows = [
+            ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
+            ("verdict", f"{self.verdict}: {after.summary()}"),
+        ]
+        if after is not before:
+            rows.append(("as it is", before.summary()))
+        if before.error is None:
+            gradient = "not tested" if before.max_gradient is None else f"{before.max_gradient:.1e}"
+            rows += [
+                ("largest change", f"{before.max_change:.1e} of a document when another changed"),
+                ("largest difference", f"{before.max_difference:.1e} of a document from itself alone"),
+                ("gradient", f"{gradient} of a document by another's embeddings"),
+                ("rounding", f"explains {before.tolerance:.1e}"),
+            ]
+        rows += [("where", f"{leak.name} ({leak.module}), by {leak.change:.1e}") for leak in before.leaks]
+        rows += [("repaired", text) for text in self.repaired]
+        if before.unreachable:
+            beyond = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
+            rows.append(("not tested", f"beyond max_length {self.max_length:,}: {beyond}"))
+        rows.append(("attention", f"{self.attention}: {self.reason}"))
+        rows += [("implementation", f"{name}: {why or 'available'}") for name, why in self.implementations.items()]
+        rows.append(("took", f"{self.seconds:.1f} seconds"))
+        return rows
+
+    def show(self) -> None:
+        """Print it, as a table on a terminal and as plain lines elsewhere."""
+        console = Console()
+        if console.is_terminal:
+            table = Table(title="Isolation check", show_header=False, title_justify="left")
+            for label, text in self.lines():
+                table.add_row(label, text)
+            console.print(table)
+            return
+        width = max(len(label) for label, _ in self.lines())
+        for label, text in self.lines():
+            print(f"{label:<{width}}  {text}")
+
+
+def check_model(
+    name: str,
+    config_only: bool = False,
+    max_length: int = 1024,
+    dtype: str | None = None,
+    attn_implementation: str | None = None,
+    on_leak: OnLeak = "repair",
+) -> CheckResult:
+    """Load a model as TRL does and prove it as the trainer does.
+
+    Args:
+        name: on the hub, or a local path.
+        config_only: no weights are fetched: a tiny random model with the features of this config.
+        max_length: longest document, in tokens.
+        dtype: "float32", "bfloat16", "float16"; None is bfloat16 on CUDA and float32 elsewhere.
+        on_leak: of `SFTConfig`; None is its default.
+
+    Raises ValueError for settings that cannot work, OSError where the model is not to be had.
+    """
+    start = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = _load(name, config_only, found_dtype, attn_implementation).to(device)
+    packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise")
+    as_it_is = in_training = packed.prove(model)
+    if not packed.is_proved and on_leak != "raise":
+        packed.release()
+        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak)
+        in_training = packed.prove(model)
+    repaired = [str(each) for each in packed.repaired]
+    return CheckResult(
+        model=name,
+        architecture=type(base_model(model)).__name__ + (", tiny and random" if config_only else ""),
+        device=str(device),
+        dtype=str(found_dtype).removeprefix("torch."),
+        max_length=max_length,
+        attention=packed.attention.name,
+        reason=packed.attention.reason,
+        verdict=_verdict(in_training, packed.is_unpacked),
+        as_it_is=as_it_is,
+        in_training=in_training,
+        repaired=repaired,
+        implementations=implementations(base_model(model)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def implementations(model: PreTrainedModel) -> dict[str, str]:
+    """Attention implementations by name, and why each cannot serve this model here; "" if it can."""
+    unsupported = f"{type(model).__name__} does not take it"
+    on_gpu = torch.cuda.is_available()
+    found = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
+    for version, is_installed in (
+        (2, is_flash_attn_2_available),
+        (3, is_flash_attn_3_available),
+        (4, is_flash_attn_4_available),
+    ):
+        why = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
+        found[f"flash_attention_{version}"] = why if model._supports_flash_attn else unsupported
+    found["flex_attention"] = "" if model._supports_flex_attn else unsupported
+    takes_ours = model._supports_attention_backend or model._supports_sdpa
+    found[ATTENTION_NAME] = (cuda_varlen_problem() or "") if on_gpu else ""
+    if not takes_ours or not model._can_set_attn_implementation():
+        found[ATTENTION_NAME] = f"{type(model).__name__} has attention code of its own"
+    return found
+
+
+def _load(name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+    if not config_only:
+        create: Any = create_model_from_path
+        return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None)
+    config = AutoConfig.from_pretrained(name)
+    model_class = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+    model: Any = zoo.random_model(type(config)(**zoo.shrink(config)), model_class)
+    model.to(dtype)
+    if attn_implementation is not None:
+        model.set_attn_implementation(attn_implementation)
+    return model
+
+
+def _verdict(in_training: IsolationReport, is_unpacked: bool) -> str:
+    if in_training.isolated and in_training.equal:
+        return "UNPACKED" if is_unpacked else "REPAIRED" if in_training.repaired else "PACKED"
+    if in_training.error is not None:
+        return "REFUSED"
+    return "WRONG" if in_training.isolated else "LEAK"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

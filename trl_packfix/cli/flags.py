@@ -1,0 +1,133 @@
+"""The flags that commands share: which documents, tokenised how, packed how. Names and defaults are `SFTConfig`'s.
+
+Every flag may also be written as `SFTConfig` spells the field, so that the flags of a training run can be pasted.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..planning.costs import CostModel
+    from ..training.config import SFTConfig
+    from .sources import Tokenisation
+
+STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
+
+
+def add_document_flags(parser: argparse.ArgumentParser) -> None:
+    """Which documents, and how TRL is to tokenise them."""
+    parser.add_argument(
+        "data",
+        nargs="+",
+        metavar="DATA",
+        help="a file (.jsonl, .json, .parquet, .csv), a folder of `prepare` or `save_to_disk`, a name on the hub; "
+        "several make one table. Or lengths in tokens: .txt with one number per line, .npy, .json list, .csv with a "
+        "column `length`",
+    )
+    parser.add_argument("--split", default="train", help="of a dataset with several (default: train)")
+    parser.add_argument("--name", metavar="CONFIG", help="configuration of a dataset on the hub")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="name or folder: its tokenizer, and its config for the cost model; no weights"
+    )
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, where it is not the model's")
+    as_trained = parser.add_argument_group("tokenisation, as in SFTConfig")
+    as_trained.add_argument("--assistant-only-loss", "--assistant_only_loss", action="store_true")
+    as_trained.add_argument(
+        "--completion-only-loss", "--completion_only_loss", choices=("true", "false"), help="default: as TRL decides"
+    )
+    as_trained.add_argument("--eos-token", "--eos_token", metavar="TOKEN")
+    as_trained.add_argument("--chat-template-path", "--chat_template_path", metavar="FILE")
+    as_trained.add_argument("--text-field", "--dataset_text_field", default="text", metavar="COLUMN")
+    as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
+
+
+def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
+    """How to pack; with `several`, lengths, strategies and world sizes are lists."""
+    many: dict[str, Any] = {"nargs": "+"} if several else {}
+    packing = parser.add_argument_group("packing, as in SFTConfig" + (" (* takes several)" if several else ""))
+    star = "* " if several else ""
+    packing.add_argument(
+        "--max-length",
+        "--max_length",
+        type=int,
+        **many,
+        metavar="TOKENS",
+        default=None if several else 1024,
+        help=f"{star}most tokens of a document (default: "
+        + ("1024, 2048, ... up to the longest)" if several else "1024)"),
+    )
+    packing.add_argument(
+        "--strategy",
+        "--packing_strategy",
+        choices=STRATEGIES,
+        **many,
+        default=["stream", "bfd"] if several else "stream",
+        help=f"{star}which documents share a pack (default: {'stream bfd' if several else 'stream'})",
+    )
+    packing.add_argument(
+        "--world-size",
+        type=int,
+        **many,
+        metavar="RANKS",
+        default=[1] if several else 1,
+        help=f"{star}data-parallel ranks, usually GPUs (default: 1)",
+    )
+    packing.add_argument("--batch-size", "--per_device_train_batch_size", type=int, default=8, metavar="N")
+    packing.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="N")
+    packing.add_argument("--overlong", choices=("truncate", "split", "drop", "raise"))
+    packing.add_argument("--balance", choices=("step", "none"), default="step")
+    packing.add_argument("--seed", type=int, default=42)
+
+
+def tokenisation(args: argparse.Namespace) -> "Tokenisation":
+    from .sources import Tokenisation
+
+    return Tokenisation(
+        assistant_only_loss=args.assistant_only_loss,
+        completion_only_loss=None if args.completion_only_loss is None else args.completion_only_loss == "true",
+        eos_token=args.eos_token,
+        chat_template_path=args.chat_template_path,
+        dataset_text_field=args.text_field,
+        dataset_num_proc=args.num_proc,
+    )
+
+
+def model_config(args: argparse.Namespace) -> Any:
+    """The text config of `--model`; None without."""
+    if args.model is None:
+        return None
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(args.model).get_text_config()
+
+
+def cost_model(args: argparse.Namespace) -> "CostModel":
+    """That of `--model`, else of a Llama of 7B."""
+    from ..planning.costs import LLAMA_7B, cost_model
+
+    config = model_config(args)
+    return LLAMA_7B if config is None else cost_model(config)
+
+
+def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":
+    """The config of a run with these flags. What `SFTConfig` refuses is refused here, in its words."""
+    from ..training.config import SFTConfig
+
+    for name, value in (("batch-size", args.batch_size), ("accumulation", args.accumulation)):
+        if value < 1:
+            raise ValueError(f"`--{name} {value}` was given. A step needs one or more. Set `--{name}` to 1 or more.")
+    chosen: Any = strategy  # SFTConfig says whether there is such a strategy
+    return SFTConfig(
+        "unused",
+        packing=True,
+        max_length=max_length,
+        packing_strategy=chosen,
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.accumulation,
+        overlong=args.overlong,
+        balance=args.balance,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )

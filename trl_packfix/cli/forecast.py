@@ -1,0 +1,199 @@
+"""What training would report, before it is paid for: reports for several lengths, strategies and world sizes.
+
+A forecast is the `PackingReport` that a run with the same documents and settings makes, number for number, and on top
+of it what the cost model says about time. `recommend` picks a `max_length`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ..data.documents import Documents
+from ..data.epochs import EpochPlanner
+from ..data.reader import TokenReader
+from ..data.spans import make_documents
+from ..planning.balance import Synchronisation
+from ..planning.costs import CostModel
+from ..reporting.build import make_report
+from ..reporting.report import PackingReport
+from ..training.config import SFTConfig
+
+FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
+MOST_LOST = 0.01  # of the trained tokens; the report warns above it
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A report, and the modelled compute of its epoch.
+
+    Attributes:
+        flops: of one epoch, forward and backward, over all ranks.
+        tokens_per_second: over all ranks; None where no speed was given.
+        hours: of one epoch; None where no speed was given.
+    """
+
+    report: PackingReport
+    flops: float
+    tokens_per_second: float | None
+    hours: float | None
+
+    @property
+    def lost(self) -> float:
+        """Share of the trained tokens that are not trained."""
+        ledger = self.report.ledger
+        lost = ledger.lost_trained_tokens + self.report.trained_tokens_not_reached
+        return lost / ledger.given.trained_tokens if ledger.given.trained_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.report.to_dict() | {
+            "flops": self.flops,
+            "tokens_per_second": self.tokens_per_second,
+            "hours": self.hours,
+            "lost_trained_share": self.lost,
+        }
+
+
+def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
+    """Powers of two from 1,024 to the first that holds the longest document, or to the model's positions.
+
+    >>> candidate_lengths(5000)
+    [1024, 2048, 4096, 8192]
+    """
+    found = [1024 if positions is None else min(1024, positions)]
+    while found[-1] < longest and (positions is None or 2 * found[-1] <= positions):
+        found.append(2 * found[-1])
+    return found
+
+
+def forecasts(
+    reader: TokenReader,
+    configs: Sequence[SFTConfig],
+    world_sizes: Sequence[int],
+    cost_model: CostModel,
+    synchronisation: Synchronisation = "micro",
+    tflops: float | None = None,
+) -> Iterator[Forecast]:
+    """One forecast per config and world size, in their order.
+
+    Args:
+        reader: the documents.
+        configs: with packing on; what they say of length, batch, strategy and seed is used.
+        world_sizes: data-parallel ranks.
+        synchronisation: when ranks wait for each other; "micro" is what TRL's loss, ZeRO-2, ZeRO-3 and FSDP do.
+        tflops: 10^12 floating-point operations that one device does per second in training, measured, not its peak.
+    """
+    documents: Documents | None = None
+    made_for: tuple | None = None
+    for config, world_size in product(configs, world_sizes):
+        policy = _policy(config)
+        if documents is None or policy != made_for:
+            documents, made_for = make_documents(reader, *policy), policy
+        planner = _planner(documents, config, world_size, cost_model, synchronisation)
+        report = make_report(planner, config.effective_overlong, reader)
+        # of the documents that the epoch reaches, as is the imbalance
+        flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
+        if tflops is None:
+            yield Forecast(report, flops, None, None)
+            continue
+        assert report.imbalance is not None  # a report of a table has it
+        seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
+        yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
+
+
+def planner_for(reader: TokenReader, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
+    """The planner of a training run with this config on so many ranks."""
+    return _planner(make_documents(reader, *_policy(config)), config, world_size, cost_model)
+
+
+def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
+    """What decides where documents are cut: the arguments of `make_documents`."""
+    assert config.max_length is not None  # `SFTConfig` refuses packing without
+    wrapped = config.packing_strategy == "wrapped"
+    return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
+
+
+def _planner(
+    documents: Documents,
+    config: SFTConfig,
+    world_size: int,
+    cost_model: CostModel,
+    synchronisation: Synchronisation = "micro",
+) -> EpochPlanner:
+    assert config.max_length is not None
+    return EpochPlanner(
+        documents,
+        config.packing_strategy,
+        batch_size=config.per_device_train_batch_size,
+        max_length=config.max_length,
+        accumulation=config.gradient_accumulation_steps,
+        world_size=world_size,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        shuffle=config.train_sampling_strategy != "sequential",
+        balance=config.balance,
+        drop_last=config.dataloader_drop_last,
+        synchronisation=synchronisation,
+        cost_model=cost_model,
+    )
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A `max_length`, the share of trained tokens lost there, and the reasons as sentences."""
+
+    max_length: int
+    lost: float
+    reasons: list[str]
+
+
+def recommend(found: Sequence[Forecast]) -> Recommendation:
+    """The smallest `max_length` that loses at most 1 % of the trained tokens, else the one that loses fewest.
+
+    Strategies that split lose almost nothing at any length, and pay otherwise: what a fragment refers to stands in
+    another, which it does not see. So lengths are compared under the first strategy asked for that does not split, and
+    under one that splits only where there is no other.
+    """
+    whole = [each for each in found if each.report.overlong != "split"] or list(found)
+    first = whole[0].report
+    group = (first.strategy, first.world_size)
+    rows = [each for each in whole if (each.report.strategy, each.report.world_size) == group]
+    rows.sort(key=lambda each: each.report.max_length)
+    enough = [i for i, each in enumerate(rows) if each.lost <= MOST_LOST]
+    chosen = enough[0] if enough else min(range(len(rows)), key=lambda i: (rows[i].lost, i))
+    pick = rows[chosen]
+    reasons = [_what_is_lost(pick, bool(enough))]
+    for other, word in ((chosen - 1, "shorter"), (chosen + 1, "longer")):
+        if 0 <= other < len(rows):
+            each = rows[other]
+            reasons.append(
+                f"The next {word}, {each.report.max_length:,}, loses {each.lost:.2%} and computes "
+                f"{each.flops / pick.flops:.2f} times as much per epoch."
+            )
+    report = pick.report
+    reasons.append(
+        f"It costs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
+        f"{report.max_length:,}): if that is too much, lower the batch size before max_length."
+    )
+    widest = max(
+        (each.report for each in whole if each.report.max_length == report.max_length), key=lambda each: each.world_size
+    )
+    if widest.world_size > 1 and widest.imbalance is not None and widest.imbalance_bound is not None:
+        reasons.append(
+            f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
+            f"{widest.imbalance - 1:.1%} to the time; the documents of these steps allow no less than "
+            f"{widest.imbalance_bound - 1:.1%}."
+        )
+    return Recommendation(report.max_length, pick.lost, reasons)
+
+
+def _what_is_lost(pick: Forecast, is_enough: bool) -> str:
+    ledger = pick.report.ledger
+    start = f"max_length {pick.report.max_length:,}"
+    if ledger.split.documents:
+        text = f"{start} splits {ledger.split.documents:,} documents, whose later parts do not see the earlier ones"
+    elif pick.lost:
+        cut = ledger.truncated.documents + sum(count.documents for count in ledger.dropped.values())
+        text = f"{start} loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {cut:,}"
+    else:
+        text = f"{start} loses no trained token"
+    return text + ("." if is_enough else f". None of these lengths loses at most {MOST_LOST:.0%}: try a longer one.")

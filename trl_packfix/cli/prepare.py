@@ -1,0 +1,89 @@
+"""`trl-packfix prepare`: tokenise once, ahead, so that no rank waits while another does."""
+
+import argparse
+import json
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..version import __version__
+from . import flags
+
+MANIFEST = "prepared.json"
+
+EXAMPLES = """\
+  trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
+  trl-packfix plan chats
+  deepspeed --num_gpus=8 examples/train.py --dataset_name chats
+
+In Python: SFTTrainer(..., train_dataset=datasets.load_from_disk("chats")). TRL tokenises on the main process while all
+other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on large datasets; rows with `input_ids` and
+`labels` are taken as they are. What max_length cuts is not decided here: the first start of a run makes spans in one
+pass over the labels, and keeps them beside the table. Exit code 0, or 2 if nothing was written."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "prepare",
+        help="tokenise once on a CPU node, so that no rank of a training run waits for it",
+        description="Write a tokenised dataset as TRL would make it, with a manifest of what made it (prepared.json).",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_document_flags(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
+    parser.add_argument("--json", action="store_true", help="print the manifest")
+    parser.set_defaults(parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    output = Path(args.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(
+            f"`--output {output}` was given and is not empty. A dataset written over another would mix their files. "
+            "Set `--output` to a folder that does not exist."
+        )
+    tokenizer_name = args.tokenizer or args.model
+    if tokenizer_name is None:
+        raise ValueError(
+            "No tokenizer was given. Text is tokenised for one model. Set `--tokenizer` or `--model` to the name or "
+            "the folder of the one that you will train with."
+        )
+    from datasets import concatenate_datasets
+    from transformers import AutoTokenizer
+
+    from ..data.reader import TokenReader
+    from ..data.spans import make_documents
+    from .sources import load_rows, tokenised
+
+    settings = flags.tokenisation(args)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    parts = [tokenised(load_rows(name, args.split, args.name), tokenizer, settings) for name in args.data]
+    table = concatenate_datasets(parts)
+    ledger = make_documents(TokenReader(table), max_length=None).ledger
+    table.save_to_disk(output, num_proc=args.num_proc)
+    manifest = {
+        "data": args.data,
+        "split": args.split,
+        "tokenizer": tokenizer_name,
+        "vocabulary": len(tokenizer),
+        "settings": vars(settings),
+        "rows": len(table),
+        "documents": ledger.given.documents,
+        "tokens": ledger.given.tokens,
+        "trained_tokens": ledger.given.trained_tokens,
+        "documents_without_a_trained_token": sum(count.documents for count in ledger.dropped.values()),
+        "versions": {"trl_packfix": __version__}
+        | {name: version(name) for name in ("trl", "transformers", "datasets", "tokenizers")},
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    (output / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(manifest, indent=2))
+        return 0
+    print(
+        f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
+        f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `examples/train.py --dataset_name {output}`"
+    )
+    return 0

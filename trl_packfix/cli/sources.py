@@ -1,0 +1,227 @@
+"""What the command line is given: datasets by path or name, files of lengths, and TRL's own tokenisation of them.
+
+Rows are tokenised by the trainer itself, around a model of a few weights that is thrown away. So tokens and labels, and
+every figure made of them, are those of a training run with the same settings.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
+
+from ..data.reader import TokenReader
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+LENGTHS = (".txt", ".npy", ".csv", ".json")
+SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
+
+
+@dataclass(frozen=True)
+class Tokenisation:
+    """The settings of `SFTConfig` that decide what a row's tokens and labels are."""
+
+    assistant_only_loss: bool = False
+    completion_only_loss: bool | None = None
+    eos_token: str | None = None
+    chat_template_path: str | None = None
+    dataset_text_field: str = "text"
+    dataset_num_proc: int | None = None
+
+
+class LengthsReader(TokenReader):
+    """A table of which only the lengths are known; every token counts as trained, but the first of a document.
+
+    Args:
+        lengths: tokens of each row, shape (R,).
+    """
+
+    def __init__(self, lengths: npt.NDArray[np.int64]):
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return self._lengths
+
+    def seq_lengths(self) -> None:
+        return None
+
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        return np.maximum(stop - start - 1, 0)
+
+    def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Tokens that stand for the unknown ones, shape (stop - start,)."""
+        return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
+
+
+def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
+    """Lengths in tokens, shape (N,), of a file that holds such; None for a file of another kind.
+
+    `.npy` holds one array, `.txt` one number per line, `.json` a list of numbers, `.csv` a column named `length` or
+    `lengths`, or one column of numbers without a name.
+
+    Raises:
+        ValueError: the numbers are no lengths.
+    """
+    values: Any = None
+    if path.suffix == ".npy":
+        values = np.load(path)
+    elif path.suffix == ".txt":
+        values = path.read_text().split()
+    elif path.suffix == ".json":
+        text = path.read_text()
+        try:
+            found = json.loads(text) if text.lstrip()[:1] == "[" else None
+        except ValueError:
+            found = None  # `datasets` says what is wrong with it
+        values = found if found and not isinstance(found[0], dict) else None
+    elif path.suffix == ".csv":
+        rows = [line.split(",") for line in path.read_text().splitlines() if line.strip()]
+        names = [name.strip().strip('"') for name in rows[0]] if rows else []
+        column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
+        if column is not None:
+            values = [row[column] for row in rows[1:]]
+        elif len(names) == 1 and names[0].isdigit():
+            values = [row[0] for row in rows]
+    if values is None:
+        return None
+    try:
+        lengths = np.asarray(values)
+        if lengths.dtype.kind not in "iu":
+            lengths = lengths.astype(np.str_).astype(np.int64)
+    except ValueError:
+        lengths = np.zeros((0, 0))
+    if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
+        raise ValueError(
+            f"`{path}` was given as a file of lengths. It must hold at least one whole number of tokens per document, "
+            "each 1 or more, and does not. Write one number per line (.txt), a one-dimensional array of integers "
+            "(.npy), a list (.json) or a column named `length` (.csv)."
+        )
+    return lengths.astype(np.int64)
+
+
+def load_rows(name: str, split: str = "train", config: str | None = None) -> Dataset:
+    """The rows of a file, of a folder written by `save_to_disk` (or `trl-packfix prepare`), or of a hub's dataset."""
+    path = Path(name)
+    if path.is_file():
+        if path.suffix not in FORMATS:
+            raise ValueError(
+                f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not known. "
+                f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
+            )
+        try:
+            return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
+        except (DatasetGenerationError, pa.ArrowInvalid, StopIteration) as error:
+            # StopIteration, without a word: `datasets` finds no first row
+            reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
+                "it, or write it again; a file that was cut off while it was written is the usual reason."
+            ) from error
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        loaded = load_from_disk(name)
+        if not isinstance(loaded, DatasetDict):
+            return loaded
+        if split not in loaded:
+            raise ValueError(
+                f"`{name}` was given with `--split {split}`. It has the splits {list(loaded)} only. Set `--split` to "
+                "one of these."
+            )
+        return loaded[split]
+    if path.suffix in (*FORMATS, *LENGTHS):
+        raise ValueError(
+            f"`{name}` was given as a dataset. There is no such file here, and no dataset on a hub is named "
+            "like one. Give the path of a file that exists, or the name of a dataset on the hub."
+        )
+    return load_dataset(name, config, split=split)
+
+
+def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
+    """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; nothing is cut, dropped or shuffled.
+
+    `datasets` keeps the result in its cache: the training run, with the same tokenizer and settings, finds it there.
+
+    Args:
+        dataset: in any form that TRL takes; a tokenised one comes back with these two columns.
+        tokenizer: object, local path or name on the hub; may be None for a tokenised dataset with labels.
+
+    Raises:
+        ValueError: rows that are not tokenised, and no tokenizer.
+    """
+    columns = ["input_ids", "labels"]
+    if tokenizer is None:
+        if "input_ids" not in dataset.column_names:
+            raise ValueError(
+                f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
+                "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
+                "or the folder of the one that you will train with."
+            )
+        return dataset.select_columns([name for name in (*columns, "seq_lengths") if name in dataset.column_names])
+
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from ..training.config import SFTConfig
+    from ..training.trainer import SFTTrainer
+
+    if isinstance(tokenizer, str):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=max(len(tokenizer), tokenizer.vocab_size),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=2**40,
+        )
+    )
+    settings = settings or Tokenisation()
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            folder, packing=True, max_length=2**40, use_cpu=True, bf16=False, report_to=[], **vars(settings)
+        )
+        trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+    found = trainer.train_dataset
+    assert isinstance(found, Dataset)
+    return found.select_columns([name for name in (*columns, "seq_lengths") if name in found.column_names])
+
+
+def open_tables(
+    names: Sequence[str],
+    tokenizer: Any,
+    settings: Tokenisation,
+    split: str = "train",
+    config: str | None = None,
+) -> TokenReader:
+    """One table of all documents in `names`, which are all datasets or all files of lengths.
+
+    Raises:
+        ValueError: both kinds at once; see the functions above. OSError: there is no such thing.
+    """
+    lengths, tables = [], []
+    for name in names:
+        found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
+        if found is not None:
+            lengths.append(found)
+        else:
+            tables.append(tokenised(load_rows(name, split, config), tokenizer, settings))
+    if lengths and tables:
+        raise ValueError(
+            f"{len(lengths)} files of lengths and {len(tables)} datasets were given. Of the first, no token is known, "
+            "so they make no common table. Give lengths of all, or datasets only."
+        )
+    if lengths:
+        return LengthsReader(np.concatenate(lengths))
+    return TokenReader(concatenate_datasets(tables) if len(tables) > 1 else tables[0])

@@ -1,0 +1,215 @@
+"""Which spans of the table are documents: the only place where documents are cut, split or dropped, and counted.
+
+No token is rewritten. A document is a span (row, start, stop) of the tokenised table; truncating, splitting, dropping
+and cutting into blocks only make other spans. The ledger counts what each of them cost.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset
+
+from .documents import Count, Documents, Int64Array, Ledger
+from .reader import TokenReader
+
+logger = logging.getLogger(__name__)
+
+Overlong = Literal["truncate", "split", "drop", "raise"]
+TruncationMode = Literal["keep_start", "keep_end"]
+
+NUM_SHOWN = 10  # offenders that an error message names
+
+
+@dataclass
+class _Spans:
+    """The documents while policies are applied to them."""
+
+    row: Int64Array
+    start: Int64Array
+    stop: Int64Array
+    trained: Int64Array
+
+    @property
+    def lengths(self) -> Int64Array:
+        return self.stop - self.start
+
+    def count(self, mask: npt.NDArray[np.bool_] | None = None) -> Count:
+        chosen = slice(None) if mask is None else mask
+        lengths, trained = self.lengths[chosen], self.trained[chosen]
+        return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> "_Spans":
+        return _Spans(self.row[mask], self.start[mask], self.stop[mask], self.trained[mask])
+
+
+def make_documents(
+    reader: TokenReader,
+    max_length: int | None,
+    overlong: Overlong = "truncate",
+    truncation_mode: TruncationMode = "keep_start",
+    wrapped: bool = False,
+    keep_untrained: bool = False,
+    may_be_empty: bool = False,
+) -> Documents:
+    """Spans of all documents of the table, after the policy for those longer than `max_length` tokens.
+
+    Args:
+        reader: the tokenised table; rows with `seq_lengths` hold several documents each.
+        max_length: most tokens of a document; None applies no limit.
+        overlong: cut to `max_length` (at the side that `truncation_mode` names), split into fragments of `max_length`,
+            drop, or raise.
+        wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`); each fragment is
+            a document of its own, and `block` says where it lies. `overlong` is not used.
+        keep_untrained: keep documents without a trained token (evaluation and prediction).
+        may_be_empty: this is a part of a stream, of which nothing may be left.
+
+    Raises:
+        ValueError: `overlong="raise"` and documents are longer; `seq_lengths` do not fit their rows; nothing is left.
+    """
+    spans = _table_spans(reader)
+    ledger = Ledger(given=spans.count())
+    spans = _drop(spans, spans.lengths == 0, "empty", ledger)
+    if not keep_untrained:
+        # Before cutting: a document that never had a target is not a victim of the cut.
+        spans = _drop(spans, spans.trained == 0, "untrained", ledger)
+    block = None
+    if wrapped:
+        assert max_length is not None
+        spans = _cut_into_blocks(reader, spans, max_length, ledger)
+        block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
+    elif max_length is not None:
+        spans = _apply_overlong(reader, spans, max_length, overlong, truncation_mode, ledger)
+    if not keep_untrained:
+        trained = spans.trained > 0
+        block = block[trained] if block is not None else None
+        spans = _drop(spans, ~trained, "untrained", ledger)
+    ledger.kept = spans.count()
+    if not len(spans.row) and not may_be_empty:
+        refuse_nothing(ledger, f"The dataset has {len(reader)} rows", max_length)
+    return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block)
+
+
+def refuse_nothing(ledger: Ledger, given: str, max_length: int | None) -> None:
+    """Raise: nothing is left to train on."""
+    dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
+    raise ValueError(
+        f"{given} and {ledger.given.documents} documents, and nothing is left to train on (dropped: {dropped}; "
+        f"`max_length={max_length}`). A document needs two tokens, the second or a later one trained. Check that "
+        "`labels` are not all -100, that completions are not empty, and that `max_length` leaves room for the trained "
+        "part."
+    )
+
+
+def drop_untrained(dataset: Dataset) -> Dataset:
+    """The rows of a tokenised dataset that have a trained token, for unpacked training; says how many are dropped."""
+    documents = make_documents(TokenReader(dataset), max_length=None)
+    if len(documents) == len(dataset):
+        return dataset
+    dropped = len(dataset) - len(documents)
+    logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, len(dataset))
+    return dataset.select(documents.row)
+
+
+def _table_spans(reader: TokenReader) -> _Spans:
+    """One span per row, or one per entry of `seq_lengths`."""
+    packed = reader.seq_lengths()
+    if packed is None:
+        row = np.arange(len(reader))
+        start, stop = np.zeros(len(reader), dtype=np.int64), reader.lengths.astype(np.int64)
+    else:
+        per_row, lengths = packed
+        row = np.repeat(np.arange(len(reader)), per_row)
+        total = np.bincount(row, weights=lengths, minlength=len(reader)).astype(np.int64)
+        wrong = np.flatnonzero(total != reader.lengths)
+        zero = np.flatnonzero(lengths < 1)
+        if len(wrong) or len(zero):
+            bad = int(wrong[0] if len(wrong) else row[zero[0]])
+            raise ValueError(
+                f"`seq_lengths` of row {bad} is {lengths[row == bad].tolist()[:NUM_SHOWN]} and the row has "
+                f"{reader.lengths[bad]} tokens ({len(wrong)} rows do not add up, {len(zero)} lengths are below 1). "
+                "The lengths of the documents in a packed row must be positive and add up to the row. Correct "
+                "`seq_lengths`, or remove the column so that each row is one document."
+            )
+        ends = np.cumsum(lengths)
+        first = np.cumsum(per_row) - per_row  # index of each row's first document
+        row_start = np.repeat((ends - lengths)[np.minimum(first, max(len(lengths) - 1, 0))], per_row)
+        start, stop = ends - lengths - row_start, ends - row_start
+    return _Spans(row, start, stop, reader.count_trained(row, start, stop))
+
+
+def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledger) -> _Spans:
+    if not mask.any():
+        return spans
+    ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
+    return spans.select(~mask)
+
+
+def _apply_overlong(
+    reader: TokenReader, spans: _Spans, max_length: int, overlong: Overlong, truncation_mode: str, ledger: Ledger
+) -> _Spans:
+    long = spans.lengths > max_length
+    if not long.any():
+        return spans
+    if overlong == "raise":
+        where = np.flatnonzero(long)[:NUM_SHOWN]
+        named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in where)
+        raise ValueError(
+            f"{long.sum()} of {len(long)} documents are longer than `max_length={max_length}`; the first are in rows "
+            f'{named}. `overlong="raise"` allows none. Raise `max_length`, or set `overlong` to "truncate", "split" '
+            'or "drop".'
+        )
+    if overlong == "drop":
+        return _drop(spans, long, "overlong", ledger)
+    if overlong == "split":
+        fragments = np.where(long, -(-spans.lengths // max_length), 1)
+        offset = _index_in_group(fragments) * max_length
+        end = np.minimum(offset + max_length, np.repeat(spans.lengths, fragments))
+        return _split(reader, spans, fragments, offset, end, ledger)
+    start, stop = spans.start.copy(), spans.stop.copy()
+    if truncation_mode == "keep_start":
+        stop[long] = start[long] + max_length
+    else:
+        start[long] = stop[long] - max_length
+    trained = spans.trained.copy()
+    trained[long] = reader.count_trained(spans.row[long], start[long], stop[long])
+    cut = _Spans(spans.row, start, stop, trained)
+    before, after = spans.count(long), cut.count(long)
+    ledger.truncated = Count(
+        int(long.sum()), before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
+    )
+    return cut
+
+
+def _cut_into_blocks(reader: TokenReader, spans: _Spans, max_length: int, ledger: Ledger) -> _Spans:
+    """Cut the concatenation of all documents at every multiple of `max_length` tokens."""
+    lengths = spans.lengths
+    begin = np.cumsum(lengths) - lengths  # place of each document in the concatenation
+    first_block = begin // max_length
+    fragments = (begin + lengths - 1) // max_length - first_block + 1
+    edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
+    length = np.repeat(lengths, fragments)
+    return _split(reader, spans, fragments, np.maximum(edge, 0), np.minimum(edge + max_length, length), ledger)
+
+
+def _split(
+    reader: TokenReader, spans: _Spans, fragments: Int64Array, start: Int64Array, stop: Int64Array, ledger: Ledger
+) -> _Spans:
+    """Replace document i by `fragments[i]` spans; `start` and `stop` count tokens inside the document."""
+    base = np.repeat(spans.start, fragments)
+    row, start, stop = np.repeat(spans.row, fragments), base + start, base + stop
+    pieces = _Spans(row, start, stop, np.repeat(spans.trained, fragments))
+    changed = np.repeat(fragments > 1, fragments)
+    pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
+    before, after = spans.count(fragments > 1), pieces.count(changed)
+    assert before.tokens == after.tokens
+    ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
+    ledger.fragments = after.documents
+    return pieces
+
+
+def _index_in_group(counts: Int64Array) -> Int64Array:
+    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,348 @@
+"""Packing a stream: a bounded buffer in arrival order, whole optimizer steps for every rank, and its state.
+
+What `planning.py`, `scheduling.py` and `loading.py` do for a table whose lengths are known. Documents are packed as
+they arrive, oldest first, each pack closed by an exact fill from at most `buffer_size` waiting documents. A pass over
+the stream ends with a step whose packs are split between the micro-batches of all ranks, as an epoch does, so every
+document is in exactly one pack of a pass; then the next pass begins. There is no end: `max_steps` bounds the run.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderShard
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+
+from ..planning.balance import Synchronisation
+from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.exact_fill import pack_arrivals
+from ..planning.packs import PackPlan
+from ..planning.schedule import EMPTY, Balance, schedule_packs
+from .documents import Ledger
+from .loading import dummy_document, left_alone
+from .spans import Overlong, refuse_nothing
+from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
+from .threads import wait_for_threads_before_forks
+
+logger = logging.getLogger(__name__)
+
+BUFFER_SIZE = 1000  # documents
+STATE_VERSION = 1
+Pack = list[DocumentTokens]
+
+
+@dataclass(frozen=True)
+class StreamCounts:
+    """Of all passes: the ledger of what was read, and the packs that were trained with their documents and tokens."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    packs: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: "StreamCounts") -> "StreamCounts":
+        return StreamCounts(
+            self.ledger + other.ledger,
+            self.packs + other.packs,
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+        )
+
+
+class PackedStream(torch.utils.data.IterableDataset):
+    """Micro-batches of one rank from a stream of tokenised documents, without end: each a list of documents.
+
+    A stream whose shards the ranks can share evenly is read shard by shard, each rank its own: a rank begins its next
+    pass when its own shards are read. Any other stream is read by every rank in full; all make the same packs, and
+    each trains on its slots of every optimizer step, as with a table.
+
+    Args:
+        dataset: see `StreamReader`.
+        batch_size, max_length: their product is the capacity of a pack in tokens.
+        accumulation: micro-batches per optimizer step.
+        rank, world_size: this data-parallel rank of all.
+        overlong, truncation_mode: the policy for documents longer than `max_length`, see `make_documents`.
+        balance, cost_model, synchronisation: see `schedule_packs`.
+        buffer_size: documents that wait at most; 128 more are read at a time.
+        num_workers: processes that read; at most one per shard of this rank. They share its shards.
+        worker_kwargs: for the `DataLoader` of these processes.
+
+    Raises:
+        ValueError: a pass over the stream brings nothing to train on; what `StreamReader` refuses.
+    """
+
+    num_steps: int
+    num_passes: int
+    _num_arrived: int
+    _ledger: Ledger
+    _packed: np.ndarray  # packs, documents and tokens so far
+    _readers: list[ReaderState]
+    _snapshots: dict[int, dict[str, Any]]
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        batch_size: int,
+        max_length: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        overlong: Overlong = "truncate",
+        truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
+        balance: Balance = "step",
+        cost_model: CostModel = LLAMA_7B,
+        synchronisation: Synchronisation = "micro",
+        buffer_size: int = BUFFER_SIZE,
+        vocab_size: int | None = None,
+        pad_token_id: int = 0,
+        num_workers: int = 0,
+        worker_kwargs: dict[str, Any] | None = None,
+    ):
+        self.share = share_of_rank(dataset, rank, world_size)
+        self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
+        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
+        self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
+        self.balance, self.cost_model, self.synchronisation = balance, cost_model, synchronisation
+        self.pad_token_id = pad_token_id
+        self.num_workers = min(num_workers, self.share.dataset.num_shards)
+        if self.num_workers < num_workers and rank == 0:
+            message = "%d workers were asked for; %d read, because each needs a shard of its own."
+            logger.warning(message, num_workers, self.num_workers)
+        if self.num_workers:
+            wait_for_threads_before_forks()
+        self.worker_kwargs = worker_kwargs or {} if self.num_workers else {}
+        self._num_skipped = 0
+        self.begin()
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a pack."""
+        return self.batch_size * self.max_length
+
+    def counts(self, num_steps: int) -> "StreamCounts":
+        """What was read and trained until so many steps, the last one handed out or the one before."""
+        return self._snapshots[num_steps]["counts"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same after a restart."""
+        names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
+        return {name: getattr(self, name) for name in names.split()} | {"num_shards": self.share.dataset.num_shards}
+
+    def __iter__(self) -> Iterator[list[DocumentTokens]]:
+        self._restore(self._start)
+        yield from repeat([], self._num_skipped)
+        while True:
+            for step in self._one_pass():
+                self.num_steps += 1
+                # The loader looks one micro-batch ahead, so the step before may still be the latest that was trained.
+                before = self._snapshots[self.num_steps - 1]
+                self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
+                yield from step
+            if not self._num_arrived:
+                refuse_nothing(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
+            self.num_passes += 1
+            self._num_arrived = 0
+            self._readers = [ReaderState()] * len(self._readers)
+
+    def _one_pass(self) -> Iterator[list[Pack]]:
+        """What is left of the current pass: this rank's micro-batches, one optimizer step after the other."""
+        slots = self.accumulation * self.share.count
+        packs = pack_arrivals(self._arrivals(), self.capacity, self.buffer_size, self.max_length)
+        self._has_ended = False
+        while True:
+            # Once nothing more arrives, the packs of the last buffer are decided together and wait for their steps.
+            while len(self._closed) < slots or self._has_ended:
+                pack = next(packs, None)
+                if pack is None:
+                    break
+                self._closed.append([self._waiting.pop(position) for position in pack])
+            if not self._closed:
+                return
+            step = [self._closed.popleft() for _ in range(min(slots, len(self._closed)))]
+            documents = [document for pack in step for document in pack]
+            self._packed += (len(step), len(documents), sum(len(document["input_ids"]) for document in documents))
+            yield self._micro_batches(step)
+
+    def _arrivals(self) -> Iterator[int]:
+        """Tokens of each document, in arrival order; it waits under its position in this order."""
+        position = len(self._waiting)
+        yield from [len(document["input_ids"]) for document in self._waiting.values()]
+        for chunk in self._chunks():
+            self._readers[chunk.reader] = chunk.state
+            self._ledger += chunk.ledger
+            self._num_arrived += len(chunk.documents)
+            self._waiting.update(enumerate(chunk.documents, position))
+            position += len(chunk.documents)
+            yield from [len(document["input_ids"]) for document in chunk.documents]
+        self._has_ended = True
+
+    def _chunks(self) -> Iterator[Chunk]:
+        dataset, num = self.share.dataset, len(self._readers)
+        parts = [dataset.shard(num, reader, contiguous=False) for reader in range(num)]
+        for part in parts:
+            part.set_epoch(self.num_passes)  # shuffles anew, where the dataset shuffles
+        reader = StreamReader(
+            parts, list(self._readers), self.max_length, self.overlong, self.truncation_mode, self.vocab_size
+        )
+        # A generator of its own: the loader would draw from torch's global one, and dropout would change.
+        generator = torch.Generator().manual_seed(self.num_passes)
+        yield from DataLoader(
+            reader,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            generator=generator,
+            **self.worker_kwargs,
+        )
+
+    def _micro_batches(self, packs: list[Pack]) -> list[Pack]:
+        """The packs of one optimizer step of all ranks that share the stream -> micro-batches of this rank."""
+        documents = [document for pack in packs for document in pack]
+        lengths = np.array([len(document["input_ids"]) for document in documents])
+        offsets = np.cumsum([0] + [len(pack) for pack in packs])
+        plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
+        settings = (self.cost_model, self.balance, self.synchronisation)
+        schedule = schedule_packs(plan, lengths, 1, self.accumulation, self.share.count, *settings)
+        dummy = dummy_document(self.pad_token_id)
+        return [
+            [dummy if i == EMPTY else documents[i] for i in micro_batch.tolist()]
+            for micro_batch in schedule.micro_batches(self.share.index)
+        ]
+
+    # State: every document that was read and not trained, and where reading goes on.
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The state now; shares the documents, which nobody changes."""
+        return {
+            "closed": [len(pack) for pack in self._closed],
+            "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
+            "readers": list(self._readers),
+            "counts": StreamCounts(self._ledger, *self._packed.tolist()),
+            "num_steps": self.num_steps,
+            "num_passes": self.num_passes,
+            "num_arrived": self._num_arrived,
+        }
+
+    def begin(self, num_steps: int = 0) -> None:
+        """Begin with the first document, after so many optimizer steps on others."""
+        self._start = {
+            "closed": [],
+            "documents": [],
+            "readers": [ReaderState()] * max(self.num_workers, 1),
+            "counts": StreamCounts(),
+            "num_steps": num_steps,
+            "num_passes": 0,
+            "num_arrived": 0,
+        }
+        self._restore(self._start)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        documents = iter(state["documents"])
+        self._closed = deque([next(documents) for _ in range(size)] for size in state["closed"])
+        self._waiting = dict(enumerate(documents))
+        self._readers = list(state["readers"])
+        counts, self._num_arrived = state["counts"], state["num_arrived"]
+        self._ledger, self._packed = counts.ledger, np.array([counts.packs, counts.documents, counts.tokens])
+        self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
+        self._snapshots = {self.num_steps: state}
+
+    def state_dict(self, num_steps: int) -> dict[str, Any]:
+        """The state after `num_steps` optimizer steps, the last one handed out or the one before; for `torch.save`.
+
+        It holds what was read and not trained yet: at most `buffer_size` documents and a chunk per reader.
+        """
+        state = self._snapshots[num_steps]
+        documents = state["documents"]
+
+        def joined(name: str) -> torch.Tensor:
+            parts = [document[name] for document in documents]
+            return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
+
+        return state | {
+            "documents": {name: joined(name) for name in ("input_ids", "labels")},
+            "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
+            "readers": [asdict(reader) for reader in state["readers"]],
+            "counts": asdict(state["counts"]),
+            "settings": self.settings,
+            "version": STATE_VERSION,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
+        """Go on from `state_dict()`.
+
+        Args:
+            num_skipped: micro-batches that the caller throws away first, as the Trainer does after a restart: it gets
+                so many empty ones.
+
+        Raises:
+            ValueError: the settings are not those that the state was saved under.
+        """
+        given = self.settings | {"version": STATE_VERSION}
+        saved = state["settings"] | {"version": state["version"]}
+        changed = [
+            f"{name} {saved.get(name)!r} is now {given[name]!r}" for name in given if given[name] != saved.get(name)
+        ]
+        if changed:
+            raise ValueError(
+                f"The checkpoint's stream was packed under other settings: {', '.join(changed)}. Which documents were "
+                "trained cannot be said under the new ones. Set them back, or set `ignore_data_skip=True` to begin the "
+                "stream anew."
+            )
+        lengths, counts = state["lengths"].tolist(), state["counts"]
+        columns = {
+            name: [part.numpy().copy() for part in flat.split(lengths)] for name, flat in state["documents"].items()
+        }
+        self._start = state | {
+            "documents": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+            "readers": [ReaderState(**reader) for reader in state["readers"]],
+            "counts": StreamCounts(**counts | {"ledger": Ledger.from_dict(counts["ledger"])}),
+        }
+        self._num_skipped = num_skipped
+        self._restore(self._start)
+
+
+def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    """Where the state of one rank's stream is in a checkpoint."""
+    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+
+
+def _as_it_is(chunk: Any) -> Any:
+    return chunk
+
+
+def stream_loader(
+    stream: PackedStream, collate: Callable[[Pack], dict[str, Any]], device: torch.device | None, pin_memory: bool
+) -> DataLoaderShard:
+    """Batches of the stream, on the device; packing runs in this process, reading where the stream reads."""
+    loader = DataLoader(
+        stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
+    )
+    return left_alone(loader, device)
+
+
+def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: int, ignore_data_skip: bool) -> None:
+    """Set the stream to where it was after `num_steps` steps; the Trainer then throws `num_skipped` batches away.
+
+    Raises:
+        ValueError: the state of this rank is not there; what `PackedStream.load_state_dict` refuses.
+    """
+    file = stream_file(checkpoint, stream.rank)
+    if ignore_data_skip:
+        stream.begin(num_steps)
+        return
+    if not file.is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={checkpoint!r}` was given and has no `{file.name}`, which says where the stream "
+            f"of rank {stream.rank} of {stream.world_size} was. More ranks than before, or a checkpoint that lies on "
+            "another node, cannot be continued. Launch as many ranks as before and copy the checkpoint to every node, "
+            "or set `ignore_data_skip=True` to begin the stream anew."
+        )
+    stream.load_state_dict(torch.load(file, weights_only=True), num_skipped)

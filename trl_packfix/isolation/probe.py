@@ -1,0 +1,282 @@
+"""Small packs for the leak probe: made exactly as for training, run through the model as it will train.
+
+`isolation.py` decides what to compare, `tracing.py` where information crosses; this room runs the forwards.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..attention.forwards import all_in_one_batch, backbone, base_model, text_config
+from ..data.collator import PackedDataCollator
+
+# Fields of a config that name a length at which the model begins to treat a document in another way
+THRESHOLD = re.compile(
+    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
+    r"|conv_L_cache|original_max_position_embeddings"
+)
+
+
+class CannotRun(Exception):
+    """The model raised; what it raised is the cause."""
+
+
+class Probe:
+    """Runs small packs through `model`, a transformers causal LM that PEFT, DDP or an engine may wrap.
+
+    A compiled model runs uncompiled here: hooks that come after the compilation are not called in it.
+
+    Attributes:
+        inner: the transformers model.
+        has_engine: whether DDP or an engine hooks into its backward passes. FSDP2 shards the model in place, and
+            torch 2.13 crashes in `autograd.grad` through it.
+    """
+
+    def __init__(self, model: Any):
+        model = self.model = uncompiled(model)
+        self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        while _is_wrapped(model):
+            model = uncompiled(model.module)
+        self.inner = base_model(model)
+        self.device = next(self.inner.parameters()).device
+        self.config = text_config(self.inner)
+        self.attention = self.config._attn_implementation or "its own"
+        self._collate = PackedDataCollator()
+        self._generator = torch.Generator().manual_seed(0)
+        special = {getattr(self.config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
+        self._low = max([t for t in special if isinstance(t, int) and t < self.config.vocab_size // 2], default=0) + 1
+
+    def tokens(self, length: int) -> Tensor:
+        """A random document, on the CPU; the same on all ranks."""
+        return torch.randint(self._low, self.config.vocab_size, (length,), generator=self._generator)
+
+    def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
+        """Last hidden states of each document in one pack, (length, hidden) each; `CannotRun` if the model raises."""
+        with torch.set_grad_enabled(gradient):
+            states = self._states(self._batch(documents), large)
+        lengths = [len(ids) for ids in documents]
+        if states.shape[1] != sum(lengths):
+            raise CannotRun(f"the LM head is given {states.shape[1]} states for a pack of {sum(lengths)} tokens")
+        return list(states[0].split(lengths))
+
+    def alone(self, ids: Tensor, large: bool = False) -> Tensor:
+        """Last hidden states of documents in a forward without boundaries: (n,) -> (n, hidden), (B, n) -> (n, hidden).
+
+        As an unpacked model computes them; of several rows, the first.
+        """
+        training = [module for module in self.inner.modules() if module.training]
+        self.inner.eval()  # our attention refuses a training forward without boundaries
+        ids = (ids if ids.dim() == 2 else ids[None]).to(self.device)
+        try:
+            with torch.no_grad():
+                return self._states({"input_ids": ids, "use_cache": False}, large)[0]
+        finally:
+            for module in training:
+                module.training = True
+
+    def _batch(self, documents: list[Tensor]) -> dict[str, Any]:
+        batch = self._collate([{"input_ids": ids} for ids in documents])
+        batch.pop("labels")
+        return {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+    def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:
+        """What reaches the LM head, (B, T, hidden), through the whole wrapped model.
+
+        For a `large` pack what leaves the backbone, and the logits of one token only: all of them would be T x V.
+        """
+        caught: list[Tensor] = []
+        # bart calls its decoder past the base model; what is repaired around a decoder calls that more than once
+        below = {backbone(self.inner), self.inner.base_model} - {self.inner}
+        takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
+        if large and takes_few and below:
+            batch["logits_to_keep"] = 1
+            handles = [m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below]
+        else:
+            head = self.inner.get_output_embeddings()
+            handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
+        self._draw_again()
+        try:
+            self.model(**batch)
+        except torch.OutOfMemoryError:  # says nothing about documents
+            raise
+        except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
+            raise CannotRun(str(error)) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        states = caught[-1]  # the outermost ends last
+        return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
+
+    def _draw_again(self) -> None:
+        """Let a router that draws lots draw the same in every run: on the devices that `undisturbed` restores."""
+        torch.default_generator.manual_seed(0)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(0)
+
+    def gradient(self, documents: list[Tensor]) -> float | None:
+        """Largest gradient of one document's states by the embeddings of the others; None where it cannot be taken."""
+        embedded: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            if embedded:
+                return output
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()  # some models write into what the embedding returns
+
+        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
+        lengths, largest = [len(ids) for ids in documents], 0.0
+        try:
+            with torch.enable_grad():
+                states = self._states(self._batch(documents))[0].split(lengths)
+                for own in range(len(documents)):
+                    weights = torch.randn(states[own].shape, generator=self._generator).to(states[own])
+                    (gradient,) = torch.autograd.grad((states[own] * weights).sum(), embedded[0], retain_graph=True)
+                    if gradient[..., 0].numel() != sum(lengths):
+                        return None  # the backbone sees documents as padded rows, not the pack
+                    parts = gradient.reshape(-1, gradient.shape[-1]).split(lengths)
+                    others = [part.abs().max().item() for i, part in enumerate(parts) if i != own]
+                    largest = max(largest, *others)
+        except RuntimeError as error:
+            # Reentrant checkpointing refuses `autograd.grad`; a model that recomputes or detaches cannot be asked.
+            if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
+                return None
+            raise
+        except ValueError as error:  # of a repaired module that is recomputed
+            raise CannotRun(str(error)) from error
+        finally:
+            handle.remove()
+        return largest
+
+    def rounding(self, documents: list[Tensor]) -> float:
+        """What another grouping of the same sums may change, relative: 32 roundings in fp32, 4 in half precision.
+
+        The coarsest dtype that any module puts out counts. Weights do not tell: accelerate runs fp32 weights under
+        autocast inside the model's own forward.
+        """
+        dtypes: set[torch.dtype] = set()
+
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            for value in output if isinstance(output, tuple) else [output]:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    dtypes.add(value.dtype)
+
+        handles = [module.register_forward_hook(note) for module in self.inner.modules()]
+        try:
+            self.packed(documents)
+        finally:
+            for handle in handles:
+                handle.remove()
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return (4 if eps > 1e-4 else 32) * eps
+
+    def rounded_otherwise(self, documents: list[Tensor], draw: int) -> list[Tensor]:
+        """`packed`, every number in half precision that a module puts out moved by half an ulp, up or down at random.
+
+        Other kernels, and the same for other shapes, round otherwise; this is about the most that they may.
+        """
+        generator = torch.Generator().manual_seed(draw)
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+                return value
+            signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
+            return (value.float() * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+
+        def move(module: nn.Module, args: tuple, output: Any) -> Any:
+            return tuple(map(moved, output)) if type(output) is tuple else moved(output)
+
+        head = self.inner.get_output_embeddings()
+        leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
+        handles = [module.register_forward_hook(move) for module in leaves]
+        try:
+            return self.packed(documents)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def on_any_rank(self, condition: Any) -> bool:
+        """Whether it holds here or, where an engine makes ranks wait for each other's forwards, on any of them.
+
+        Kernels that add in another order each time may give ranks other roundings, and then other forwards to run.
+        """
+        if not (self.has_engine and dist.is_initialized()):
+            return bool(condition)
+        found: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(found, bool(condition))
+        return any(found)
+
+    def thresholds(self, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Lengths at which the model changes what it does: those below `max_length` and at least `shortest`, the rest.
+
+        None tests all.
+        """
+        found = {}
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for name, value in [*vars(self.config).items(), *(rope.items() if isinstance(rope, dict) else ())]:
+            if THRESHOLD.search(name) and isinstance(value, int) and value > 1:
+                found[name] = value
+        if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
+            found["max_position_embeddings"] = self.config.max_position_embeddings
+        reach = {k: v for k, v in found.items() if max_length is None or v < max_length}
+        return {k: v for k, v in reach.items() if v >= shortest}, {k: v for k, v in found.items() if k not in reach}
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards.
+
+        Nor does a parameter stay gathered under FSDP2, whose root otherwise waits for a backward pass.
+        """
+        inner = self.inner
+        modes = [(module, module.training) for module in inner.modules()]
+        rates = [
+            (module, name, rate)
+            for module in inner.modules()
+            for name, rate in vars(module).items()
+            if "drop" in name and isinstance(rate, float) and rate > 0
+        ]
+        rates += [(m, "p", m.p) for m in inner.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+        buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
+        devices = [inner.device] if inner.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), all_in_one_batch():
+            try:
+                inner.train()
+                inner.get_input_embeddings().eval()  # NEFTune's noise, under which no document is what it was
+                for module, name, _ in rates:
+                    setattr(module, name, 0.0)
+                yield
+            finally:
+                for module, name, rate in rates:
+                    setattr(module, name, rate)
+                for module, training in modes:
+                    module.training = training
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+                with torch.no_grad():
+                    for buffer, value in buffers:
+                        if buffer.shape == value.shape:
+                            buffer.copy_(value)
+
+
+def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
+    """Largest difference of these documents' states; infinity where one is not a number."""
+    gaps = [(first[i].double() - second[i].double()).abs().max().item() for i in which]
+    return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` was given."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """DDP, DataParallel and the DeepSpeed engine hold the model as `module`."""
+    return isinstance(getattr(model, "module", None), nn.Module)

@@ -1,0 +1,199 @@
+"""The search for a repair: which modules must see documents by themselves, and how, until the leak probe is content.
+
+Nothing is known about a model in advance. The probe shows two runs that should agree; the smallest module where they
+part is repaired, together with all others of its class; and so on. Where no way of dividing its arguments helps, its
+parent takes its place, up to the backbone.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import nn
+
+from ..attention.forwards import PackedForwardGuard
+from ..attention.varlen import OwnMaskError
+from .axes import ModuleAxes, NotLearned, learn_axes
+from .check import LENGTHS, judge, refused
+from .probe import CannotRun, Probe
+from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
+from .report import IsolationReport
+from .tracing import Evidence, find_leaks, find_raising, find_shifted
+
+MAX_ROUNDS = 40  # more than any model took by far; each costs a probe
+
+
+@dataclass
+class _Site:
+    """Modules of one class, repaired alike."""
+
+    names: list[str]
+    ways: Iterator[Way]
+    way: Way | None = None
+    repaired: list[RepairedModule] | None = None
+
+    def remove(self) -> None:
+        for module in self.repaired or []:
+            module.remove()
+        self.repaired = None
+
+
+class RepairSearch:
+    """Repairs the model of a probe; `remove()` gives it back as it was.
+
+    Args:
+        probe: of the model as it trains; call inside `probe.undisturbed()`.
+        guard: of the model, which may be told to drop masks that the model makes itself.
+        max_length: the longest document of the run, in tokens.
+    """
+
+    def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
+        self.probe, self.guard, self.max_length = probe, guard, max_length
+        self._sites: dict[type[nn.Module], _Site] = {}
+        self._restarted: list[tuple[RestartedPositions, Repair]] = []
+        self._modules = dict(probe.inner.named_modules())
+
+    def run(self) -> IsolationReport:
+        """Repair until documents are isolated and equal to themselves alone, or nothing is left to try."""
+        for _ in range(MAX_ROUNDS):
+            try:
+                report, evidence = judge(self.probe, self.max_length)
+                if evidence is not None and not self._restarted and self._restart_positions():
+                    continue
+            except CannotRun as error:
+                report = refused(self.probe, error)
+                if not self.guard.ignores_masks and self._masks_are_boundaries():
+                    self.guard.ignores_masks = True
+                    continue
+                name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
+            else:
+                if agreed(evidence is None) or evidence is None:  # `agreed` raises where ranks differ
+                    return report
+                name = self._locate(report, evidence)
+            if name is None and self._sites:  # seen in the backward pass only, say: what was repaired last did it
+                name = list(self._sites.values())[-1].names[0]
+            if agreed(name) is None or name is None or not self._repair(self._outermost(name)):
+                break
+        return report
+
+    def remove(self) -> None:
+        for site in self._sites.values():
+            site.remove()
+        self._sites.clear()
+        for restarted, _ in self._restarted:
+            restarted.remove()
+        self._restarted.clear()
+        self.guard.ignores_masks = False
+
+    @property
+    def repairs(self) -> list[Repair]:
+        """What is repaired now."""
+        first: dict[tuple[str, str], Repair] = {}
+        for _, repair in self._restarted:
+            known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
+            first[repair.module, repair.way] = replace(known, count=known.count + 1)
+        return [*first.values()] + [
+            Repair(kind.__name__, site.names[0], len(site.names), str(site.way)) for kind, site in self._sites.items()
+        ]
+
+    def _masks_are_boundaries(self) -> bool:
+        """Whether the model raises over a mask that says no more than the boundaries, seen with gradients."""
+        try:
+            self.probe.packed([self.probe.tokens(n) for n in LENGTHS], gradient=True)
+        except CannotRun as error:
+            return isinstance(error.__cause__, OwnMaskError) and error.__cause__.is_boundary
+        return False
+
+    def _restart_positions(self) -> bool:
+        for each in find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS]):
+            module = self._modules[each.name]
+            repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
+            self._restarted.append((RestartedPositions(module, each.place, each.axis, each.first), repair))
+        return bool(self._restarted)
+
+    def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
+        """The smallest module where the two runs part."""
+        if report.leaks:
+            return report.leaks[0].name
+        # What only the gradient shows is below the tolerance of the forwards
+        tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
+        leaks = find_leaks(self.probe, evidence, tolerance)
+        return leaks[0].name if leaks else None
+
+    def _outermost(self, name: str) -> str:
+        """The repaired module around this one, else the smallest that is not torch's: those mix nothing alone."""
+        outer = [other for other in self._repaired() if name == other or name.startswith(other + ".")]
+        if outer:
+            return min(outer, key=len)
+        while _is_torchs(self._modules[name]) and "." in name:
+            name = name.rpartition(".")[0]
+        return name
+
+    def _repaired(self) -> list[str]:
+        return [name for site in self._sites.values() for name in site.names]
+
+    def _repair(self, name: str) -> bool:
+        """Repair this module and all of its class in the next way that there is, else its parent; False at the top."""
+        while name:
+            kind = type(self._modules[name])
+            if kind not in self._sites:
+                names = [other for other, module in self._modules.items() if type(module) is kind]
+                self._drop_inside(names)
+                self._sites[kind] = _Site(names, iter(WAYS))
+            if self._next_way(self._sites[kind]):
+                return True
+            self._sites.pop(kind).remove()
+            name = self._parent(name)
+        return False
+
+    def _next_way(self, site: _Site) -> bool:
+        site.remove()
+        for way in site.ways:
+            try:
+                axes = learn_axes(self.probe, site.names)
+                if not way.positions and not _takes_positions(axes.values()):
+                    continue
+                if not axes:
+                    return False
+                # A run that raises ends before the last of them: those are called as the others of their class.
+                known = next(iter(axes.values()))
+                site.repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
+            except (NotLearned, ValueError):
+                continue
+            site.way = way
+            return True
+        return False
+
+    def _drop_inside(self, names: list[str]) -> None:
+        for kind, site in list(self._sites.items()):
+            if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
+                self._sites.pop(kind).remove()
+
+    def _parent(self, name: str) -> str:
+        """The next module above that is called: lists of modules are not."""
+        name = name.rpartition(".")[0]
+        while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):
+            name = name.rpartition(".")[0]
+        return name
+
+
+def agreed(value: Any) -> Any:
+    """`value`, which must be the same on all ranks: they repair the same modules, or stop together."""
+    values = gather_object([value])
+    if any(other != value for other in values):
+        raise RuntimeError(
+            f"the leak probe found {values} on the {len(values)} ranks: with other verdicts, ranks would run other "
+            "models and wait for each other forever. Set the same model, dtype and attention on all ranks; if they are "
+            'the same, set on_leak="unpack".'
+        )
+    return value
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    # FSDP2 gives a module a class made by torch that inherits from its own.
+    return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(module).__mro__)
+
+
+def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
+    return any(place == "position_ids" for each in axes for place in each.inputs)

@@ -1,0 +1,269 @@
+"""Where information crosses: the smallest modules that let one document of a pack change another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import Leaves, argument_leaves, output_leaves
+from .probe import CannotRun, Probe
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A module that lets information cross: what comes in of a document is unchanged, what goes out is not."""
+
+    name: str
+    module: str
+    change: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Two runs of the same document that should agree and do not.
+
+    `documents` as one pack, against `variant`, a pack in which some of them are other ones, or against the document
+    number `alone` in a forward of its own.
+    """
+
+    documents: list[Tensor]
+    variant: list[Tensor] | None = None
+    alone: int | None = None
+    large: bool = False
+
+    @property
+    def same_length(self) -> bool:
+        return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
+
+
+# Per module and call: inputs and outputs by the place where they were given: the axis of tokens, and (T, rest)
+Values = dict[str, tuple[int, Tensor]]
+Records = dict[str, list[tuple[Values, Values]]]
+
+
+def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_only: bool = False) -> list[Leak]:
+    """The smallest modules that get the same of a document in both runs and put out something else.
+
+    Values are compared relative to the largest of each tensor. `positions_only` looks at modules without parameters
+    that are given positions, as rotary embeddings are: what they put out depends on little else.
+    """
+    modules = {
+        name: module
+        for name, module in probe.inner.named_modules()
+        if not positions_only or next(module.parameters(), None) is None
+    }
+    recording = partial(_recording, modules, positions_only)
+    lengths = [*map(len, evidence.documents)]
+    with recording(sum(lengths)) as first:
+        probe.packed(evidence.documents, evidence.large)
+    if evidence.variant is None:
+        assert evidence.alone is not None
+        ids = evidence.documents[evidence.alone]
+        with recording(len(ids)) as second:
+            probe.alone(ids, evidence.large)
+        pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
+    else:
+        with recording(sum(map(len, evidence.variant))) as second:
+            probe.packed(evidence.variant, evidence.large)
+        pairs = _shared(evidence.documents, evidence.variant)
+    leaks = []
+    for name, module in modules.items():
+        for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
+            came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
+            if came_in <= tolerance < went_out:
+                leaks.append(Leak(name, type(module).__name__, went_out))
+                break
+    return _smallest(leaks)
+
+
+def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
+    """The smallest modules that get the same of a document to the bit and put out something else than before.
+
+    Of two packs. A deep model adds roundings up, so that at its end a leak is no larger than they are; here none is in
+    what came in, and `tolerance` is what one module may round otherwise: two units in the last place of half precision
+    in packs of the same lengths, and there in few numbers only, for an eighth of a unit in more than half the numbers
+    of a token is too much. What moves in a repeated run is left out.
+    """
+    assert evidence.variant is not None
+    modules = dict(probe.inner.named_modules())
+    runs = []
+    for documents in (evidence.documents, evidence.documents, evidence.variant):
+        with _recording(modules, False, sum(map(len, documents))) as records:
+            probe.packed(documents)
+        runs.append(records)
+    pairs = _shared(evidence.documents, evidence.variant)
+    everything = [(slice(None), slice(None))]
+    moved, leaking = [], set()
+    for name, module in modules.items():
+        for one, repeat, other in zip(*(records.get(name, []) for records in runs), strict=False):
+            sees = one[0].keys() & other[0].keys()
+            if sees and not _moved(one[1], repeat[1], everything) and not _moved(one[0], other[0], pairs):
+                change = _moved(one[1], other[1], pairs)
+                if change:
+                    moved.append(Leak(name, type(module).__name__, change))
+                    if evidence.same_length:
+                        leaks = change > tolerance or _share_moved(one[1], other[1], pairs, tolerance / 16) > 0.5
+                    else:  # integers may be places in the pack
+                        leaks = _moved(_numbers(one[1]), _numbers(other[1]), pairs) > tolerance
+                    if leaks:
+                        leaking.add(name)
+                    break
+    return [leak for leak in _smallest(moved) if leak.name in leaking]
+
+
+def _smallest(leaks: list[Leak]) -> list[Leak]:
+    """Those around no other."""
+    names = [leak.name for leak in leaks]
+    return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
+
+
+@dataclass(frozen=True)
+class ShiftedPositions:
+    """Positions that count differently in a pack: what module `name` gets at `place` starts with `first` alone."""
+
+    name: str
+    place: str
+    axis: int
+    first: int
+
+
+def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
+    """Innermost modules whose positions count up in each document, but from another number than in it alone."""
+    lengths = [len(ids) for ids in documents]
+    recording = partial(_recording, dict(probe.inner.named_modules()), False)
+    with recording(sum(lengths)) as packed:
+        probe.packed(documents)
+    alone = []
+    for ids in documents:
+        with recording(len(ids)) as records:
+            probe.alone(ids)
+        alone.append(records)
+    found = []
+    for name in packed:
+        for place, (axis, values) in packed[name][0][0].items():
+            if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
+                continue
+            seen = [records[name][0][0].get(place) for records in alone if name in records]
+            given = [each for each in seen if each is not None]
+            if len(given) < len(alone):
+                continue
+            counts = [each[1].flatten() for each in given]
+            parts = values.flatten().split(lengths)
+            counts_up = all(torch.equal(part.diff(), torch.ones_like(part[1:])) for part in [*counts, *parts])
+            first = {int(each[0]) for each in counts}
+            if counts_up and len(first) == 1 and any(int(part[0]) not in first for part in parts):
+                found.append(ShiftedPositions(name, place, axis, first.pop()))
+    return [each for each in found if not any(_inside(other.name, each.name) for other in found if other is not each)]
+
+
+def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
+    """The innermost module that was running when the model raised on this pack; None if it does not raise."""
+    running: list[str] = []
+    handles = []
+
+    def leave(*args: Any) -> None:  # what a forward hook returns would replace the output
+        running.pop()
+
+    for name, module in probe.inner.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        probe.packed(documents)
+    except CannotRun:
+        return running[-1] if running else None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+@contextmanager
+def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: int) -> Iterator[Records]:
+    """What goes into and comes out of these modules, where it has an axis of `num_tokens`.
+
+    A module that repairs itself is seen from outside: its inputs before its own hooks, its outputs after them.
+    """
+    records: Records = {}
+    inputs: dict[str, list[Values | None]] = {}
+    handles = []
+    for name, module in modules.items():
+
+        def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            given, _ = argument_leaves(module, args, kwargs)
+            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in given)
+            wanted = sees_positions or not positions_only
+            inputs.setdefault(name, []).append(_by_token(given, num_tokens) if wanted else None)
+
+        def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+            given = inputs[name].pop()
+            if given is not None:
+                records.setdefault(name, []).append((given, _by_token(output_leaves(output)[0], num_tokens)))
+
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _inside(name: str, parent: str) -> bool:
+    return not parent or name.startswith(parent + ".")
+
+
+def _span(lengths: list[int], index: int) -> slice:
+    return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
+
+
+def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice, slice]]:
+    """Where the documents lie that are the same in both packs."""
+    lengths, others = [*map(len, documents)], [*map(len, variant)]
+    return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
+
+
+def _by_token(leaves: Leaves, num_tokens: int) -> Values:
+    found = {}
+    for place, value in leaves:
+        if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
+            axis = value.shape.index(num_tokens)
+            found[place] = (axis, value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu())
+    return found
+
+
+def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
+    """Largest change of these spans, relative to the largest value of each tensor; 0 where there is nothing to see."""
+    largest = 0.0
+    for place in before.keys() & after.keys():
+        one, other = before[place][1], after[place][1]
+        if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of another T
+            continue
+        if one.is_complex():
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        one, other = one.double(), other.double()
+        scale = one.abs().max().clamp(min=1e-30)
+        for here, there in pairs:
+            gap = (one[here] - other[there]).abs()
+            if gap.numel():
+                largest = max(largest, (gap.max() / scale).item())
+    return largest
+
+
+def _numbers(values: Values) -> Values:
+    """Those that are no integers."""
+    return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
+
+
+def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], least: float) -> float:
+    """Largest share of the numbers of a token that are moved by more than `least` of their own size."""
+    shares = [0.0]
+    for place in before.keys() & after.keys():
+        one, other = (x.to(torch.promote_types(x.dtype, torch.double)) for x in (before[place][1], after[place][1]))
+        if one.shape[1] == other.shape[1] > 1:
+            moved = [(one[here] - other[there]).abs() > least * one[here].abs() for here, there in pairs]
+            shares += [each.double().mean(1).max().item() for each in moved]
+    return max(shares)

@@ -1,0 +1,96 @@
+"""Right on models that cannot be packed: the documents of a pack as rows of right-padded batches.
+
+The batches, their documents and the loss stay those of packed training; only the backbone sees rows. Later padding
+cannot reach earlier tokens of a causal model, so each document is computed as it is alone. It costs the padding.
+"""
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.forwards import BOUNDARIES, backbone, base_model, undivided
+from ..attention.rows import Axes, DocumentRows, Group
+from .repair import is_sharded
+
+DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
+TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+
+
+class UnpackedForward:
+    """Makes the backbone of `model` see each document of a packed row as a row of its own; `remove()` ends it.
+
+    A forward without boundaries is left alone. Documents of similar length go together, in calls of no more padded
+    tokens than the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents go in one call, so that
+    all ranks gather the same parameters in the same order.
+
+    Attributes:
+        num_tokens, num_padded: tokens of the packs so far, and tokens that the backbone saw for them.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.num_tokens = self.num_padded = 0
+        self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
+        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # its calls
+        inner = base_model(model)
+        rows = backbone(inner)
+        # always_call: a forward that raises must not leave its documents to the next one
+        self._handles = [
+            inner.register_forward_pre_hook(self._hear, with_kwargs=True),
+            inner.register_forward_hook(self._forget, always_call=True),
+            rows.register_forward_pre_hook(self._enter, with_kwargs=True),
+            rows.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Many models do not hand boundaries on to their backbone.
+        self._boundaries.append(kwargs.get("cu_seq_lens_q"))
+
+    def _forget(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._boundaries:
+            self._boundaries.pop()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is None:
+            boundaries = self._boundaries[-1] if self._boundaries else None
+        if boundaries is None:
+            self._running.append(None)
+            return None
+        # Models of text and images embed the tokens themselves.
+        name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
+        tokens = args[0] if args else kwargs[name]
+        rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
+        # Where parameters are sharded, all documents in one call: all ranks gather the same in the same order.
+        budget = inf if is_sharded(module) else tokens.shape[1]
+        documents = DocumentRows(boundaries.diff().tolist(), tokens.device, undivided(budget))
+        self._running.append((documents, name, tokens, rest))
+        self.num_tokens += tokens.shape[1]
+        self.num_padded += documents.num_padded
+        return (), _inputs(documents.groups[0], name, tokens, rest)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        state = self._running.pop() if self._running else None
+        if state is None or output is None:
+            return output
+        documents, name, tokens, rest = state
+        outputs = [output]
+        outputs += [module.forward(**_inputs(group, name, tokens, rest)) for group in documents.groups[1:]]
+        if isinstance(output, tuple):
+            return (documents.join([each[0] for each in outputs], TOKENS), *output[1:])
+        output["last_hidden_state"] = documents.join([each["last_hidden_state"] for each in outputs], TOKENS)
+        if output.get("router_logits") is not None:
+            layers = zip(*(each["router_logits"] for each in outputs), strict=True)
+            output["router_logits"] = tuple(documents.join(list(layer), Axes((0,), 0)) for layer in layers)
+        return output
+
+
+def _inputs(group: Group, name: str, tokens: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
+    lengths = torch.tensor(group.lengths, device=tokens.device)
+    mask = torch.arange(group.longest, device=tokens.device) < lengths[:, None]
+    return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}

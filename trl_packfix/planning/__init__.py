@@ -1,0 +1,1 @@
+"""Lengths in, packs and schedules out: integers and numpy, nothing of torch."""

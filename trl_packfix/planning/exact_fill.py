@@ -1,0 +1,244 @@
+"""Packs in visiting order: a bounded buffer, oldest documents first, each pack closed by an exact fill.
+
+A *position* is a document's place in visiting order.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+
+from .best_fit import Int64Array, Packs, best_fit_decreasing, by_earliest, select_packs
+
+MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
+FILL_FROM = 3  # gaps of so many mean documents are looked for an exact fill; see `_close_packs`
+MAX_REMEMBERED = 1 << 16  # positions kept after they were placed: bounds the memory of a stream without end
+
+
+class _Buffer:
+    """Waiting documents by length, with the searches that closing a pack needs.
+
+    `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
+    to a gap are then the ones in the bitwise "and" of two slices.
+    """
+
+    def __init__(self, longest: int):
+        self.longest = longest
+        self.num_documents = self.num_tokens = 0
+        self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
+        self.present = bytearray(longest + 1)
+        self.mirrored = bytearray(longest + 1)
+        self.forward = np.frombuffer(self.present, dtype=np.uint8)
+        self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
+
+    def add(self, position: int, length: int) -> None:
+        self.num_documents += 1
+        self.num_tokens += length
+        waiting = self.waiting[length]
+        if waiting:
+            waiting.append(position)
+            return
+        if waiting is None:
+            self.waiting[length] = deque((position,))
+        else:
+            waiting.append(position)
+        self.present[length] = self.mirrored[self.longest - length] = 1
+
+    def take(self, length: int) -> int:
+        """Remove the oldest document of this length."""
+        waiting = self.waiting[length]
+        assert waiting  # the caller has seen it present
+        position = waiting.popleft()
+        self.num_documents -= 1
+        self.num_tokens -= length
+        if not waiting:
+            self.present[length] = self.mirrored[self.longest - length] = 0
+        return position
+
+    def renumber(self, forgotten: int) -> None:
+        """Lower every position by `forgotten`."""
+        for waiting in filter(None, self.waiting):
+            for i in range(len(waiting)):
+                waiting[i] -= forgotten
+
+    def longest_up_to(self, length: int) -> int:
+        """-1 where there is none."""
+        return self.present.rfind(1, 0, min(length, self.longest) + 1)
+
+    def exact_fill(self, gap: int, longest: int) -> tuple[int, ...]:
+        """Lengths of one document, or of the most even pair, that sum to `gap`; () where there are none.
+
+        Even pairs leave the shortest documents for the packs that can be closed with nothing else.
+        """
+        if gap <= longest and self.present[gap]:
+            return (gap,)
+        low, high = (gap + 1) // 2, min(gap - 1, longest)  # the longer one of the pair
+        if low > high:
+            return ()
+        start = self.longest - gap  # mirrored[start + l] is present[gap - l]
+        both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
+        found = both.find(1)
+        if found == 0 and 2 * low == gap and len(self.waiting[low] or ()) < 2:
+            found = both.find(1, 1)
+        return (low + found, gap - low - found) if found >= 0 else ()
+
+    def best_fill(self, gap: int) -> tuple[int, ...]:
+        """Lengths of the one document, or the two of different lengths, that leave least of `gap`; () if none fits."""
+        single = self.longest_up_to(gap)
+        if single < 0:
+            return ()
+        lengths = np.flatnonzero(self.forward[: single + 1])
+        partner = np.searchsorted(lengths, gap - lengths, side="right") - 1
+        partner = np.minimum(partner, np.arange(len(lengths)) - 1)
+        total = np.where(partner >= 0, lengths + lengths[partner], 0)
+        best = int(total.argmax())
+        return (int(lengths[best]), int(lengths[partner[best]])) if total[best] > single else (single,)
+
+
+def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
+    """`pack_arrivals` for lengths that are all known: members and sizes of the packs."""
+    if len(arriving) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, int(arriving.max())))
+
+
+def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, longest: int) -> Iterator[list[int]]:
+    """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
+
+    One document is asked for whenever one is placed; when none is left, the last buffer is packed by `_pack_rest`.
+    What comes next depends only on the documents that wait, in their order, and on those that arrive: a packer that is
+    given both again goes on with the same packs. Memory is bounded by the buffer.
+
+    Args:
+        arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
+        buffer_size: documents that wait at most.
+    """
+    positions, lengths = yield from _close_packs(iter(arriving), capacity, buffer_size, longest, until_empty=False)
+    if positions:
+        members, sizes = _pack_rest(np.array(lengths), capacity)
+        for pack in np.split(np.array(positions)[members], np.cumsum(sizes)[:-1]):
+            yield pack.tolist()
+
+
+def _as_arrays(packs: Iterable[list[int]]) -> Packs:
+    packs = list(packs)
+    members = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
+    return members, np.fromiter(map(len, packs), dtype=np.int64, count=len(packs))
+
+
+def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
+    """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
+
+    def until_empty(arriving: Int64Array) -> Packs:
+        return _as_arrays(_close_packs(iter(arriving.tolist()), capacity, len(arriving), int(arriving.max()), True))
+
+    decreasing = np.argsort(-lengths, kind="stable")
+    members, sizes = until_empty(lengths[decreasing])
+    candidates = [until_empty(lengths), (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
+    return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
+
+
+def _close_packs(
+    arriving: Iterator[int], capacity: int, buffer_size: int, longest: int, until_empty: bool
+) -> Generator[list[int], None, tuple[list[int], list[int]]]:
+    """Yields packs; returns positions and lengths left when nothing more arrives (none if `until_empty`).
+
+    The fill is looked for only when the gap is down to FILL_FROM mean documents. In larger gaps there is one more often
+    than not, of two long documents: these would be trained first and the short ones last.
+    """
+    buffer = _Buffer(longest)
+    lengths: list[int] = []
+    taken = bytearray()
+    forgotten = 0  # positions before the first of `lengths` and `taken`
+    oldest = 0
+    ended = False
+    add, remember, mark = buffer.add, lengths.append, taken.append  # looked up once: this runs for every document
+
+    def arrive() -> None:
+        nonlocal ended
+        length = next(arriving, 0)
+        if not length:
+            ended = True
+            return
+        add(len(lengths), length)
+        remember(length)
+        mark(0)
+
+    while len(lengths) < buffer_size and not ended:
+        arrive()
+    while until_empty or not ended:
+        oldest = taken.find(0, oldest)
+        if oldest < 0:
+            break
+        if oldest >= MAX_REMEMBERED:
+            del lengths[:oldest], taken[:oldest]
+            buffer.renumber(oldest)
+            forgotten, oldest = forgotten + oldest, 0
+        members: list[int] = []
+        gap, position = capacity, oldest
+        fill: tuple[int, ...] = ()
+        longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
+        fill_from = min(2 * longest_waiting, FILL_FROM * buffer.num_tokens / buffer.num_documents)
+        while position >= 0:
+            # It is the oldest of its length: an older one would have fitted and been placed.
+            length = lengths[position]
+            taken[buffer.take(length)] = 1
+            members.append(position + forgotten)
+            gap -= length
+            if not ended:
+                arrive()
+            if gap <= fill_from:
+                fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
+                if fill or not gap:
+                    break
+            position = _next_that_fits(lengths, taken, position + 1, gap)
+        while gap and (fill := fill or buffer.best_fill(gap)):
+            for length in fill:
+                position = buffer.take(length)
+                taken[position] = 1
+                members.append(position + forgotten)
+                gap -= length
+                if not ended:
+                    arrive()
+            fill = ()
+        yield members
+    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0).tolist()
+    return [position + forgotten for position in left], [lengths[position] for position in left]
+
+
+def _next_that_fits(lengths: list[int], taken: bytearray, start: int, gap: int) -> int:
+    """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
+    position = taken.find(0, start)
+    for _ in range(MAX_PASSED_OVER):
+        if position < 0 or lengths[position] <= gap:
+            return position
+        position = taken.find(0, position + 1)
+    return -1
+
+
+def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
+    """Best-fit decreasing in a window of waiting positions; the fullest half is emitted, the rest waits on."""
+    emitted: list[Packs] = []
+    waiting = np.zeros(0, np.int64)
+    arrived = 0
+    while arrived < len(arriving) or len(waiting):
+        more = min(window - len(waiting), len(arriving) - arrived)
+        waiting = np.concatenate([waiting, np.arange(arrived, arrived + more)])
+        arrived += more
+        members, sizes = best_fit_decreasing(arriving[waiting], capacity)
+        members, sizes = by_earliest(waiting[members], sizes)
+        if arrived < len(arriving):
+            starts = np.cumsum(sizes) - sizes
+            tokens = np.add.reduceat(arriving[members], starts)
+            due = np.minimum.reduceat(members, starts) < arrived - 2 * window
+            fullest = np.lexsort((-tokens, ~due))
+            half = int(np.searchsorted(np.cumsum(sizes[fullest]), window / 2)) + 1
+            chosen = np.zeros(len(sizes), dtype=bool)
+            chosen[fullest[: max(half, int(due.sum()))]] = True
+            waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~chosen))[0])
+            members, sizes = select_packs(members, sizes, np.flatnonzero(chosen))
+        else:
+            waiting = waiting[:0]
+        emitted.append((members, sizes))
+    return np.concatenate([members for members, _ in emitted]), np.concatenate([sizes for _, sizes in emitted])

@@ -1,0 +1,122 @@
+"""How long ranks wait for each other in a schedule, and how long they must.
+
+imbalance = sum over micro-steps of the largest rank cost / sum of the mean rank cost; 1.0 is perfect. Where ranks wait
+only at the end of a step, the sums are over steps, of what each rank does in one.
+
+The bound is what no schedule with the same documents in every step can beat: one document is never shared, and no
+micro-batch is above the capacity. Letters: S steps, G micro-batches per step, W ranks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from .balance import Synchronisation
+from .costs import CostModel, Float64Array
+from .dealing import Int64Array
+from .schedule import Schedule
+
+PRICES = 32  # of a token, that the bound tries
+GROUPS = 64  # documents that share a rank; more of them are short, and even
+
+
+def rank_costs(schedule: Schedule, lengths: Int64Array, cost_model: CostModel) -> Float64Array:
+    """Modelled cost of every micro-batch, shape (S, G, W)."""
+    total = np.concatenate([[0.0], np.cumsum(cost_model(lengths[schedule.order]))])
+    return np.diff(total[schedule.offsets]).reshape(-1, schedule.accumulation, schedule.world_size)
+
+
+def imbalance(
+    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, synchronisation: Synchronisation
+) -> float:
+    """See above; 1.0 with one rank."""
+    if schedule.world_size == 1:
+        return 1.0
+    costs = rank_costs(schedule, lengths, cost_model)
+    if synchronisation == "step":
+        costs = costs.sum(axis=1)
+    return float(costs.max(axis=-1).sum() / costs.mean(axis=-1).sum())
+
+
+def imbalance_bound(
+    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, capacity: int, synchronisation: Synchronisation
+) -> float:
+    """No schedule with these steps has a lower imbalance; it may still be higher than any can reach.
+
+    Args:
+        lengths: tokens of each document of the dataset, shape (N,).
+        capacity: most tokens of a micro-batch.
+    """
+    micro, ranks = schedule.accumulation, schedule.world_size
+    if ranks == 1:
+        return 1.0  # nobody to wait for; looking at every step takes a second per 50,000 of them
+    least, mean = 0.0, 0.0
+    for step in range(schedule.num_steps):
+        documents = _Sorted(lengths[schedule.step_documents(step)], cost_model, micro, ranks, capacity)
+        mean += documents.total / ranks
+        least += documents.longest_rank() if synchronisation == "step" else documents.longest_micro_steps()
+    return least / mean
+
+
+class _Sorted:
+    """Documents of a step, longest first, and what slots must cost that hold some of them.
+
+    At any price of a token a document costs its tokens and what it has above that, its excess. So slots that must hold
+    T tokens cost at least T at that price, the excess of documents known to be there, and what cheaper documents save,
+    as if they were all there. The best of several prices counts.
+    """
+
+    def __init__(self, lengths: Int64Array, cost_model: CostModel, micro: int, ranks: int, capacity: int):
+        self.micro, self.ranks, self.capacity = micro, ranks, capacity
+        self.lengths = -np.sort(-lengths)
+        self.costs = cost_model(self.lengths)
+        self.total = float(self.costs.sum())
+        price = self.costs / self.lengths
+        order = np.argsort(price, kind="stable")
+        places = np.linspace(0, len(price) - 1, PRICES).astype(np.int64)
+        self.prices = np.append(0.0, price[order[places]])[:, None]
+        tokens, costs = (np.cumsum(np.append(0, values[order])) for values in (self.lengths, self.costs))
+        self.cheapest = tokens, costs
+        self.cheaper = np.append(0.0, costs[places] - price[order[places]] * tokens[places])[:, None]
+        # Of a document or of one that is longer: with chunked attention a longer one may have less.
+        longest = slice(0, max(GROUPS, micro) * ranks)
+        excess = np.maximum(self.costs[longest] - self.prices * self.lengths[longest], 0)
+        self.excess = np.minimum.accumulate(excess, axis=1)
+
+    def least(self, slots: npt.ArrayLike, excess: Float64Array) -> Float64Array:
+        """Least cost of so many slots, shape (n,), whose documents have that excess, shape (prices, n)."""
+        others = self.micro * self.ranks - np.asarray(slots)
+        must_hold = np.maximum(self.lengths.sum() - others * self.capacity, 0)
+        return (self.prices * must_hold + excess + self.cheaper).max(axis=0)
+
+    def longest_rank(self) -> float:
+        """Of the k * W + 1 longest documents, k + 1 are on one rank.
+
+        And the m longest are on m ranks, which cost their mean or more, or two of them share one.
+        """
+        sums = np.concatenate([0 * self.prices, np.cumsum(self.excess, axis=1)], axis=1)
+        k = np.arange(-(-self.excess.shape[1] // self.ranks))
+        best = self.least(self.micro, sums[:, k * self.ranks + 1] - sums[:, k * self.ranks - k]).max()
+        m = np.arange(2, min(self.ranks, self.excess.shape[1]) + 1)
+        if len(m):
+            apart = self.least(m * self.micro, sums[:, m]) / m
+            best = max(best, np.minimum(apart, self.least(self.micro, sums[:, m] - sums[:, m - 2])).max())
+        return max(self.total / self.ranks, float(best))
+
+    def longest_micro_steps(self) -> float:
+        """Documents above half the capacity never share a slot: the one in place g * W of them ends micro-step g.
+
+        The first j micro-steps hold no more than `most` says; the others need the rest's mean.
+        """
+        best = self.total / self.ranks
+        for j in range(1, self.micro + 1):
+            ending = np.arange(j) * self.ranks
+            if j > 1 and (ending[-1] >= len(self.lengths) or 2 * self.lengths[ending[-1]] <= self.capacity):
+                break
+            ends = float(self.least(j, self.excess[:, ending].sum(axis=1, keepdims=True))[0])
+            held = min(self.most(j * self.ranks), self.ranks * ends)
+            best = max(best, ends + (self.total - held) / self.ranks)
+        return best
+
+    def most(self, slots: int) -> float:
+        """Most that so many slots can cost, documents cut where the tokens end."""
+        return self.total - float(np.interp(self.lengths.sum() - slots * self.capacity, *self.cheapest))

@@ -1,0 +1,265 @@
+"""Which documents share a pack: document lengths in, packs out.
+
+Integers and numpy only; no token is read, and nothing here knows of torch or datasets. A plan is a pure function of
+(lengths, capacity, strategy, seed, epoch).
+
+    lengths  [5, 3, 4, 2]   capacity 7   ->   order [0, 3, 2, 1], offsets [0, 2, 4]:   packs {5, 2} and {4, 3}
+
+Two plans are made here. `stream` keeps the order in which documents are visited, up to a bounded buffer. `bfd` is
+best-fit decreasing over all documents at once.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .best_fit import Int64Array, best_fit_decreasing, by_earliest
+from .exact_fill import carry_over, fill_exactly
+
+STRATEGIES = ("stream", "bfd")
+NEEDS_MORE_THAN_LENGTHS = {
+    "bfd_split": "split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
+    "wrapped": "use the trainer or packed_dataloader with packing_strategy='wrapped'",
+    "minibatch": "use the trainer or packed_dataloader with packing_strategy='minibatch'",
+}
+NUM_SHOWN = 10  # offenders that an error message names
+FEW_PER_PACK = 4  # below this, 1000 documents seldom hold an exact fill: there `stream` may look further ahead
+LOOK_AHEAD = 16  # and by how many buffers
+
+
+@dataclass(frozen=True, eq=False)
+class PackPlan:
+    """N documents in P packs.
+
+    Attributes:
+        order: document indices, pack after pack, int64, shape (N,).
+        offsets: pack i is `order[offsets[i]:offsets[i + 1]]`, int64, shape (P + 1,).
+        lengths: tokens of each document, shape (N,).
+        capacity: most tokens a pack may hold.
+
+    >>> plan = plan_packs([5, 3, 4, 2], capacity=7, strategy="bfd")
+    >>> plan.num_packs, plan.efficiency, plan.lower_bound
+    (2, 1.0, 2)
+    """
+
+    order: Int64Array
+    offsets: Int64Array
+    lengths: Int64Array
+    capacity: int
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens / (packs x capacity); 1.0 for a plan of zero packs, which wastes nothing."""
+        return int(self.lengths.sum()) / (self.num_packs * self.capacity) if self.num_packs else 1.0
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Fewest packs that any plan of these documents could need: the bound L2 of Martello and Toth (1990).
+
+        Not always attainable: 0.4 x capacity each, documents go two to a pack, and the bound asks for 2.5.
+        Computed on the histogram when first asked for. Source: https://doi.org/10.1016/0166-218X(90)90094-S
+        """
+        capacity, counts = self.capacity, np.bincount(self.lengths, minlength=1)
+        documents = np.concatenate([[0], np.cumsum(counts)])  # [w] counts the documents shorter than w
+        tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
+        end = len(counts)
+        half = min(capacity // 2 + 1, end)  # lengths from here on: one per pack at most
+        # For a threshold k, no document of k tokens or more fits beside one longer than capacity - k. So the long
+        # ones up to capacity - k are the only packs with room for those in [k, capacity / 2]. Only lengths that occur
+        # can be the best k.
+        k = np.concatenate([[0], np.flatnonzero(counts[:half])])
+        shared = np.minimum(capacity - k + 1, end)
+        room = (documents[shared] - documents[half]) * capacity - (tokens[shared] - tokens[half])
+        overflow = tokens[half] - tokens[k] - room
+        return int(documents[-1] - documents[half] + np.maximum(-(-overflow // capacity), 0).max())
+
+
+def plan_packs(
+    lengths: npt.ArrayLike, capacity: int, strategy: str = "stream", seed: int = 0, epoch: int = 0
+) -> PackPlan:
+    """Packs for one epoch: every document in exactly one pack, no pack over `capacity`.
+
+    Args:
+        lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
+        capacity: most tokens a pack may hold.
+        strategy: `stream` visits documents in a random order and keeps to it (see `plan_stream`); `bfd` packs
+            the whole set at once (see `plan_bfd`).
+        seed, epoch: non-negative integers; another epoch gives another plan.
+
+    Raises:
+        ValueError: for lengths that are not one-dimensional integers or do not fit, and for unknown strategies.
+
+    >>> plan = plan_packs([300, 200, 500], capacity=512)
+    >>> sorted(sorted(pack.tolist()) for pack in np.split(plan.order, plan.offsets[1:-1]))
+    [[0, 1], [2]]
+    """
+    if strategy in NEEDS_MORE_THAN_LENGTHS:
+        raise ValueError(
+            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: "
+            f"{NEEDS_MORE_THAN_LENGTHS[strategy]}."
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of "
+            f"{', '.join(map(repr, STRATEGIES))} here, or also {', '.join(map(repr, NEEDS_MORE_THAN_LENGTHS))} in the "
+            "trainer."
+        )
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not _is_integer(value) or value < 0:
+            raise ValueError(
+                f"{name}={value!r} was given. The random order is drawn from non-negative integers. Set {name} to 0 "
+                "or more."
+            )
+    lengths = _checked(lengths, capacity)
+    rng = np.random.default_rng([seed, epoch])
+    if strategy == "bfd":
+        return plan_bfd(lengths, capacity, rng)
+    return plan_stream(lengths, rng.permutation(len(lengths)), capacity)
+
+
+def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
+    """Best-fit decreasing over all documents: longest first, each into the fullest pack that has room for it.
+
+    With `rng`, documents of equal length are exchanged at random and packs come in random order. Without, the plan is
+    deterministic and packs come in the order of their earliest document. Inside a pack, longer documents come first.
+
+    The work is done on the histogram of lengths, so its cost grows with distinct lengths; documents only cost a
+    counting sort. Source: Johnson (1974), https://doi.org/10.1137/0203025; for language models, arXiv 2404.10830.
+
+    >>> plan_bfd([2, 5, 3, 4], capacity=7, rng=None).order.tolist()
+    [1, 0, 3, 2]
+    """
+    lengths = _checked(lengths, capacity)
+    members, sizes = best_fit_decreasing(lengths, capacity, rng)
+    if rng is None:
+        members, sizes = by_earliest(members, sizes)
+    return _plan(members, sizes, lengths, capacity)
+
+
+def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buffer_size: int = 1000) -> PackPlan:
+    """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
+
+    A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
+    the oldest of them and goes on with the oldest that fit, until the gap is small and one or two documents of the
+    buffer fill it exactly. Where none do, the best fill is taken. Because each pack takes the oldest document, none
+    waits for more than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics
+    can.
+
+    Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
+    packs there, the whole order is packed so: in a window of 16 buffers, the fullest half is emitted, the rest carried
+    over, and a document more than two windows behind the last one to arrive is emitted at once.
+
+    Args:
+        order: the documents in visiting order, a permutation of range(N); `np.arange(N)` for sequential training.
+        buffer_size: documents; at least 1.
+
+    >>> plan_stream([4, 5, 3, 2], order=[0, 1, 2, 3], capacity=7).order.tolist()
+    [0, 2, 1, 3]
+    """
+    lengths = _checked(lengths, capacity)
+    order = np.asarray(order, dtype=np.int64 if np.size(order) == 0 else None)
+    if not _is_permutation(order, len(lengths)):
+        raise ValueError(
+            f"order of shape {order.shape} was given for {len(lengths)} lengths. It must name every document once. Set "
+            f"it to a permutation of range({len(lengths)})."
+        )
+    if not _is_integer(buffer_size) or buffer_size < 1:
+        raise ValueError(
+            f"buffer_size={buffer_size!r} was given. The buffer must hold at least the document that is placed next. "
+            "Set it to 1 or more; 1000 is the default."
+        )
+    arriving = lengths[order]
+    packs = None
+    if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
+        window = LOOK_AHEAD * buffer_size
+        pilot = arriving[:window]
+        packs = fill_exactly(pilot, capacity, buffer_size)
+        decreasing = carry_over(pilot, capacity, window)
+        if len(decreasing[1]) < len(packs[1]):
+            packs = decreasing if len(pilot) == len(arriving) else carry_over(arriving, capacity, window)
+        elif len(pilot) < len(arriving):
+            packs = None
+    members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
+    return _plan(order[members], sizes, lengths, capacity)
+
+
+def plan_blocks(
+    block: np.ndarray, lengths: np.ndarray, batch_size: int, capacity: int, rng: np.random.Generator | None
+) -> PackPlan:
+    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
+    _, first = np.unique(block, return_index=True)
+    blocks = np.split(np.arange(len(block)), first[1:])
+    if rng is not None:
+        blocks = [blocks[i] for i in rng.permutation(len(blocks))]
+    packs = [np.concatenate(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
+    return _plan_of(packs, lengths, capacity)
+
+
+def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
+    """The same packs in another order."""
+    packs = [plan.order[plan.offsets[i] : plan.offsets[i + 1]] for i in rng.permutation(plan.num_packs)]
+    return _plan_of(packs, plan.lengths, plan.capacity)
+
+
+def _plan_of(packs: list[np.ndarray], lengths: np.ndarray, capacity: int) -> PackPlan:
+    offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
+    return PackPlan(order=np.concatenate(packs), offsets=offsets, lengths=lengths, capacity=capacity)
+
+
+def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, capacity: int) -> PackPlan:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return PackPlan(members, offsets, lengths, int(capacity))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_permutation(order: np.ndarray, num_documents: int) -> bool:
+    if order.shape != (num_documents,) or order.dtype.kind not in "iu":
+        return False
+    if num_documents == 0:
+        return True
+    if int(order.min()) < 0 or int(order.max()) >= num_documents:
+        return False
+    return bool((np.bincount(order.astype(np.int64), minlength=num_documents) == 1).all())
+
+
+def _checked(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
+    """Lengths as int64, shape (N,), after the refusals that every plan shares."""
+    if not _is_integer(capacity) or capacity < 1:
+        raise ValueError(
+            f"capacity={capacity!r} was given. A pack must hold a whole number of tokens, at least one. Set it to the "
+            "tokens of one micro-batch, per_device_train_batch_size * max_length."
+        )
+    try:
+        given = np.asarray(lengths)
+        what = f"an array of shape {given.shape} and dtype {given.dtype}"
+    except ValueError:  # numpy makes no array of rows of different lengths
+        given, what = None, "nested sequences"
+    if given is None or given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        raise ValueError(
+            f"lengths: {what} was given. Planning needs one whole number of tokens per document. Set lengths to a "
+            "one-dimensional array of integers, such as [len(ids) for ids in dataset['input_ids']]."
+        )
+    for bad, why, what_to_set in (
+        (given < 1, "A document without tokens cannot be placed", "Drop empty documents first"),
+        (
+            given > capacity,
+            f"No pack of capacity={capacity} holds it whole",
+            f"Truncate, split or drop documents to {capacity} tokens, or raise capacity",
+        ),
+    ):
+        where = np.flatnonzero(bad)
+        if len(where):
+            shown = ", ".join(f"document {i} has {given[i]} tokens" for i in where[:NUM_SHOWN])
+            more = ", ..." if len(where) > NUM_SHOWN else ""
+            raise ValueError(f"lengths: {shown}{more} ({len(where)} of {len(given)} documents). {why}. {what_to_set}.")
+    return given.astype(np.int64, copy=False)

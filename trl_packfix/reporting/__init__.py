@@ -1,0 +1,1 @@
+"""What packing did, in numbers, pictures and text."""

@@ -1,0 +1,86 @@
+"""What packing did with the documents, counted for the report."""
+
+import numpy as np
+
+from ..data.epochs import EpochPlanner
+from ..data.reader import TokenReader
+from ..data.stream import PackedStream, StreamCounts
+from ..planning.imbalance import imbalance, imbalance_bound
+from .report import PackingReport
+from .sample import length_histogram, plan_sample
+
+NUM_DRAWN = 100_000  # documents, for the efficiency of padded batches
+
+
+def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> PackingReport:
+    """The report of a run that trains with this planner on documents of this table."""
+    documents, lengths = planner.documents, planner.documents.lengths
+    schedule = planner.schedule(0)
+    plan = planner.first_plan
+    packed_rows = reader.seq_lengths()
+    lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
+    not_reached = np.ones(len(documents), dtype=bool)
+    not_reached[schedule.order] = False
+    return PackingReport(
+        strategy=planner.strategy,
+        overlong=overlong,
+        max_length=planner.max_length,
+        batch_size=planner.batch_size,
+        accumulation=planner.accumulation,
+        world_size=planner.world_size,
+        capacity=planner.capacity,
+        num_rows=len(reader),
+        num_documents=len(documents),
+        num_tokens=int(lengths.sum()),
+        num_trained_tokens=int(documents.trained.sum()),
+        num_packs=plan.num_packs if plan else None,
+        lower_bound=plan.lower_bound if plan else None,
+        efficiency=plan.efficiency if plan else None,
+        padding_efficiency=_padding_efficiency(lengths, planner.batch_size),
+        num_steps=planner.num_steps,
+        documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
+        documents_not_reached=schedule.num_skipped,
+        tokens_not_reached=int(lengths[not_reached].sum()),
+        trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
+        imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
+        imbalance_bound=imbalance_bound(
+            schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
+        ),
+        ledger=documents.ledger,
+        lengths=length_histogram(lengths_given),
+        sample=plan_sample(planner, reader),
+    )
+
+
+def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCounts | None = None) -> PackingReport:
+    """The report of a run on a stream; `counts` is what was read and packed by all ranks."""
+    counts = counts or StreamCounts()
+    return PackingReport(
+        strategy="stream",
+        overlong=stream.overlong,
+        max_length=stream.max_length,
+        batch_size=stream.batch_size,
+        accumulation=stream.accumulation,
+        world_size=stream.world_size,
+        capacity=stream.capacity,
+        num_rows=None,
+        num_documents=counts.documents,
+        num_tokens=counts.tokens,
+        num_trained_tokens=counts.ledger.kept.trained_tokens,
+        num_packs=counts.packs,
+        lower_bound=None,
+        efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,
+        padding_efficiency=None,
+        num_steps=max_steps,
+        documents_per_step=None,
+        documents_not_reached=0,
+        ledger=counts.ledger,
+    )
+
+
+def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
+    """Share of real tokens in padded batches of documents in random order: one draw of some of them, for scale."""
+    drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), NUM_DRAWN), replace=False)
+    longest = np.maximum.reduceat(drawn, np.arange(0, len(drawn), batch_size))
+    missing = -len(drawn) % batch_size  # documents of the last batch
+    return int(drawn.sum()) / (int(longest.sum()) * batch_size - int(longest[-1]) * missing)

@@ -1,0 +1,221 @@
+"""Pictures of a plan: packs as strips, the mask of one of them, the lengths, the cost of each rank. matplotlib.
+
+Nothing is told by colour alone: documents are numbered, trained tokens stand taller, padding and waiting are hatched.
+The hues are six of Okabe and Ito's, which colour-blind readers tell apart (https://jfly.uni-koeln.de/color/).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .report import PackingReport
+    from .sample import LengthHistogram, PackSample, PlanSample
+
+HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+INK, QUIET = "#222222", "#8c8c8c"
+PALE = 0.30  # opacity of untrained tokens
+LABELLED = 1 / 45  # of the capacity: the narrowest document that has room for its number
+BOUNDED = 1 / 250  # and for a line where it starts
+WANTED_IN_MASK = 6  # blocks of one size: fewer show nothing, more cannot be told apart
+
+
+def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
+    """Four panels about one plan, written to `path` if one is given (the suffix says in which format).
+
+    Raises:
+        ValueError: the report is of a stream, or was read from a file: it holds no packs. ImportError: no matplotlib.
+    """
+    if report.sample is None or report.lengths is None:
+        raise ValueError(
+            f"The report of a run with strategy {report.strategy!r} was given without its first packs. A stream has "
+            "none before it is read, and a file keeps none. Plot `trainer.packing_report` of a dataset that is no "
+            "stream, or use `trl-packfix show --plot`."
+        )
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no window, and no global state of the caller's is touched
+    figure = Figure(figsize=(12, 7.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    (strips, mask), (lengths, costs) = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
+    _draw_strips(strips, report, report.sample)
+    _draw_mask(mask, report, report.sample)
+    _draw_lengths(lengths, report, report.lengths)
+    _draw_costs(costs, report, report.sample)
+    for axes in (strips, mask, lengths, costs):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK)
+    if path is not None:
+        figure.savefig(path, dpi=110, facecolor="white")
+    return figure
+
+
+def _hue(document: int) -> str:
+    return HUES[document % len(HUES)]
+
+
+def _write_number(axes: "Axes", x: float, y: float, document: int) -> None:
+    box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
+
+
+def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+    from matplotlib.patches import Patch
+
+    packs = sample.packs
+    for y, pack in enumerate(packs):
+        start = 0
+        for document, (length, runs) in enumerate(zip(pack.lengths, pack.trained, strict=True)):
+            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=_hue(document), alpha=PALE, linewidth=0)
+            spans = [(start + first, end - first) for first, end in runs]
+            axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=_hue(document), linewidth=0)
+            if length > BOUNDED * report.capacity:
+                axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
+            if length > LABELLED * report.capacity:
+                _write_number(axes, start + length / 2, y, document)
+            start += length
+        axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
+        rest = report.capacity - start
+        axes.broken_barh([(start, rest)], (y - 0.4, 0.8), facecolor="none", edgecolor=QUIET, hatch="////", linewidth=0)
+    axes.set(
+        xlim=(0, report.capacity * 1.002),
+        ylim=(len(packs) - 0.4, -1.15),
+        xlabel=f"tokens, of at most {report.capacity:,}",
+    )
+    axes.set_yticks(range(len(packs)), [pack.place(report.accumulation, report.world_size) for pack in packs])
+    axes.set_ylabel("step" + (".micro-batch" if report.accumulation > 1 else ""))
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.set_title(_packs_title(report), loc="left", fontsize=11)
+    keys = [
+        Patch(facecolor=HUES[0], label="trained (tall)"),
+        Patch(facecolor=HUES[0], alpha=PALE, label="not trained (low)"),
+        Patch(facecolor="none", edgecolor=QUIET, hatch="////", label="room left"),
+    ]
+    axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
+
+
+def _packs_title(report: "PackingReport") -> str:
+    if report.num_packs is None:
+        return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
+    padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
+    return (
+        f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
+        f"{report.efficiency:.1%} full{padded}"
+    )
+
+
+def _thousands(value: float, _: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+    from matplotlib.patches import Polygon
+    from matplotlib.ticker import MaxNLocator
+
+    packs = sample.packs
+    pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / WANTED_IN_MASK)))
+    ends = np.cumsum(pack.lengths).tolist()
+    starts = [0, *ends[:-1]]
+    total = ends[-1]
+    for document, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        corners = [(start, start), (start, end), (end, end)]
+        axes.add_patch(Polygon(corners, facecolor=_hue(document), edgecolor=INK, linewidth=0.6))
+        axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
+        if end - start > total / 14:
+            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document)
+    lengths = np.array(pack.lengths, dtype=float)
+    computed = (lengths * (lengths + 1)).sum() / (total * (total + 1))
+    labelled = [starts[0]]
+    labelled += [s for before, s in zip(starts[:-1], starts[1:], strict=True) if s - before > total / 18]
+    axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")
+    axes.set_yticks(labelled, [f"{start:,}" for start in labelled], fontsize=8)
+    axes.set_aspect("equal", adjustable="box")
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.xaxis.set_major_formatter(_thousands)
+    place = pack.place(report.accumulation, report.world_size)
+    axes.set_title(f"attention in {place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
+
+
+def _blocks(pack: "PackSample") -> float:
+    """Documents that stand out: as many of one size would have the same sum of squares."""
+    lengths = np.array(pack.lengths, dtype=float)
+    return lengths.sum() ** 2 / (lengths**2).sum()
+
+
+def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHistogram") -> None:
+    edges, counts = np.array(histogram.edges), np.array(histogram.counts)
+    over = edges[:-1] >= report.max_length
+    for mask, hatch, color in ((~over, None, HUES[0]), (over, "xxx", HUES[5])):
+        axes.bar(
+            edges[:-1][mask],
+            counts[mask],
+            np.diff(edges)[mask],
+            align="edge",
+            color=color,
+            alpha=0.75,
+            edgecolor="white",
+            linewidth=0.5,
+            hatch=hatch,
+        )
+    axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
+    given, ledger = report.ledger.given.documents, report.ledger
+    touched = ledger.truncated.documents + ledger.split.documents
+    dropped = sum(count.documents for count in ledger.dropped.values())
+    note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {dropped:,}"
+    left = report.max_length > np.sqrt(edges[0] * edges[-1])
+    axes.annotate(
+        note,
+        (report.max_length, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6 if left else 6, 0),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="top",
+        fontsize=8.5,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+    )
+    room = (0.7, 6 * counts.max())  # for the note
+    axes.set(xscale="log", yscale="log", ylim=room, xlabel="length in tokens", ylabel="documents")
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.yaxis.set_major_formatter(_thousands)
+    axes.set_title(
+        f"lengths of {given:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
+        loc="left",
+        fontsize=11,
+    )
+
+
+def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+    costs = np.array(sample.costs)
+    costs = costs / costs.mean()
+    steps, ranks = costs.shape
+    width = 0.84 / ranks
+    left = np.arange(steps)[:, None] - 0.42 + width * np.arange(ranks)
+    line = 0.4 if ranks <= 32 else 0
+    axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=HUES[4], edgecolor="white", linewidth=line)
+    longest = costs.max(axis=1, keepdims=True)
+    axes.bar(
+        left.ravel(),
+        (longest - costs).ravel(),
+        width,
+        bottom=costs.ravel(),
+        align="edge",
+        facecolor="none",
+        edgecolor=QUIET,
+        hatch="////" if ranks <= 32 else None,
+        linewidth=0,
+    )
+    axes.hlines(longest.ravel(), left[:, 0], left[:, -1] + width, color=INK, linewidth=1.2)
+    names = [f"{i // report.accumulation}.{i % report.accumulation}" for i in range(steps)]
+    axes.set_xticks(range(steps), names if report.accumulation > 1 else [str(i) for i in range(steps)])
+    axes.set(ylim=(0, float(longest.max()) * 1.12), ylabel="modelled cost (mean 1)")
+    axes.set_xlabel("step.micro-batch" if report.accumulation > 1 else "step")
+    title = "one rank: nobody waits"
+    if ranks > 1:
+        title = f"{ranks:,} ranks; hatched: waiting\nimbalance of the epoch: {report.imbalance:.3f}"
+    axes.set_title(title, loc="left", fontsize=11)

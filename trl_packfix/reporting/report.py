@@ -1,0 +1,286 @@
+"""The report: what packing did with the data, in numbers that a person can act on."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from ..data.documents import Ledger
+from ..isolation.report import IsolationReport
+from .sample import LengthHistogram, PlanSample
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What packing did with the training set; made once, before the first step.
+
+    Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
+    tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need. What is not reached
+    (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run. `imbalance` is the
+    modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no schedule of the same
+    steps can beat.
+
+    Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
+    passes, and the report is made again when training ends.
+
+    >>> from datasets import Dataset
+    >>> from trl_packfix import packed_dataloader
+    >>> from trl_packfix.reporting.build import make_report
+    >>> loader = packed_dataloader(Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]}), max_length=7)
+    >>> report = make_report(loader.batch_sampler.planner, "truncate", loader.dataset.reader)  # as in the trainer
+    >>> report.num_packs, report.efficiency, report.num_steps
+    (2, 1.0, 2)
+    """
+
+    strategy: str
+    overlong: str
+    max_length: int
+    batch_size: int
+    accumulation: int
+    world_size: int
+    capacity: int
+    num_rows: int | None
+    num_documents: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_packs: int | None
+    lower_bound: int | None
+    efficiency: float | None
+    padding_efficiency: float | None
+    num_steps: int
+    documents_per_step: float | None
+    documents_not_reached: int
+    ledger: Ledger
+    tokens_not_reached: int = 0
+    trained_tokens_not_reached: int = 0
+    imbalance: float | None = None
+    imbalance_bound: float | None = None
+    lengths: LengthHistogram | None = None
+    attention: str = "not chosen yet"
+    isolation: IsolationReport | None = None
+    sample: PlanSample | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict:
+        """All but the sample, as JSON takes it."""
+        values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
+        del values["sample"]
+        return values
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Packs as strips, the mask of one, lengths, and the cost of each rank; written to `path` if one is given.
+
+        Needs matplotlib (`pip install matplotlib`).
+
+        Raises:
+            ValueError: of a stream, whose documents are not known.
+        """
+        from .pictures import plot_report
+
+        return plot_report(self, path)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write `packing_report.json` into the directory and return its path."""
+        path = Path(directory) / "packing_report.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        return path
+
+    @property
+    def warning(self) -> str | None:
+        """Says what to set, where more than 1 % of the trained tokens are lost to policies or not reached."""
+        given, cut = self.ledger.given.trained_tokens, self.ledger.lost_trained_tokens
+        lost = cut + self.trained_tokens_not_reached
+        if not given or lost / given <= 0.01:
+            return None
+        remedies = []
+        if cut:
+            instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
+            remedies.append(f"raise max_length ({self.max_length:,}){instead}")
+        if self.trained_tokens_not_reached:
+            remedies.append("set dataloader_drop_last=False")
+        return f"{lost / given:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and text of each line."""
+        return (self._stream_lines() if self.num_rows is None else self._table_lines()) + self._common_lines()
+
+    def _table_lines(self) -> list[tuple[str, str]]:
+        tokens = self.num_tokens
+        packs = "" if self.num_packs is None else f" -> {self.num_packs:,} packs ({self.strategy})"
+        rows = [
+            ("documents", f"{self.num_documents:,} of {self.num_rows:,} rows{packs}"),
+            (
+                "micro-batch",
+                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+                f"{self.max_length:,}",
+            ),
+            ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
+        ]
+        if self.lengths is not None:
+            rows.append(("lengths", self.lengths.line()))
+        if self.num_packs is not None:
+            rows.append(
+                (
+                    "efficiency",
+                    f"{self.efficiency:.2%} of the packs filled; padded batches: {self.padding_efficiency:.2%}; fewest "
+                    f"packs possible: {self.lower_bound:,}",
+                )
+            )
+        else:
+            rows.append(("efficiency", f"no padding; padded batches are filled to {self.padding_efficiency:.2%}"))
+        rows.append(
+            (
+                "steps",
+                f"{self.num_steps:,} per epoch, about {self.documents_per_step:,.1f} documents each "
+                f"(accumulation {self.accumulation}, ranks {self.world_size})",
+            )
+        )
+        rows.append(("against unpacked", self._against_unpacked()))
+        if self.world_size > 1:
+            rows.append(
+                (
+                    "imbalance",
+                    f"{self.imbalance:.3f} modelled (1 is perfect); the documents of these steps allow no less than "
+                    f"{self.imbalance_bound:.3f}",
+                )
+            )
+        return rows
+
+    def _stream_lines(self) -> list[tuple[str, str]]:
+        rows = [
+            ("documents", "a stream: how many it has is not known; packed in arrival order, begun again at its end"),
+            (
+                "micro-batch",
+                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+                f"{self.max_length:,}",
+            ),
+            (
+                "steps",
+                f"{self.num_steps:,} (max_steps), packs in each: {self.accumulation * self.world_size} "
+                f"(accumulation {self.accumulation}, ranks {self.world_size})",
+            ),
+        ]
+        if self.num_packs:
+            read = self.ledger.given
+            rows.append(
+                ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
+            )
+            rows.append(
+                ("trained", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_packs:,} packs")
+            )
+            rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
+        return rows
+
+    def _common_lines(self) -> list[tuple[str, str]]:
+        """What was lost on the way, and what the packs run on."""
+        ledger, rows = self.ledger, []
+        if ledger.truncated.documents:
+            rows.append(
+                (
+                    "truncated",
+                    f"{ledger.truncated.documents:,} documents lost {ledger.truncated.tokens:,} tokens "
+                    f"({ledger.truncated.trained_tokens:,} trained)",
+                )
+            )
+        if ledger.split.documents:
+            rows.append(("split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"))
+        for reason, count in ledger.dropped.items():
+            rows.append((f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"))
+        if self.documents_not_reached:
+            lost = f"{self.documents_not_reached:,} documents, {self.tokens_not_reached:,} tokens"
+            rows.append(("not reached", f"{lost} per epoch (dataloader_drop_last)"))
+        if self.warning is not None:
+            rows.append(("warning", self.warning))
+        rows.append(("attention", self.attention))
+        if self.isolation is not None:
+            if self.isolation.repaired:
+                repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
+                rows.append(("repaired", f"{repairs}: these see each document by itself, which costs some padding"))
+            rows.append(("isolation", _verdict(self.isolation)))
+        return rows
+
+    def _against_unpacked(self) -> str:
+        """What packing changes in the optimisation, and what to do about it."""
+        documents = self.batch_size * self.accumulation * self.world_size
+        steps = -(-self.num_documents // documents)
+        if self.strategy == "minibatch":
+            return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+        assert self.documents_per_step is not None  # of a table it is known
+        ratio = self.documents_per_step / documents
+        if ratio < 1.1:  # a learning rate 1.05 times as high
+            return (
+                f"about {documents:,} documents per step, {self.num_steps:,} steps per epoch instead of {steps:,}: no "
+                "setting has to change"
+            )
+        return (
+            f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
+            f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
+            f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}, or set "
+            'packing_strategy="minibatch" and change nothing'
+        )
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the report, as a table on a terminal and as plain lines elsewhere."""
+        console = console or Console()
+        if console.is_terminal:
+            table = Table(title="Packing report", show_header=False, title_justify="left")
+            for label, text in self.lines():
+                table.add_row(label, text)
+            console.print(table)
+            return
+        width = max(len(label) for label, _ in self.lines())
+        print("Packing report")
+        for label, text in self.lines():
+            print(f"  {label:<{width}}  {text}")
+
+
+def _verdict(isolation: IsolationReport) -> str:
+    if isolation.error is not None:
+        return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
+    if not isolation.isolated:
+        return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
+    gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
+    if not isolation.equal:
+        return f"WRONG: documents in a pack are not what they are alone, by {isolation.max_difference:.1e}"
+    text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; "
+    text += "each is what it is alone"
+    if isolation.unreachable:
+        text += f"; beyond max_length and not tested: {', '.join(isolation.unreachable)}"
+    return text
+
+
+def metrics(report: PackingReport) -> dict[str, float]:
+    """The numbers for a logger, by the names they have there; what is not known is left out."""
+    given = report.ledger.given.trained_tokens
+    found = {
+        "documents": report.num_documents,
+        "packs": report.num_packs,
+        "lower_bound": report.lower_bound,
+        "efficiency": report.efficiency,
+        "padding_efficiency": report.padding_efficiency,
+        "documents_per_step": report.documents_per_step,
+        "steps_per_epoch": None if report.num_rows is None else report.num_steps,
+        "imbalance": report.imbalance,
+        "lost_trained_share": report.ledger.lost_trained_tokens / given if given else None,
+    }
+    return {f"packing/{name}": value for name, value in found.items() if value is not None}
+
+
+def add_to_card(card: Path, report: PackingReport) -> None:
+    """Say in a model card that the model was trained on packs, how, and what was proved."""
+    rows = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text in report.lines())
+    proof = (
+        "" if report.isolation is None else ", which was tested on this model before its first step: see `isolation`"
+    )
+    section = (
+        "## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no document sees "
+        f"another{proof}.\n\n| | |\n|---|---|\n{rows}\n\n"
+    )
+    before, mark, after = card.read_text(encoding="utf-8").partition("### Framework versions")
+    card.write_text(f"{before}{section}{mark}{after}", encoding="utf-8")

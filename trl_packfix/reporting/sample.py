@@ -1,0 +1,145 @@
+"""What is kept of a plan to look at: the lengths of all documents in a few bins, and the first packs. numpy only.
+
+The report prints the histogram, and the pictures draw all of it.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..data.collator import IGNORE_INDEX
+from ..data.epochs import EpochPlanner
+from ..data.reader import TokenReader
+from ..planning.imbalance import rank_costs
+
+Int64Array = npt.NDArray[np.int64]
+
+NUM_BINS = 24
+NUM_PACKS = 8
+NUM_MICRO_STEPS = 8
+SHADES = " .:-=+*#%@"  # that any terminal and log file can hold
+
+
+@dataclass(frozen=True)
+class LengthHistogram:
+    """Documents by length in tokens, before any is cut.
+
+    Attributes:
+        edges: bin i holds lengths from `edges[i]` up to, but not including, `edges[i + 1]`; widths grow evenly.
+        counts: documents in each bin, one fewer than edges.
+        median, p99: tokens that half and 99 % of the documents do not exceed.
+    """
+
+    edges: list[int]
+    counts: list[int]
+    shortest: int
+    median: int
+    p99: int
+    longest: int
+
+    def line(self) -> str:
+        """One line of text, the height of each bin as a shade.
+
+        >>> length_histogram(np.array([1, 2, 2, 4])).line()
+        '1 [+@ +] 4; half have at most 2, 99 % at most 4'
+        """
+        # ceil: a bin with any document is never blank
+        heights = [-(-count * (len(SHADES) - 1) // max(self.counts)) for count in self.counts]
+        bars = "".join(SHADES[height] for height in heights)
+        return (
+            f"{self.shortest:,} [{bars}] {self.longest:,}; half have at most {self.median:,}, 99 % at most {self.p99:,}"
+        )
+
+
+def length_histogram(lengths: Int64Array) -> LengthHistogram:
+    """Bins of even width on a logarithmic scale; lengths in tokens, shape (N,), at least one above 0.
+
+    Empty documents are not counted. 8 bytes per token of the longest.
+    """
+    per_length = np.bincount(lengths)
+    per_length[0] = 0
+    up_to = np.cumsum(per_length)
+    at = [int(np.searchsorted(up_to, rank)) for rank in np.ceil(np.array([0, 0.5, 0.99]) * up_to[-1]).clip(min=1)]
+    (shortest, median, p99), longest = at, len(per_length) - 1
+    edges = np.unique(np.rint(np.geomspace(shortest, longest + 1, NUM_BINS + 1)).astype(np.int64))
+    counts = np.add.reduceat(per_length, edges[:-1])
+    return LengthHistogram(edges.tolist(), counts.tolist(), shortest, median, p99, longest)
+
+
+@dataclass(frozen=True)
+class PackSample:
+    """The documents of one micro-batch, in order.
+
+    Attributes:
+        step, micro, rank: where it is trained: optimizer step, micro-batch of it, data-parallel rank.
+        documents: indices of the documents, as the planner counts them.
+        rows: row of the table that each comes from.
+        lengths: tokens of each.
+        trained: of each, the runs of trained tokens as (first, one after the last), counted from its start.
+    """
+
+    step: int
+    micro: int
+    rank: int
+    documents: list[int]
+    rows: list[int]
+    lengths: list[int]
+    trained: list[list[tuple[int, int]]]
+
+    def place(self, accumulation: int, world_size: int) -> str:
+        """Where it is trained, in as few words as tell it from others: "3", "3.1" or "3.1 rank 2"."""
+        micro = f".{self.micro}" if accumulation > 1 else ""
+        rank = f" rank {self.rank}" if world_size > 1 else ""
+        return f"{self.step}{micro}{rank}"
+
+
+@dataclass(frozen=True)
+class PlanSample:
+    """The beginning of the first epoch.
+
+    Attributes:
+        packs: some micro-batches of the first optimizer steps, from the first rank and micro-batch to the last.
+        costs: modelled FLOPs of each of the first micro-steps and each rank.
+    """
+
+    packs: list[PackSample]
+    costs: list[list[float]]
+
+
+def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM_PACKS) -> PlanSample:
+    """`num_packs` micro-batches that hold a document, and the costs of the first micro-steps.
+
+    Where a step has more micro-batches than that, they are taken evenly from all of the first: within a step the
+    dearest packs come first.
+    """
+    documents, schedule = planner.documents, planner.schedule(0)
+    accumulation, world_size = planner.accumulation, planner.world_size
+    filled = np.flatnonzero(np.diff(schedule.offsets))[: max(num_packs, accumulation * world_size)]
+    filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
+    packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
+    offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
+    first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets)
+    costs = rank_costs(first, documents.lengths, planner.cost_model)
+    return PlanSample(
+        [
+            PackSample(
+                int(slot) // world_size // accumulation,
+                int(slot) // world_size % accumulation,
+                int(slot) % world_size,
+                pack.tolist(),
+                documents.row[pack].tolist(),
+                documents.lengths[pack].tolist(),
+                [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
+            )
+            for slot, pack in zip(filled, packs, strict=True)
+        ],
+        costs.reshape(-1, world_size)[:NUM_MICRO_STEPS].tolist(),
+    )
+
+
+def _trained_runs(reader: TokenReader, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+    trained = reader.read(row, start, stop)["labels"] != IGNORE_INDEX
+    trained[0] = False  # the first token of a document is never a target
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))
+    return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]

@@ -1,0 +1,159 @@
+"""Packs as they reach the model, as text: made by the reader and the collator of training, read back from the batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.epochs import EpochPlanner
+from ..data.loading import DocumentDataset
+from ..data.reader import TokenReader
+from .sample import plan_sample
+
+STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # neighbours differ; the number says it without colour
+LEGEND = (
+    "[n] document n of the pack, one colour each; [[trained tokens]] are bold too; [... n ...] tokens left out here"
+)
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """One document of a batch.
+
+    Attributes:
+        row, start, stop: the span of the table that it is.
+        positions: its first and last position id.
+        runs: (trained?, first, one after the last) of its tokens, counted from its start.
+        tokens: its ids, shape (n,).
+    """
+
+    row: int
+    start: int
+    stop: int
+    positions: tuple[int, int]
+    runs: list[tuple[bool, int, int]]
+    tokens: np.ndarray
+
+    @property
+    def num_trained(self) -> int:
+        return sum(end - first for trained, first, end in self.runs if trained)
+
+
+@dataclass(frozen=True)
+class ShownPack:
+    """One batch of shape (1, T): where it is trained, and its documents in order."""
+
+    place: str
+    capacity: int
+    cu_seq_lens: list[int]
+    documents: list[ShownDocument]
+
+    def to_dict(self, tokenizer: Any, has_tokens: bool = True) -> dict[str, Any]:
+        """Everything, as JSON takes it; no text without a tokenizer, no ids where only lengths are known."""
+        return {
+            "place": self.place,
+            "capacity": self.capacity,
+            "cu_seq_lens": self.cu_seq_lens,
+            "documents": [
+                {
+                    "row": each.row,
+                    "start": each.start,
+                    "stop": each.stop,
+                    "position_ids": list(each.positions),
+                    "trained_tokens": each.num_trained,
+                    "parts": [
+                        {
+                            "trained": trained,
+                            "input_ids": each.tokens[first:end].tolist() if has_tokens else None,
+                            "text": None if tokenizer is None else _decode(tokenizer, each.tokens[first:end]),
+                        }
+                        for trained, first, end in each.runs
+                    ],
+                }
+                for each in self.documents
+            ],
+        }
+
+
+def shown_packs(planner: EpochPlanner, reader: TokenReader, num_packs: int) -> Iterator[ShownPack]:
+    """The first packs of the run that trains with this planner, each taken from a batch that the collator made."""
+    documents = planner.documents
+    dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
+    for pack in plan_sample(planner, reader, num_packs).packs:
+        batch = collate(dataset.__getitems__(pack.documents))
+        tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
+        bounds = batch["cu_seq_lens_q"].tolist()
+        shown = [
+            ShownDocument(
+                row=int(documents.row[document]),
+                start=int(documents.start[document]),
+                stop=int(documents.stop[document]),
+                positions=(int(positions[first]), int(positions[end - 1])),
+                runs=_runs(labels[first:end] != IGNORE_INDEX),
+                tokens=tokens[first:end],
+            )
+            for document, first, end in zip(pack.documents, bounds[:-1], bounds[1:], strict=True)
+        ]
+        yield ShownPack(pack.place(planner.accumulation, planner.world_size), planner.capacity, bounds, shown)
+
+
+def pack_text(
+    pack: ShownPack, tokenizer: Any, has_tokens: bool = True, num_documents: int = 8, num_tokens: int = 60
+) -> Text:
+    """A pack for people, in colour where the terminal has it.
+
+    Args:
+        tokenizer: what turns ids into text; None shows ids.
+        has_tokens: False where only lengths are known: then no token is shown.
+        num_documents: most documents that are written out.
+        num_tokens: most tokens of a document that are written out, half from its start and half from its end.
+    """
+    count = pack.cu_seq_lens[-1]
+    text = Text()
+    heading = f"step {pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n"
+    text.append(heading, "bold")
+    starts = " ".join(map(str, pack.cu_seq_lens[: num_documents + 1]))
+    rest = len(pack.documents) - num_documents
+    text.append(f"cu_seq_lens {starts}{' ...' if rest > 0 else ''}\n")
+    for number, each in enumerate(pack.documents[:num_documents]):
+        style = STYLES[number % len(STYLES)]
+        text.append(
+            f"[{number}] row {each.row:,}, tokens {each.start:,}-{each.stop - 1:,}, {each.num_trained:,} trained, "
+            f"position_ids {each.positions[0]}..{each.positions[1]}\n",
+            f"bold {style}",
+        )
+        if has_tokens:
+            text.append("    ")
+            for part, trained in _parts(each, tokenizer, num_tokens):
+                text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
+            text.append("\n")
+    if rest > 0:
+        tail = pack.documents[num_documents:]
+        text.append(f"... and {rest:,} documents of {sum(len(each.tokens) for each in tail):,} tokens\n")
+    return text
+
+
+def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator[tuple[str, bool]]:
+    """Text and whether it is trained, run after run, without the middle of a long document."""
+    length, half = len(document.tokens), num_tokens // 2
+    hidden = (half, length - half) if length > num_tokens else (length, length)
+    for trained, first, end in document.runs:
+        for low, high in ((first, min(end, hidden[0])), (max(first, hidden[1]), end)):
+            if low < high:
+                ids = document.tokens[low:high]
+                yield " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids, one_line=True), trained
+            if low == first and first <= hidden[0] < min(end, hidden[1]):
+                yield f" [... {hidden[1] - hidden[0]:,} ...] ", False
+
+
+def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
+    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.replace("\n", "\\n") if one_line else text
+
+
+def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+    return [(bool(trained[first]), first, end) for first, end in zip(edges[:-1], edges[1:], strict=True)]

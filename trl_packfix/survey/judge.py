@@ -1,0 +1,169 @@
+"""The judge of a packed model: logits and every gradient of a pack against each document alone.
+
+It shares nothing with the leak probe. The probe asks a model about itself before training, in a few forwards; the judge
+has a second, untouched copy of the model and compares what training uses, backward pass included, on documents that
+neither the probe nor a repair has seen. `trl-packfix check --all` and the tests ask it whether a verdict was true.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..data.collator import IGNORE_INDEX, PackedDataCollator
+
+TOLERANCE = 1e-4  # relative, in fp32
+EXACT = 1e-9  # relative, in fp64, where fp32 was not enough to tell
+PLAIN = 0.1  # relative; no rounding does this, so fp64 has nothing to add
+FLOOR = 1e-3  # a gradient smaller than this share of the largest one is compared with that share
+
+Feed = Callable[[list[Tensor]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the judge saw.
+
+    Attributes:
+        error: largest relative difference of a pack from its documents alone; inf if the model raised or was not
+            finite.
+        where: the case and the tensor with that difference: "logits" or a parameter's name.
+        refusal: what the model raised on a pack; None if it took all of them.
+        dtype: in which the error was measured.
+    """
+
+    error: float
+    where: str
+    refusal: str | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def right(self) -> bool:
+        """Whether a pack is its documents alone, up to rounding."""
+        return self.error <= (TOLERANCE if self.dtype == torch.float32 else EXACT)
+
+
+class Judge:
+    """Knows what each document is alone, on `pristine`: a copy of the model without packing, in fp32, on the CPU.
+
+    Raises whatever `pristine` raises on an unpacked document: such a model cannot be judged, or trained on text.
+    """
+
+    def __init__(self, pristine: nn.Module, hidden_size: int, first_token: int, vocab_size: int, seed: int = 2026):
+        self.pristine = pristine.train()
+        generator = torch.Generator().manual_seed(seed)
+        # No token twice in a document: models that pick tokens by content (doge) break the tie by the row's length.
+        words = vocab_size - first_token
+        self.cases = {
+            name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
+            for name, lengths in unseen_lengths(hidden_size, generator).items()
+        }
+        self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}
+        self._know_alone(torch.float32)
+
+    def judge(self, model: nn.Module, feed: Feed | None = None) -> Judgement:
+        """Compare packs on `model`, in training mode, with their documents alone.
+
+        `feed` makes a batch of documents (default: `packed`). What fp32 leaves open is repeated in fp64.
+        """
+        feed = packed if feed is None else feed
+        found = self._compare(model, feed, torch.float32)
+        if found.right or found.error > PLAIN:
+            return found
+        try:
+            self._know_alone(torch.float64)
+            model.double()
+            finer = self._compare(model, feed, torch.float64)
+            return found if finer.refusal else finer
+        except RuntimeError:  # a model that insists on fp32 somewhere
+            return found
+        finally:
+            model.float()
+            self.pristine.float()
+
+    def _know_alone(self, dtype: torch.dtype) -> None:
+        if dtype in self._alone:
+            return
+        self.pristine.to(dtype)
+        self._alone[dtype] = {}
+        for name, documents in self.cases.items():
+            self.pristine.zero_grad()
+            logits = [self._train_on(self.pristine, alone([ids]), [ids]) for ids in documents]
+            self._alone[dtype][name] = torch.cat(logits), _gradients(self.pristine)
+        self.pristine.zero_grad()
+
+    def _compare(self, model: nn.Module, feed: Feed, dtype: torch.dtype) -> Judgement:
+        model.train()
+        worst = Judgement(0.0, "", dtype=dtype)
+        for name, documents in self.cases.items():
+            model.zero_grad()
+            try:
+                logits = self._train_on(model, feed(documents), documents)
+            except Exception as error:  # whatever a model raises on a pack is its refusal
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                return Judgement(float("inf"), name, refusal=text, dtype=dtype)
+            alone_logits, alone_gradients = self._alone[dtype][name]
+            gradients = _gradients(model)
+            floor = FLOOR * max(value.abs().max().item() for value in alone_gradients.values())
+            gaps = {"logits": _gap(logits, alone_logits, 0.0)}
+            for key, value in alone_gradients.items():
+                gaps[key] = _gap(gradients.get(key, torch.zeros_like(value)), value, floor)
+            for key, gap in gaps.items():
+                if gap > worst.error:
+                    worst = Judgement(gap, f"{name}: {key}", dtype=dtype)
+        model.zero_grad()
+        return worst
+
+    @staticmethod
+    def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Tensor]) -> Tensor:
+        """Add the gradients of the summed loss of `documents`; logits, (T, V)."""
+        logits = model(**batch).logits.reshape(sum(map(len, documents)), -1)
+        targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in documents])
+        loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss.backward()
+        return logits.detach()
+
+
+def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, list[int]]:
+    """Lengths of documents, in tokens, on which packing has gone wrong while others were right."""
+    third = hidden_size // 3
+    return {
+        "mixed": [25, 3, 17, 40],
+        "one token": [7, 1, 12, 5],
+        "T = hidden size": [third - 3, third + 5, hidden_size - 2 * third - 2],
+        "equal lengths": [11] * 4,
+        "64 short": torch.randint(1, 7, (64,), generator=generator).tolist(),
+    }
+
+
+def packed(documents: list[Tensor]) -> dict[str, Any]:
+    """Our own batch."""
+    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    del batch["labels"]
+    return batch
+
+
+def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
+    """The batch that TRL's own collator makes of the same documents."""
+    row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [len(ids) for ids in documents]}
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
+    del batch["labels"]
+    return dict(batch) | {"use_cache": False}
+
+
+def alone(documents: list[Tensor]) -> dict[str, Any]:
+    """An unpacked, unpadded batch of one document."""
+    return {"input_ids": documents[0][None], "use_cache": False}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _gap(found: Tensor, wanted: Tensor, floor: float) -> float:
+    scale = max(wanted.abs().max().item(), floor, torch.finfo(wanted.dtype).tiny)
+    gap = (found - wanted).abs().max().item() / scale
+    return float("inf") if gap != gap else gap

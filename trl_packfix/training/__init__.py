@@ -1,0 +1,1 @@
+"""TRL's trainer with packing: config, loss, evaluation, restarts."""

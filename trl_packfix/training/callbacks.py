@@ -1,0 +1,147 @@
+"""What the trainer does at fixed moments: before the first step, at each epoch, with each checkpoint."""
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..data.ahead import NextEpoch, start
+from ..data.stream import PackedStream, StreamCounts
+from ..reporting.build import make_stream_report
+from ..reporting.report import metrics
+
+if TYPE_CHECKING:
+    from .evaluation import ExactEvaluation
+
+logger = logging.getLogger(__name__)
+
+
+class BeforeTraining(TrainerCallback):
+    """Refuses evaluation sets without a loss before the first step, not at the first evaluation."""
+
+    def __init__(self, trainer: "ExactEvaluation"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.eval_strategy != "no" or args.eval_on_start:
+            self.trainer.check_evaluation_sets()
+
+
+class BeforeFirstStep(TrainerCallback):
+    """Proves isolation on the model as it will train, on all ranks together; shows the report and saves it."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        trainer.packed_model.attend()
+        with trainer.compute_loss_context_manager():
+            isolation = trainer.packed_model.prove(trainer.model_wrapped)
+        attention = trainer.packed_model.attention
+        trainer.packing_report = replace(
+            trainer.packing_report, isolation=isolation, attention=f"{attention.name}: {attention.reason}"
+        )
+        if args.packing_report and trainer.is_world_process_zero():
+            trainer.packing_report.show()
+            trainer.packing_report.save(args.output_dir)
+        isolation.raise_if_leaking(args.on_leak)
+        # into the loggers, and with the log history into trainer_state.json
+        trainer.log(
+            {
+                "isolation/max_change": isolation.max_change,
+                "isolation/max_difference": isolation.max_difference,
+                "isolation/tolerance": isolation.tolerance,
+                "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
+                "isolation/unpacked": int(trainer.packed_model.is_unpacked),
+                **metrics(trainer.packing_report),
+            }
+        )
+
+    def end(self) -> None:
+        """Training is over, or has failed: the model is free for other uses."""
+        self.trainer.packed_model.rest()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What was cut, split and dropped stays with the weights that were trained without it."""
+        if args.packing_report and self.trainer.is_world_process_zero():
+            folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
+            self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+class PlanAhead(TrainerCallback):
+    """Starts the process at the beginning of every epoch but the last, on one rank of each node."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._next: NextEpoch | None = None
+        self._has_warned = False
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end()  # what is not there yet is made by the ranks themselves now
+        planner = self.trainer._train_planner
+        if planner is None:  # the loader is the user's own
+            return
+        epoch = state.global_step // planner.num_steps + 1
+        if args.local_process_index == 0 and planner.shuffle and epoch < state.num_train_epochs:
+            try:
+                self._next = start(planner, epoch)
+            except OSError as error:
+                self._warn(str(error))
+
+    def end(self) -> None:
+        """To be called when training ends, well or not."""
+        if self._next is not None and (problem := self._next.end()) is not None:
+            self._warn(problem)
+        self._next = None
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            logger.warning("The next epoch could not be planned ahead (%s); each rank plans it as it begins.", problem)
+        self._has_warned = True
+
+
+class StreamCallback(TrainerCallback):
+    """Reports, with each checkpoint and at the end, what was read and trained.
+
+    Raises:
+        ValueError: when training begins, the ranks read different streams.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size == 1:
+            return
+        first = next(iter(self.trainer.train_dataset))["input_ids"]
+        firsts = gather_object([np.asarray(first).tolist()])
+        other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
+        if other:
+            raise ValueError(
+                f"The stream begins with {len(firsts[0])} tokens on rank 0 and with others on {len(other)} of "
+                f"{args.world_size} ranks (the first is rank {other[0]}). Ranks share one stream, and if each reads "
+                "another, documents are trained twice or never. Give `shuffle` a `seed`, and every rank the same files."
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        self._report(args, train_dataloader.dataset, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        self._report(args, train_dataloader.dataset, state.global_step)
+        if args.packing_report and self.trainer.is_world_process_zero():
+            self.trainer.packing_report.show()
+
+    def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
+        """The report again, with what was read and trained until so many steps; all ranks together."""
+        counts, before = stream.counts(num_steps), self.trainer.packing_report
+        if stream.share.count < stream.world_size:  # each rank knows its own shards only
+            counts = sum(gather_object([counts]), StreamCounts())
+        report = make_stream_report(stream, args.max_steps, counts)
+        self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)
+        if args.packing_report and self.trainer.is_world_process_zero():
+            self.trainer.packing_report.save(args.output_dir)

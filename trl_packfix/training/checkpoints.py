@@ -1,0 +1,132 @@
+"""Which checkpoints are whole: the last file of a checkpoint names all others with their sizes.
+
+`packing_state.json` is written when every rank has written its part, and before the Trainer's own last file. So a
+checkpoint without either, or with a file that is missing or of another size, is unfinished or damaged: it is reported
+and not loaded.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+
+from ..version import __version__
+
+VERSION = 2
+FILE = "packing_state.json"
+
+
+# What is written
+
+
+def begin(checkpoint: Path) -> dict[str, int]:
+    """Files of an earlier run that came further, with the times of their writing; no longer called whole from here."""
+    for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first it is unfinished at once
+        (checkpoint / name).unlink(missing_ok=True)
+    return {name: stat.st_mtime_ns for name, stat in _files(checkpoint)}
+
+
+def save_state(checkpoint: Path, state: dict[str, Any], left_over: dict[str, int]) -> None:
+    """Write the file, with the sizes of all files that were written since `begin`, whole or not at all."""
+    # What a callback writes comes later, over the left-over file of the same name: its size is not known yet.
+    files = {name: stat.st_size for name, stat in _files(checkpoint) if stat.st_mtime_ns != left_over.get(name)}
+    text = json.dumps({"version": VERSION, "trl_packfix": __version__, **state, "files": files}, indent=2)
+    unfinished = checkpoint / f"{FILE}.{os.getpid()}"
+    with unfinished.open("w") as stream:
+        stream.write(text + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(checkpoint / FILE)
+
+
+def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file():
+            yield str(file.relative_to(checkpoint)), file.stat()
+
+
+# What is read
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be whole, or None. One that this package has not written is judged by its state alone."""
+    for name in (TRAINER_STATE_NAME, FILE):
+        file = checkpoint / name
+        if name == FILE and not file.exists():
+            return None
+        try:
+            state = json.loads(file.read_text())
+        except FileNotFoundError:
+            return f"it has no `{name}`, which is written last"
+        except OSError as error:
+            return f"its `{name}` cannot be read ({error})"
+        except ValueError:
+            return f"its `{name}`, of {file.stat().st_size} bytes, ends too early"
+        if not isinstance(state, dict) or (name == FILE and "files" not in state):
+            return f"its `{name}` does not hold what was saved"
+    for name, size in state["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"its file `{name}` is missing"
+        if file.stat().st_size != size:
+            return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
+    return None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any] | None:
+    """What `save_state` wrote, or None if the checkpoint is not of a packed run of this package."""
+    file = checkpoint / FILE
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a folder, and why each newer one is passed over."""
+    passed_over: list[str] = []
+    for path in reversed(sort_checkpoints(str(folder))):
+        problem = damage(Path(path))
+        if problem is None:
+            return Path(path), passed_over
+        passed_over.append(f"{Path(path).name} is passed over, because {problem}")
+    return None, passed_over
+
+
+def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str | None, str | None]:
+    """The whole checkpoint to resume from, and a warning: for `True` the newest of `output_dir`, else the one named.
+
+    "newest" is `True` for job scripts that start again by themselves: None where there is no whole checkpoint yet.
+
+    Raises:
+        ValueError: what was given is no folder, unfinished or damaged; the newest whole checkpoint is named.
+    """
+    why = "Training cannot continue from a part of its state."
+    if given is True or given == "newest":
+        whole, passed_over = newest_whole(Path(output_dir))
+        if whole is None and given == "newest":
+            return None, f"Starting anew: {'; '.join(passed_over)}." if passed_over else None
+        if whole is None:
+            reasons = f" ({'; '.join(passed_over)})" if passed_over else ""
+            raise ValueError(
+                f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
+                f"{reasons}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a checkpoint elsewhere."
+            )
+        return str(whole), f"Resuming from {whole}: {'; '.join(passed_over)}." if passed_over else None
+    problem = damage(Path(str(given)))
+    if problem is not None:
+        whole, _ = newest_whole(Path(str(given)).parent)
+        instead = "None beside it is whole: leave it unset to start anew"
+        if whole is not None:
+            instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one beside it'
+        if not Path(str(given)).is_dir():
+            raise ValueError(
+                f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (in Python, "
+                f"`True` means the newest in {output_dir!r}). {why} {instead}."
+            )
+        raise ValueError(
+            f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}: the run ended while it was written, or "
+            f"it was damaged later. {why} {instead}."
+        )
+    return str(given), None

@@ -1,0 +1,170 @@
+"""What packing cannot do with this model, collator and engine, found before work starts."""
+
+from typing import Any
+
+from accelerate.utils import DistributedType
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from ..planning.balance import Synchronisation
+from .config import SFTConfig
+
+WAITS_ONCE_PER_STEP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+
+
+def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
+    """The text config of a model that is given as an object or as a name."""
+    if isinstance(model, str):
+        init: Any = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(
+            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    else:
+        config = model.config
+    return config.get_text_config()
+
+
+def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:
+    """What can be refused before a model is loaded or a token is made. Only called with packing.
+
+    Raises:
+        ValueError: an encoder-decoder, a loss that depends on the ranks, vision data, a custom collator, prompt
+            learning, positions that do not exist; with an iterable dataset also another strategy than `stream`, no
+            `max_steps`, `dataloader_drop_last`.
+    """
+    if not isinstance(model, str) and getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} was given with packing. It is an encoder-decoder: its encoder reads a whole "
+            "document at once, and this trainer trains causal language models. Give one "
+            "(`AutoModelForCausalLM.from_pretrained`), or train this model with transformers' `Seq2SeqTrainer`."
+        )
+    if data_collator is not None:
+        raise ValueError(
+            f"`data_collator={type(data_collator).__name__}` was given with packing. A pack needs a collator that "
+            "keeps document boundaries, and any other would lose them. Leave `data_collator` unset (pad with "
+            "`pad_to_multiple_of`), or set `packing=False`."
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            f"`average_tokens_across_devices=False` was given with packing on {args.world_size} ranks. Ranks hold "
+            "different numbers of trained tokens, and a mean of their means is not the loss per token (the difference "
+            "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        _check_stream(args)
+    if isinstance(train_dataset, Dataset | IterableDataset):
+        vision = [name for name in ("image", "images") if name in (train_dataset.column_names or ())]
+        if vision:
+            raise ValueError(
+                f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
+                "one row for many documents. Set `packing=False` and `padding_free=False` for vision data."
+            )
+    for config in _peft_configs(model, peft_config):
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"The adapter is {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens, and packing "
+                "is on. Virtual tokens stand once before a row, so the documents of a pack would share them or lose "
+                "them. Use LoRA, or set `packing=False`."
+            )
+    positions = getattr(model_config(model, args), "max_position_embeddings", None)
+    if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
+        raise ValueError(
+            f"`max_length={args.max_length}` was given and the model has {positions} positions "
+            "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
+            f"`max_length` to {positions} or less, or extend the positions in the model's config."
+        )
+
+
+def _check_stream(args: SFTConfig) -> None:
+    """What cannot be done with an iterable dataset, whose documents and their number are not known before they come."""
+    if args.packing_strategy != "stream":
+        raise ValueError(
+            f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "
+            "documents of an epoch, and a stream is known only as far as it was read. Set "
+            '`packing_strategy="stream"`, or load the dataset without streaming.'
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "
+            "so the end of training and the learning-rate schedule cannot be known from it. Set `max_steps` to the "
+            "optimizer steps to train; the stream begins again when it ends."
+        )
+    if args.dataloader_drop_last:
+        raise ValueError(
+            "`dataloader_drop_last=True` was given with an `IterableDataset`. The last packs of a pass are split "
+            "between the micro-batches of one more step, so nothing is incomplete and nothing can be dropped. Set "
+            "`dataloader_drop_last=False`."
+        )
+
+
+def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
+    given = list(getattr(model, "peft_config", {}).values()) if not isinstance(model, str) else []
+    return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
+
+
+# Engines
+
+
+def synchronisation(accelerator: Any) -> Synchronisation:
+    """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
+
+    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss
+    gathers metrics in every micro-batch, whatever the engine; `objective` does so once per log.)
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
+    return "step" if accelerator.distributed_type in WAITS_ONCE_PER_STEP else "micro"
+
+
+def check_parallelism(accelerator: Any) -> None:
+    """Refuse tensor, context, sequence and pipeline parallelism: the data-parallel rank is not the process index there.
+
+    They are asked for in accelerate's `ParallelismConfig` or in DeepSpeed's config.
+
+    Raises:
+        ValueError: a size above 1.
+    """
+    sizes: dict[str, int] = {}
+    if accelerator.parallelism_config is not None:
+        sizes |= {name: getattr(accelerator.parallelism_config, name) for name in ("tp_size", "cp_size", "sp_size")}
+    plugin = accelerator.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    if plugin is not None:
+        config = plugin.deepspeed_config
+        tensor = config.get("tensor_parallel", {})
+        sizes["tensor_parallel.autotp_size"] = tensor.get("autotp_size", 1)
+        sizes["tensor_parallel.tp.tp_size"] = (tensor.get("tp") or tensor.get("tensor_parallel") or {}).get(
+            "tp_size", 1
+        )
+        sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
+    for name, size in sizes.items():
+        if isinstance(size, int) and size > 1:
+            raise ValueError(
+                f"`{name}={size}` was given with packing. Packed batches under this kind of parallelism are not proved "
+                f"to keep documents apart. Set `{name}=1` (data parallelism, ZeRO and FSDP are supported), or set "
+                "`packing=False`."
+            )
+    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
+        raise ValueError(
+            "Megatron-LM was chosen as the engine with packing. It shares one document among ranks and reads data by "
+            "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
+        )
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Refuse a model that `device_map` has split over several devices, as "auto" does with all GPUs that are visible.
+
+    TRL sets "auto" for a model given by name in a single process.
+
+    Raises:
+        ValueError: more than one device, modules that are offloaded to "cpu" or "disk" not counted: they run elsewhere.
+    """
+    parts = getattr(model, "hf_device_map", None) or {}
+    devices = sorted({str(device) for device in parts.values()} - {"cpu", "disk"})
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and packing "
+            "is on. The boundaries of a pack lie on one device, and modules on the others would not find them there. "
+            "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
+            "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
+        )

@@ -1,0 +1,196 @@
+"""TRL's config and ours: the fields of packing, and the checks that need nothing but the config."""
+
+import copy
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import trl
+from transformers import TrainingArguments
+
+from ..data.checks import IMPLIED_OVERLONG, check_choice, check_count, check_max_length, check_overlong
+from ..data.epochs import Strategy
+from ..data.spans import Overlong, TruncationMode
+from ..isolation.packed_model import OnLeak
+from ..planning.schedule import Balance
+
+Weighting = Literal["token", "document"]
+STRATEGIES, OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS = map(get_args, (Strategy, Overlong, Balance, OnLeak, Weighting))
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    r"""
+    Configuration class for the [`SFTTrainer`]: every field of [`trl.SFTConfig`], and those of packing below.
+
+    Parameters:
+        packing_strategy (`str`, *optional*, defaults to `"stream"`):
+            Which documents share a pack. `"stream"` keeps the shuffled order and is planned anew every epoch, `"bfd"`
+            is best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
+            `"wrapped"` cuts the concatenation of all documents every `max_length` tokens (fragments of different
+            documents do not see each other), `"minibatch"` trains in every optimizer step on the documents of the
+            unpacked run, without its padding. `padding_free=True` without `packing` means `"minibatch"`.
+        overlong (`str`, *optional*):
+            What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
+            says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
+            `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
+        on_leak (`str`, *optional*, defaults to `"repair"`):
+            What to do when the probe finds, before the first step, that documents influence each other on this model:
+            `"repair"` makes the modules where information crosses see each document by itself, and unpacks where that
+            does not help; `"unpack"` trains on the same documents as rows of padded batches (right, slower, and said
+            so); `"raise"` stops.
+        balance (`str`, *optional*, defaults to `"step"`):
+            `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
+        document_weighting (`str`, *optional*, defaults to `"token"`):
+            `"token"`: every trained token of an optimizer step counts the same, as in TRL. `"document"`: every document
+            does (LongAlign), and inside it every trained token; a fragment of a split document is a document. With or
+            without packing. Evaluation counts tokens.
+        enforce_flash_attention (`bool`, *optional*, defaults to `True`):
+            On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
+            model, which may build a (T, T) mask per pack.
+        packing_report (`bool`, *optional*, defaults to `True`):
+            Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
+
+    Example:
+
+    >>> SFTConfig("output", packing=True, max_length=2048, use_cpu=True, bf16=False).effective_overlong
+    'truncate'
+    """
+
+    packing_strategy: Strategy = field(
+        default="stream",
+        metadata={
+            "help": "Which documents share a pack: 'stream' (shuffled order kept, planned anew every epoch), 'bfd' "
+            "(best-fit decreasing over the whole dataset), 'bfd_split' (the same, long documents split), 'wrapped' "
+            "(concatenate and cut, with document boundaries), 'minibatch' (the documents of the unpacked run in every "
+            "optimizer step).",
+            "choices": list(STRATEGIES),
+        },
+    )
+    overlong: Overlong | None = field(
+        default=None,
+        metadata={
+            "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
+            "Unset: 'split' for 'bfd_split' and 'wrapped', else 'truncate'.",
+            "choices": list(OVERLONG),
+        },
+    )
+    on_leak: OnLeak = field(
+        default="repair",
+        metadata={
+            "help": "What to do when documents in a pack influence each other on this model: 'repair' makes the "
+            "modules where information crosses see each document by itself (and unpacks where that does not help), "
+            "'unpack' trains on the same documents as rows of padded batches (right, but slower), 'raise' stops.",
+            "choices": list(ON_LEAK),
+        },
+    )
+    balance: Balance = field(
+        default="step",
+        metadata={
+            "help": "'step' gives all ranks packs of similar cost in each micro-step, 'none' packs as they come.",
+            "choices": list(BALANCE),
+        },
+    )
+    document_weighting: Weighting = field(
+        default="token",
+        metadata={
+            "help": "'token': every trained token of an optimizer step counts the same. 'document': every document "
+            "does, whatever its length.",
+            "choices": list(WEIGHTINGS),
+        },
+    )
+    enforce_flash_attention: bool = field(
+        default=True,
+        metadata={
+            "help": "On CUDA, run attention on packed batches with flash attention. False keeps the model's own "
+            "implementation, which may build a (T, T) mask per pack."
+        },
+    )
+    packing_report: bool = field(
+        default=True,
+        metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
+    )
+
+    if TYPE_CHECKING:  # TRL's fields, as narrow as they are with packing
+        truncation_mode: TruncationMode = "keep_start"
+        pad_to_multiple_of: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_config(self)
+
+    @property
+    def effective_overlong(self) -> Overlong:
+        """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
+        return self.overlong or IMPLIED_OVERLONG[self.packing_strategy]
+
+
+def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
+    """A config of ours from whatever a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
+
+    The caller's object is not changed. TRL's `SFTConfig` keeps its `packing_strategy`: its "bfd" means bfd.
+    """
+    if args is None:
+        return SFTConfig(default_output_dir)
+    if isinstance(args, SFTConfig):
+        return copy.copy(args)
+    if isinstance(args, trl.SFTConfig):
+        # Copied field by field and not constructed again: `__post_init__` has run, and is not meant to run twice.
+        ours = object.__new__(SFTConfig)
+        for name in (f.name for f in fields(SFTConfig) if f.name not in vars(args)):
+            setattr(ours, name, SFTConfig.__dataclass_fields__[name].default)
+        vars(ours).update(vars(args))
+        check_config(ours)
+        return ours
+    values: dict[str, Any] = args.to_dict()
+    values["hub_token"] = args.hub_token  # `to_dict` hides it
+    return SFTConfig(**values)
+
+
+def check_config(args: SFTConfig) -> None:
+    """Refuse settings of packing that do not exist or contradict each other.
+
+    Raises:
+        ValueError: with what was given, why it cannot work, and what to set.
+    """
+    known_choices = {
+        "packing_strategy": STRATEGIES,
+        "overlong": (None, *OVERLONG),
+        "truncation_mode": get_args(TruncationMode),
+        "on_leak": ON_LEAK,
+        "balance": BALANCE,
+        "document_weighting": WEIGHTINGS,
+    }
+    for name, choices in known_choices.items():
+        check_choice(name, getattr(args, name), choices)
+    if not (args.packing or args.padding_free):
+        if args.overlong is not None:
+            raise ValueError(
+                f"`overlong={args.overlong!r}` was given with `packing=False`. It is the policy of packing; unpacked "
+                "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
+            )
+        return
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of"):
+        if getattr(args, name) is not None:
+            check_count(name, getattr(args, name))
+    if args.packing or args.max_length is not None:  # `padding_free` alone has no capacity to fill
+        check_max_length(args.max_length, args.per_device_train_batch_size)
+    check_overlong("packing_strategy", args.packing_strategy, args.overlong)
+    if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
+        raise ValueError(
+            f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
+            f"`overlong={args.overlong!r}`, under which nothing is truncated, so it would be ignored. Set "
+            '`overlong="truncate"` (with "stream", "bfd" or "minibatch"), or leave `truncation_mode` as it is.'
+        )
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"`train_sampling_strategy={args.train_sampling_strategy!r}` was given with packing. Packs are made of "
+            "documents of all lengths and balanced over ranks by `balance`, so batches by length have no meaning. Set "
+            '`train_sampling_strategy` to "random" or "sequential".'
+        )
+    accelerator_config = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator_config, name, None):
+            raise ValueError(
+                f"`accelerator_config.{name}=True` was given with packing. Every rank reads its own packs, and one "
+                f"pack of shape (1, T) cannot be divided. Set `{name}=False`."
+            )

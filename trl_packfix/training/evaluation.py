@@ -1,0 +1,279 @@
+"""Evaluation that does not depend on packing: total loss over total trained tokens of the whole set.
+
+A mean of batch means moves with the batch size, with packing and with the number of ranks; a ratio of totals does not.
+Of a set without a trained token there is no ratio: where a loss is all that is asked for it is refused, elsewhere it is
+left out.
+The loss is the negative log-likelihood whatever the training loss is (dft, label smoothing and auxiliary losses do not
+enter it). Where the user says what the loss is, by `compute_loss_func` or by a subclass with a `compute_loss` or
+`prediction_step` of its own, evaluation is TRL's, and said so.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import datasets
+import torch
+from datasets import Dataset, IterableDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..data.cache import prepared_documents
+from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.documents import Documents
+from ..data.epochs import EpochPlanner
+from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
+from ..data.reader import TokenReader
+from ..data.spans import Overlong
+from ..data.stream_reader import read_whole
+from ..isolation.packed_model import PackedModel
+from ..planning.costs import CostModel
+from .objective import PackedObjective
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationTotals:
+    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it."""
+
+    def __init__(self, device: torch.device):
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sums = torch.zeros(4, dtype=dtype, device=device)  # loss, entropy, correct, trained tokens
+
+    def add_fused(self, outputs: Any) -> torch.Tensor:
+        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch."""
+        return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+
+    def add_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch."""
+        logits, labels = logits[:, :-1].float(), labels[:, 1:]
+        log_probs = F.log_softmax(logits, dim=-1)
+        mask = labels != IGNORE_INDEX
+        loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
+        entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
+        return self._add(loss, entropy, (logits.argmax(-1) == labels) & mask, mask)
+
+    def _add(
+        self, loss: torch.Tensor, entropy: torch.Tensor, correct: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in (loss, entropy, correct, mask)])
+        self.sums += batch
+        return batch[0] / batch[3].clamp(min=1)
+
+    def metrics(self, accelerator: Any) -> dict[str, float]:
+        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty where nothing was trained or counted."""
+        loss, entropy, correct, tokens = accelerator.reduce(self.sums, reduction="sum").tolist()
+        if not tokens:
+            return {}
+        return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+
+
+class ExactEvaluation(PackedObjective):
+    """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
+
+    packed_model: PackedModel
+    eval_dataset: Any
+    _has_said_whose_loss = False
+    _cost_model: CostModel
+    _padded_collator: Any  # what an unpacked run collates with
+    _packed_collator: Callable[[], PackedDataCollator]
+    _packed_model: Callable[[], PackedModel]
+    _loader: Callable[..., DataLoader]
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        table = self._table(dataset)
+        if not self._evaluates_documents(table):
+            return super().get_eval_dataloader(eval_dataset)
+        return self._evaluation_loader(table, needs_logits=self.compute_metrics is not None)
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        table = self._table(test_dataset)
+        if not self._evaluates_documents(table):
+            return super().get_test_dataloader(test_dataset)
+        return self._evaluation_loader(table, needs_logits=True)
+
+    def _table(self, dataset: Any) -> Any:
+        """An evaluation set that is a stream, read into memory: it ends, and all of it is evaluated each time."""
+        if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
+            return read_whole(dataset)
+        return dataset
+
+    def _evaluates_documents(self, dataset: Any) -> bool:
+        """Whether the loader of this dataset can be ours: a table of tokens, and no collator of the user's."""
+        return (
+            isinstance(dataset, datasets.Dataset)
+            and "input_ids" in dataset.column_names
+            and isinstance(self._padded_collator, DataCollatorForLanguageModeling)
+        )
+
+    def _packs_evaluation(self, needs_logits: bool) -> bool:
+        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        if not packing or (needs_logits and not self.args.prediction_loss_only):
+            return False
+        if not self.args.packing:
+            return True  # the model hears of boundaries, and is proved, only while it is evaluated
+        # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
+        if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            with self.packed_model.attending(), self.compute_loss_context_manager():
+                self.packed_model.prove(self.model)
+        return self.packed_model.is_proved
+
+    def _evaluation_documents(self, reader: TokenReader) -> Documents:
+        args = self.args
+        # One result per row: evaluation never splits or drops, whatever training does.
+        overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
+        return prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+
+    def check_evaluation_sets(self) -> None:
+        """Refuse sets of which training would evaluate a loss and which have none; a stream is read only later.
+
+        Whoever evaluates in a way of their own may do so without a trained token.
+        """
+        if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
+            return
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            return
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
+        for name, dataset in sets.items():
+            if self._evaluates_documents(dataset):
+                documents = self._evaluation_documents(TokenReader(dataset))
+                self._check_trained(documents, "eval" if name is None else f"eval_{name}")
+
+    def _check_trained(self, documents: Documents, prefix: str) -> None:
+        given = documents.ledger.given
+        if not documents.ledger.kept.trained_tokens:
+            raise ValueError(
+                f"`{prefix}_loss` was asked for, of {given.documents} documents with {given.tokens} tokens, of which "
+                f"{given.trained_tokens} have a label that is not -100, and 0 within "
+                f"`max_length={self.args.max_length}`. A loss is a mean over these tokens, and of none there is no "
+                "mean; 0.0 would pass for the best model. Raise `max_length` or change `truncation_mode` where prompts "
+                "fill it, else check the labels, or evaluate another set."
+            )
+
+    def _overridden(self, *methods: str) -> list[str]:
+        """Those of the `methods` that a subclass, or the user on this very object, has replaced."""
+        return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
+
+    def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
+        args = self.args
+        reader = TokenReader(dataset)
+        documents = self._evaluation_documents(reader)
+        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
+        if not self._packs_evaluation(needs_logits):
+            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
+            return self._loader(rows, sampler, self._padded_collator)
+        planner = EpochPlanner(
+            documents,
+            "bfd",
+            batch_size=args.eval_batch_size,
+            max_length=args.max_length or int(documents.lengths.max()),
+            world_size=args.world_size,
+            shuffle=False,
+            cost_model=self._cost_model,
+            keeps=args.local_process_index == 0,
+        )
+        return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        # Predictions, metrics and a `prediction_step` of the user's may do without a trained token.
+        if prediction_loss_only and isinstance(dataloader.dataset, DocumentDataset):
+            if not self._overridden("prediction_step"):
+                self._check_trained(dataloader.dataset.documents, metric_key_prefix)
+        self._gather_totals()  # `num_tokens` is logged here, too
+        self._totals = EvaluationTotals(self.accelerator.device)
+        if self._loss_of_user is not None and not self._has_said_whose_loss:
+            self._has_said_whose_loss = True
+            logger.warning(
+                "`eval_loss` is the mean over batches of %s, as in TRL: it moves with the batch size, with packing "
+                "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
+                self._loss_of_user,
+            )
+        packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
+        with self._on_packs() if packed else nullcontext():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        metrics, loss = self._totals.metrics(self.accelerator), f"{metric_key_prefix}_loss"
+        assert output.metrics is not None
+        if metrics:
+            output.metrics[loss] = metrics.pop("loss")
+            # TRL's `log` averages these lists and adds them to what is logged
+            logged = self._metrics["eval"]
+            logged.update({key: [value] for key, value in metrics.items()})
+            logged["num_tokens"] = [self._total_train_tokens]
+        elif self._is_exact:
+            output.metrics.pop(loss, None)  # of no token; the loop says 0.0
+        return output
+
+    @contextmanager
+    def _on_packs(self) -> Iterator[None]:
+        """While it runs, the model takes packs; where training is not packed, only after it is proved."""
+        if self.args.packing:
+            with self.packed_model.attending():
+                yield
+            return
+        packed_model = self._packed_model()
+        try:
+            with self.compute_loss_context_manager():
+                packed_model.prove(self.model).raise_if_leaking()
+            yield
+        finally:
+            packed_model.release()
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the numbers come from totals; else they are TRL's."""
+        return self._loss_of_user is None and not self._is_vision_dataset
+
+    @property
+    def _loss_of_user(self) -> str | None:
+        """What the user has put in the place of the loss, for a message; None: nothing."""
+        if self.compute_loss_func is not None:
+            return "`compute_loss_func`"
+        methods = self._overridden("compute_loss", "prediction_step")
+        return f"`{type(self).__name__}.{methods[0]}`" if methods else None
+
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if not self._is_exact:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        inputs["use_cache"] = False
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                if self.aux_loss_enabled:
+                    inputs["output_router_logits"] = True
+                outputs = model(**inputs, fused_lm_head=True)
+                if self.aux_loss_enabled:
+                    aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
+                    self._metrics["eval"]["aux_loss"].append(aux_loss)
+                return self._totals.add_fused(outputs).float(), None, None
+            labels = inputs.pop("labels", None)
+            logits = model(**inputs).logits
+            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+        return loss, logits, labels
+
+
+def _function(method: Any) -> Any:
+    """The function behind a bound method; None for anything else that was put in its place."""
+    return getattr(method, "__func__", None)

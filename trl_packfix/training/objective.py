@@ -1,0 +1,301 @@
+"""What is minimised, and what is logged about it: the one override of `compute_loss`.
+
+With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
+same, whatever its length (LongAlign, arXiv 2401.18058): the mean over the documents of the whole optimizer step, all
+micro-batches and ranks, of each document's mean over its trained tokens.
+
+NEFTune's noise has on each document of a pack the amplitude that it has on the document alone, and the load-balancing
+statistic of mixtures of experts sees neither padding nor the dummy of an empty rank. Numbers for the log are summed on
+the device (`totals.py`); ranks meet once per logging step and per checkpoint, and no micro-batch waits for its numbers.
+
+Where sums need documents, a document is one with a trained token: training drops the others, so what has none in a
+batch is padding or a dummy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from ..attention.forwards import base_model
+from ..data.collator import IGNORE_INDEX
+from .totals import TrainingTotals
+
+if TYPE_CHECKING:
+    from .config import SFTConfig
+
+NUM_DUMMY_TOKENS = 2
+
+
+class PackedObjective(trl.SFTTrainer):
+    """The part of the trainer that computes the training loss and what is logged about it.
+
+    `_total_train_tokens` counts real tokens, neither padding nor dummies; it is exact at each log and checkpoint.
+    """
+
+    args: "SFTConfig"
+    model: nn.Module
+
+    def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
+        config = kwargs["args"]
+        self._check_weighting(config, compute_loss_func)
+        super().__init__(compute_loss_func=compute_loss_func, **kwargs)
+        if config.document_weighting == "document" and not self._owns_objective:
+            raise ValueError(
+                f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
+                f"{self.get_sp_size()}). There the loss stays TRL's, which counts tokens. Set "
+                '`document_weighting="token"`.'
+            )
+        self._totals_of_training = TrainingTotals()
+        self.add_callback(self._totals_of_training)
+        self._noise_alpha: float | None = None
+        if config.packing:
+            # transformers' hook would give every document of a pack the noise of one document of T tokens
+            self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        if config.packing or config.document_weighting == "document":
+            # The mean is over the whole optimizer step, also for models that transformers would not hand its count
+            self.model_accepts_loss_kwargs = True
+
+    @staticmethod
+    def _check_weighting(args: Any, compute_loss_func: Callable | None) -> None:
+        if args.document_weighting != "document":
+            return
+        reason = None
+        if compute_loss_func is not None:
+            reason = (
+                "`compute_loss_func`",
+                "It gets a whole batch and returns one number, in which documents have no weight",
+            )
+        elif args.label_smoothing_factor > 0 and args.loss_type == "nll":
+            reason = (
+                f"`label_smoothing_factor={args.label_smoothing_factor}`",
+                "The smoothed loss is one number per batch, in which documents have no weight",
+            )
+        elif not args.average_tokens_across_devices and args.world_size > 1:
+            reason = (
+                f"`average_tokens_across_devices=False` on {args.world_size} ranks",
+                "Each rank would take the mean over its own documents, so those of a rank with few would count more",
+            )
+        if reason is not None:
+            raise ValueError(
+                f'`document_weighting="document"` was given with {reason[0]}. {reason[1]}. Set '
+                '`document_weighting="token"`, or leave the other setting at its default.'
+            )
+
+    @property
+    def _owns_objective(self) -> bool:
+        """Images and sequence parallelism are not packed; there everything stays TRL's."""
+        return not self._is_vision_dataset and self.get_sp_size() == 1
+
+    # The loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        if not (self.model.training and self._owns_objective):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs["use_cache"] = False
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        with self._noise_per_document(inputs), self._router_logits(inputs) as router_logits:
+            loss, outputs = self._loss(model, inputs, num_items_in_batch)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            # The count is over all ranks, and DDP averages gradients over them
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        _, trained = _documents_of(outputs.label_mask, inputs)
+        aux_loss = None
+        if self.aux_loss_enabled:
+            aux_loss = self._aux_loss(outputs, inputs, trained, router_logits)
+            if not self._is_smoothed and self.compute_loss_func is None:
+                steps = 1 if num_items_in_batch is None else self._num_statistics
+                loss = loss + self.router_aux_loss_coef * aux_loss / steps
+        self._count(outputs, inputs, trained, aux_loss)
+        if return_outputs:  # as in TRL: whoever asks wants logits, which the fused LM head does not make
+            with torch.no_grad():
+                return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
+        return loss
+
+    @property
+    def _is_smoothed(self) -> bool:
+        return self.label_smoother is not None and self.args.loss_type == "nll"
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
+        """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
+        if self.compute_loss_func is not None or self._is_smoothed:
+            # Both want full logits; as in TRL, a second forward serves the metrics
+            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+            labels = inputs.get("labels")
+            if self.compute_loss_func is not None:
+                loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
+            else:
+                assert self.label_smoother is not None
+                loss = self.label_smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items)
+            with torch.no_grad():
+                return loss, model(**inputs, fused_lm_head=True)
+        outputs = model(**inputs, fused_lm_head=True)
+        per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
+        if self.args.loss_type == "dft":
+            per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+        count = outputs.label_mask.sum()
+        if self.args.document_weighting == "document":
+            index, trained = _documents_of(outputs.label_mask, inputs)
+            per_token_loss = per_token_loss / trained.clamp(min=1)[index]
+            count = (trained > 0).sum()
+        count = count if num_items is None else num_items
+        return per_token_loss.sum() / torch.as_tensor(count).clamp(min=1), outputs
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        self._totals_of_training.start_fetch()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """What the loss of an optimizer step is divided by, over all ranks: trained tokens, or documents."""
+        self._totals_of_training.start_step()
+        batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
+        if not batches:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        trained = [_documents_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch)[1] for batch in batches]
+        if self.aux_loss_enabled:
+            # A statistic per micro-batch with documents; TRL's number of micro-batches where none is empty
+            filled = torch.stack([(counts > 0).any().float() for counts in trained]).sum().to(device)
+            self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
+        if self.args.document_weighting == "document":
+            # One label per document is counted like a token, whatever transformers does about ranks
+            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in trained]
+            batch_samples = [{"labels": mark, "shift_labels": mark} for mark in marks]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    # Auxiliary terms
+
+    @contextmanager
+    def _noise_per_document(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d), L the length of the document."""
+        if self._noise_alpha is None or "cu_seq_lens_q" not in inputs:
+            yield
+            return
+        lengths, index = inputs["cu_seq_lens_q"].diff(), inputs["seq_idx"]
+        rows = lengths.sort(descending=True).values  # where documents are unpacked they come as rows, longest first
+        num_seen = 0
+
+        def add_noise(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            nonlocal num_seen
+            if output.shape[:2] == index.shape:
+                length = lengths[index]
+            else:
+                first, num_seen = num_seen % len(rows), num_seen + len(output)
+                length = rows[first : first + len(output), None]
+            amplitude = self._noise_alpha / (length * output.shape[-1]).sqrt()
+            return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
+
+        # Registered for this forward only: probe, evaluation and generation never hear of it
+        handle = base_model(self.model).get_input_embeddings().register_forward_hook(add_noise)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
+        """Collects what the routers put out, one tensor (T, experts) per layer, where a pack may hold padding."""
+        caught: list[Tensor] = []
+        may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
+            yield caught
+            return
+
+        def catch(module: nn.Module, args: tuple, output: Any) -> None:
+            caught[:] = output.router_logits
+
+        handle = base_model(self.model).base_model.register_forward_hook(catch)
+        try:
+            yield caught
+        finally:
+            handle.remove()
+
+    def _aux_loss(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, router_logits: list[Tensor]) -> Tensor:
+        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero where it has none."""
+        if not router_logits:
+            return outputs.aux_loss
+        config = base_model(self.model).config.get_text_config()
+        real = (trained > 0)[inputs["seq_idx"]]
+        is_empty = ~real.any()
+        statistic: Callable[..., Any] = load_balancing_loss_func
+        found = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty)
+        return found.masked_fill(is_empty, 0)
+
+    # Numbers for the log
+
+    def _count(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, aux_loss: Tensor | None) -> None:
+        mask, is_document = outputs.label_mask, trained > 0
+        rows = mask.new_full((), inputs["labels"].numel(), dtype=torch.long)  # `torch.tensor` would wait for the device
+        if "cu_seq_lens_q" in inputs:
+            tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
+        else:
+            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
+        sums = [outputs.entropy.sum(), outputs.is_top1.sum(), mask.sum(), tokens, rows]
+        sums += [is_document.sum(), is_document.any(), mask.new_zeros(()) if aux_loss is None else aux_loss]
+        self._totals_of_training.add(sums)
+
+    def _gather_totals(self) -> None:
+        """Bring `_total_train_tokens` and `num_input_tokens_seen` up to date; all ranks must call."""
+        gathered = self._totals_of_training.gather(self.accelerator)
+        self._total_train_tokens += round(gathered["tokens"]) // self._tp_size
+        seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
+        self.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """transformers' meets all ranks in every micro-batch, and takes a pad token inside a document for padding."""
+        if not self._owns_objective:
+            super()._track_num_input_tokens(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        is_end = "train_runtime" in logs
+        if self._owns_objective and (is_end or ("loss" in logs and start_time is not None)):  # on all ranks
+            self._gather_totals()
+            totals = self._totals_of_training
+            if totals.num_steps:
+                logs |= totals.metrics(self._pack_capacity)
+                if not self.aux_loss_enabled:
+                    del logs["aux_loss"]
+                logs["num_tokens"] = self._total_train_tokens
+                totals.start_window()
+            if is_end and logs["train_runtime"]:
+                logs["train_samples_per_second"] = round(totals.num_documents / logs["train_runtime"], 3)
+        super().log(logs, start_time)
+
+    @property
+    def _pack_capacity(self) -> int | None:
+        """Most tokens of a pack; None where micro-batches are not filled up to it."""
+        if not self.args.packing or self.args.packing_strategy == "minibatch":
+            return None
+        assert self.args.max_length is not None  # or there would be no packing
+        return self._train_batch_size * self.args.max_length
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._gather_totals()  # a checkpoint between two logs must not forget the tokens since the last
+        super()._save_checkpoint(model, trial)
+
+
+def _documents_of(label_mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The document of each position of `label_mask`, and the number of trained tokens of each document, shape (N,).
+
+    `label_mask`, (B, T - 1), says whether the next token is trained. Without boundaries each row is a document.
+    """
+    if "cu_seq_lens_q" in inputs:
+        index = inputs["seq_idx"][:, 1:].long()
+        num_documents = len(inputs["cu_seq_lens_q"]) - 1
+    else:
+        num_documents = len(label_mask)
+        index = torch.arange(num_documents, device=label_mask.device)[:, None].expand(label_mask.shape)
+    trained = torch.zeros(num_documents, dtype=torch.long, device=label_mask.device)
+    return index, trained.scatter_add_(0, index.flatten(), label_mask.flatten().long())

@@ -1,0 +1,233 @@
+"""What a restart needs: the state that goes into every checkpoint, and the checks that it allows.
+
+For a table that is the settings and a fingerprint of the documents, and the documents of every optimizer step as one
+hash: on resume the batches of the old and of the new run are compared before the first step. For a stream it is where
+every rank's reading and packing stood. In both the tokens seen so far. A run continues exactly or not at all.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import trl
+from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
+from transformers.trainer_utils import TrainOutput
+
+from ..data.epochs import EpochPlanner
+from ..data.reader import TokenReader
+from ..data.stream import PackedStream, stream_file
+from ..version import __version__
+from . import checkpoints
+from .callbacks import BeforeFirstStep, PlanAhead
+from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
+from .config import SFTConfig
+
+logger = logging.getLogger(__name__)
+
+# The documents of an optimizer step may be the same for other values of these: that is looked up, not assumed.
+ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+
+
+# What is saved
+
+
+def step_hash(planner: EpochPlanner, epoch: int) -> str:
+    """Hash of the documents of every optimizer step of an epoch, whichever rank and micro-batch they are in."""
+    schedule, digest = planner.schedule(epoch), hashlib.sha256()
+    for step in range(schedule.num_steps):
+        documents = np.sort(schedule.step_documents(step))
+        digest.update(np.array([len(documents), *documents], dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> dict[str, Any]:
+    """All that decides which documents are in which batch, by the names that a user knows."""
+    documents = planner.documents
+    return {
+        "rows of the dataset": len(reader),
+        "documents": len(documents),
+        "tokens": int(documents.lengths.sum()),
+        "fingerprint of the documents": documents.fingerprint,
+        "max_length": planner.max_length,
+        "packing_strategy": planner.strategy,
+        "overlong": args.effective_overlong,
+        "truncation_mode": args.truncation_mode,
+        "seed": planner.seed,
+        "shuffle": planner.shuffle,
+        "dataloader_drop_last": planner.drop_last,
+        "per_device_train_batch_size": planner.batch_size,
+        "gradient_accumulation_steps": planner.accumulation,
+        "world_size": planner.world_size,
+    }
+
+
+# What is compared
+
+
+def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], planner: EpochPlanner) -> None:
+    """Compare the batches of the run that saved `state` with those of this run.
+
+    Raises:
+        ValueError: they differ; with the settings that changed.
+    """
+    before = state["settings"]
+    changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
+    fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
+    if state["engine"] == "deepspeed" and "world_size" in changed:
+        fixed["world_size"] = changed["world_size"]  # ZeRO's files are the shards of so many ranks
+    if not fixed and step_hash(planner, state["epoch"]) == state["step_hash"]:
+        if changed:
+            logger.warning(
+                f"Resuming with {_listed(changed)}. Every optimizer step has the documents that it would have had; "
+                "random numbers (dropout) and rounding differ."
+            )
+        return
+    if fixed:
+        remedy = "Set them back"
+    elif changed:
+        slots = before["gradient_accumulation_steps"] * before["world_size"]
+        remedy = (
+            f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "
+            f"`gradient_accumulation_steps` so that its product with the number of ranks is {slots} again"
+        )
+    else:
+        changed = {"trl_packfix": (state["trl_packfix"], __version__)}
+        remedy = "Install the version that began the run"
+    raise ValueError(
+        f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: {_listed(changed)}. "
+        f"After step {state['global_step']} documents of the epoch would be repeated and others left out. {remedy}, "
+        "or set `ignore_data_skip=True` to begin the epoch's documents anew on purpose."
+    )
+
+
+def _listed(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"`{name}` was {_short(before)} and is {_short(now)}" for name, (before, now) in changed.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
+
+
+class ExactRestart(trl.SFTTrainer):
+    """The part of the trainer that saves what a restart needs, and continues exactly or not at all."""
+
+    args: SFTConfig
+    _reader: TokenReader
+    _left_over: dict[str, int]
+    _settings: dict[str, Any]
+    _train_planner: EpochPlanner | None = None
+    _resumed: tuple[str, dict[str, Any]] | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """[`~transformers.Trainer.train`], from a whole checkpoint of the same documents or from none.
+
+        Args:
+            resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest" for
+                the same where there is one, and a new run where there is not.
+            trial, ignore_keys_for_eval: as in transformers.
+
+        Raises:
+            ValueError: the checkpoint is unfinished or damaged, or the batches left of its epoch would be others.
+        """
+        self._resumed = None
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:  # a run that fails calls no callback
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, (PlanAhead, BeforeFirstStep)):
+                    callback.end()
+
+    def _whole_checkpoint(self, given: str | bool) -> str | None:
+        """The checkpoint to load, as the main process chooses it for all ranks; `_resumed` becomes its state."""
+        found: list[Any] = [None, None, None, None]
+        if self.is_world_process_zero():
+            try:
+                checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
+                found = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
+            except (ValueError, OSError) as error:  # the other ranks wait for it
+                found[3] = str(error)
+        checkpoint, state, warning, problem = broadcast_object_list(found)
+        if problem is not None:
+            raise ValueError(problem)
+        if warning is not None:
+            logger.warning(warning)
+        if checkpoint is None:
+            return None
+        self._check_origin(checkpoint, state)
+        if state is not None:
+            self._resumed = checkpoint, state
+            self._total_train_tokens = state["num_tokens"]
+        return checkpoint
+
+    def _check_origin(self, checkpoint: str, state: dict[str, Any] | None) -> None:
+        if state is not None and state["version"] != VERSION:
+            raise ValueError(
+                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
+                f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
+            )
+        table_or_stream = "stream" if isinstance(self.train_dataset, IterableDataset) else "table"
+        now = f"with packing a {table_or_stream}" if self.args.packing else "without packing"
+        before = "without packing, by another trainer or with `save_only_model=True`"
+        if state is not None:
+            before = f"with packing a {'table' if 'step_hash' in state else 'stream'}"
+        if not before.startswith(now) and not self.args.ignore_data_skip:
+            raise ValueError(
+                f"`resume_from_checkpoint={checkpoint!r}` was given {now}, and it was saved {before}. Nothing says "
+                f"which documents are left of its epoch. Set `packing={state is not None}` and give the same dataset "
+                "to continue that run, or set `ignore_data_skip=True` to begin the epoch's documents anew on purpose."
+            )
+        if state is not None and state["engine"] != self._engine:
+            raise ValueError(
+                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `engine` was {state['engine']!r} and is "
+                f"{self._engine!r}. An engine does not find the optimizer state of another, and says nothing. Launch "
+                "the run as before, or give the checkpoint as `model` to begin a new run with its weights."
+            )
+
+    @property
+    def _engine(self) -> str:
+        """Whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
+        return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
+
+    def _check_restart(self, planner: EpochPlanner) -> None:
+        """Remember the planner of this run; if it resumes, compare its batches with those of the run before."""
+        self._train_planner = planner
+        self._settings = settings_of(self.args, planner, self._reader)
+        if self._resumed is not None and not self.args.ignore_data_skip:
+            check_same_batches(*self._resumed, self._settings, planner)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        if self.args.packing:
+            if self.args.should_save:
+                run_dir = self._get_output_dir(trial)
+                self._left_over = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.state.global_step}")
+            self.accelerator.wait_for_everyone()  # no rank writes before it is known what was there
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        step, planner = self.state.global_step, self._train_planner
+        state = {"global_step": step, "num_tokens": self._total_train_tokens, "engine": self._engine}
+        stream = getattr(self.callback_handler.train_dataloader, "dataset", None)
+        if isinstance(stream, PackedStream):
+            torch.save(stream.state_dict(step), stream_file(output_dir, stream.rank))
+        elif planner is not None:
+            epoch = (step - 1) // planner.num_steps
+            state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self._settings}
+        else:
+            return  # unpacked, or a loader that is not ours
+        # These are the last files that every rank writes. `trainer_state.json` follows, and only then older checkpoints
+        # are deleted, so at every moment one of them is whole.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoints.save_state(Path(output_dir), state, self._left_over)
