@@ -32,6 +32,8 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are so small that a second thread only waits
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import itertools
+
 import datasets
 import torch
 import transformers
@@ -121,7 +123,7 @@ def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[
     logits = model(**batch, use_cache=False).logits[0]
     found = []
     parameters = list(model.parameters())
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         loss = functional.cross_entropy(logits[start : stop - 1], labels[start + 1 : stop], reduction="sum")
         # the last token has no target, and a document of one token no other: let its logits have a gradient, too
         loss = loss + logits[stop - 1].logsumexp(0)

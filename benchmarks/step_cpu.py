@@ -60,7 +60,7 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.num_tokens, self.shape, self.squares = num_tokens, torch.Size([0]), 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format or func.is_view:
             return result

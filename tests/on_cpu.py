@@ -6,6 +6,7 @@ deepspeed --num_gpus 2 tests/on_cpu.py examples/train.py --max_steps 2
 import os
 import runpy
 import sys
+from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
@@ -17,5 +18,5 @@ if __name__ == "__main__":
     script = next(argument for argument in sys.argv[1:] if argument.endswith(".py"))
     sys.argv.remove(script)
     sys.argv[0] = script
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -35,9 +35,9 @@ def messages() -> list[tuple[str, str]]:
     found = []
     for file in sorted((ROOT / "trl_packfix").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                if isinstance(node.exc.func, ast.Name) and node.exc.func.id in RAISED:
-                    found.append((file.name, template(node.exc.args[0])))
+            error = node.exc if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
+            if error is not None and error.args and isinstance(error.func, ast.Name) and error.func.id in RAISED:
+                found.append((file.name, template(error.args[0])))
     return [(file, text) for file, text in found if text != "…"]  # a message of another rank, told here again
 
 

@@ -89,7 +89,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("given, message", REFUSED, ids=[str(list(given.items())[0]) for given, _ in REFUSED])
+@pytest.mark.parametrize("given, message", REFUSED, ids=[str(next(iter(given.items()))) for given, _ in REFUSED])
 def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
     with pytest.raises(ValueError, match=message):
         packed_dataloader(**{"dataset": dataset(), "max_length": 32} | given)

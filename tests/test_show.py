@@ -122,7 +122,7 @@ def test_the_picture_says_what_the_report_says(run):
     report = run.packing_report
     figure = report.plot()
     figure.canvas.draw()
-    strips, mask, lengths, costs = figure.axes
+    strips, mask, lengths, _ = figure.axes
     assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8

@@ -76,7 +76,15 @@ def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumu
     ranks = []
     for rank in range(world_size):
         dataset = table.to_iterable_dataset(num_shards)
-        stream = PackedStream(dataset, 2, 30, accumulation, rank, world_size, buffer_size=buffer_size)
+        stream = PackedStream(
+            dataset,
+            batch_size=2,
+            max_length=30,
+            accumulation=accumulation,
+            rank=rank,
+            world_size=world_size,
+            buffer_size=buffer_size,
+        )
         ranks.append(one_pass(stream))
         assert (stream.share.count == 1) == (num_shards % world_size == 0)
     seen = Counter(chain.from_iterable(chain.from_iterable(chain.from_iterable(ranks))))
@@ -91,14 +99,19 @@ def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumu
 @pytest.mark.parametrize("buffer_size", [1, 20, 1000])
 def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
     lengths = drawn(700)
-    stream = PackedStream(numbered(lengths).to_iterable_dataset(), 5, 40, buffer_size=buffer_size)
+    stream = PackedStream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
     plan = plan_stream(lengths, np.arange(700), 200, buffer_size)
     packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
     assert [step[0] for step in one_pass(stream)] == packs
 
 
 def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
-    streams = [PackedStream(numbered([5, 6]).to_iterable_dataset(), 1, 64, 2, rank, 2) for rank in range(2)]
+    streams = [
+        PackedStream(
+            numbered([5, 6]).to_iterable_dataset(), batch_size=1, max_length=64, accumulation=2, rank=rank, world_size=2
+        )
+        for rank in range(2)
+    ]
     for _ in range(2):  # one step: 2 documents for 4 micro-batches
         steps = [[numbers(batch) for batch in islice(iter(stream), 2)] for stream in streams]
         assert sorted(chain.from_iterable(chain.from_iterable(steps))) == [0, 1]
@@ -107,7 +120,13 @@ def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
 
 def test_workers_share_the_shards_and_duplicate_nothing():
     for num_shards, used in ((1, 1), (3, 2)):
-        stream = PackedStream(numbered(drawn(600)).to_iterable_dataset(num_shards), 2, 40, 2, num_workers=2)
+        stream = PackedStream(
+            numbered(drawn(600)).to_iterable_dataset(num_shards),
+            batch_size=2,
+            max_length=40,
+            accumulation=2,
+            num_workers=2,
+        )
         assert stream.num_workers == used
         documents = list(chain.from_iterable(chain.from_iterable(one_pass(stream))))
         assert sorted(documents) == list(range(600))
@@ -123,7 +142,7 @@ def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
 
     stream = IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(6))})
     opened.clear()
-    steps = one_pass(PackedStream(stream, 2, 10, rank=1, world_size=3))
+    steps = one_pass(PackedStream(stream, batch_size=2, max_length=10, rank=1, world_size=3))
     assert set(opened) == {1, 4}
     assert sorted(chain.from_iterable(chain.from_iterable(steps))) == [*range(10, 20), *range(40, 50)]
 
@@ -131,9 +150,9 @@ def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
 def test_what_would_lose_documents_is_refused(caplog):
     dataset = numbered(drawn(50)).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"(?s)split by node already.*2 nodes.*be lost.*whole dataset"):
-        PackedStream(split_dataset_by_node(dataset, 0, 2), 2, 40, rank=0, world_size=2)
+        PackedStream(split_dataset_by_node(dataset, 0, 2), batch_size=2, max_length=40, rank=0, world_size=2)
     assert not caplog.records
-    PackedStream(dataset, 2, 40, rank=0, world_size=9)
+    PackedStream(dataset, batch_size=2, max_length=40, rank=0, world_size=9)
     assert "1 shards, which 9 ranks cannot share evenly" in caplog.text
 
 
@@ -183,7 +202,7 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
 
 
 def test_no_more_than_the_buffer_and_a_chunk_waits():
-    stream = PackedStream(numbered(drawn(1500)).to_iterable_dataset(), 2, 40, buffer_size=100)
+    stream = PackedStream(numbered(drawn(1500)).to_iterable_dataset(), batch_size=2, max_length=40, buffer_size=100)
     for _ in islice(stream, 100):
         state = stream.state_dict(stream.num_steps)
         assert 100 <= len(state["lengths"]) <= 100 + CHUNK
@@ -204,7 +223,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     spans = make_documents(reader, 25, overlong, mode)
     expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     dataset = table.to_iterable_dataset(2)
-    stream = PackedStream(dataset, 1, 25, overlong=overlong, truncation_mode=mode, buffer_size=10)
+    stream = PackedStream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
     got = []
     for batch in stream:
         if stream.num_passes:
@@ -233,7 +252,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
 def test_bad_documents_are_refused_when_they_come(columns, settings, message):
     dataset = Dataset.from_dict(columns).to_iterable_dataset()
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        list(islice(PackedStream(dataset, 1, 20, **settings), 3))
+        list(islice(PackedStream(dataset, batch_size=1, max_length=20, **settings), 3))
 
 
 # Restart of the packer
@@ -283,7 +302,9 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
 
     def stream():
-        return PackedStream(SOURCES[source](), 2, 64, 2, buffer_size=60, num_workers=workers)
+        return PackedStream(
+            SOURCES[source](), batch_size=2, max_length=64, accumulation=2, buffer_size=60, num_workers=workers
+        )
 
     num_steps, rng = 250, np.random.default_rng(0)
     points, end_of_pass = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist()), 0
@@ -312,12 +333,12 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     def source():
         return TABLE.to_iterable_dataset().map(lambda row: read.append(row["input_ids"][0]) or row)
 
-    cut = PackedStream(source(), 2, 64, buffer_size=60)
+    cut = PackedStream(source(), batch_size=2, max_length=64, buffer_size=60)
     list(islice(cut, 30))
     state = cut.state_dict(30)
     assert len(read) >= 200
     read.clear()
-    resumed = PackedStream(source(), 2, 64, buffer_size=60)
+    resumed = PackedStream(source(), batch_size=2, max_length=64, buffer_size=60)
     resumed.load_state_dict(state)
     next(iter(resumed))
     assert FIRST_ID not in read and len(read) <= 2 * CHUNK
@@ -401,7 +422,7 @@ def test_a_damaged_checkpoint_of_a_stream_is_reported_and_not_loaded(tmp_path):
 
 def test_a_stream_of_more_ranks_than_before_is_refused(tmp_path):
     trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1).train()
-    stream = PackedStream(texts().to_iterable_dataset(), 2, 64, rank=1, world_size=2)
+    stream = PackedStream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     with pytest.raises(ValueError, match=r"no `packed_stream_1.pt`.*rank 1 of 2 was.*Launch as many ranks as before"):
         resume(stream, str(tmp_path / "checkpoint-1"), 1, 1, ignore_data_skip=False)
 

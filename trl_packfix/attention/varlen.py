@@ -11,6 +11,7 @@ transformers' `sdpa` answers it; sinks and softcap, which `sdpa` lacks, are then
 T tokens, H query heads, G key/value heads, D head dimension.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
     if cu_seq_lens is None:
         return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
     bounds = cu_seq_lens.tolist()
-    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
             f"cu_seq_lens_q runs {bounds[:3]}...{bounds[-1:]} over a pack of {num_tokens} tokens: every token belongs "
@@ -256,7 +257,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
             f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, as models make "
             f"them up when they are given none: attention never assumes a single document. {FEED_A_PACK}"
         )
-    return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
 def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | None]:

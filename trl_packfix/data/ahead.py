@@ -39,7 +39,7 @@ def start(planner: EpochPlanner, epoch: int) -> NextEpoch | None:
     target = planner.file("schedule", epoch)
     if target is None or target.exists() or not os.access(target.parent, os.W_OK):
         return None
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", COMMAND],
         stdin=subprocess.PIPE,

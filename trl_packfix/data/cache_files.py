@@ -57,7 +57,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> bool:
         except FileExistsError:
             return path.is_file()
         except OSError:  # a file system without links
-            os.replace(temporary, path)
+            temporary.replace(path)
         return True
     except OSError as error:  # a dataset on a read-only disk is none the worse for it
         logger.info("%s is not kept for the next start: %s", path.name, error)

@@ -145,7 +145,7 @@ def left_alone(loader: DataLoader, device: torch.device | None) -> DataLoaderSha
     return loader
 
 
-def packed_dataloader(
+def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and a collator
     dataset: Dataset,
     max_length: int,
     batch_size: int = 1,

@@ -86,9 +86,10 @@ class PackedStream(torch.utils.data.IterableDataset):
     _readers: list[ReaderState]
     _snapshots: dict[int, dict[str, Any]]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by keyword
         self,
         dataset: IterableDataset,
+        *,
         batch_size: int,
         max_length: int,
         accumulation: int = 1,

@@ -8,6 +8,7 @@ Letters: S slots, W ranks; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -60,7 +61,7 @@ class Deal:
             self.slots.even_out(ranks)
         else:
             bounds = [*range(0, first + 1, self.world_size), self.num_slots]
-            for start, stop in zip(bounds, bounds[1:], strict=False):
+            for start, stop in itertools.pairwise(bounds):
                 self.slots.even_out([[slot] for slot in range(start, stop)])
         self._occupy()
         return [np.array(documents, dtype=np.int64) for documents in self.slots.documents]

@@ -9,6 +9,7 @@ Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N d
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -101,7 +102,7 @@ def schedule_packs(
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
 
     filled: list[Int64Array] = []
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         step = _split_up_to(packs[first:last], lengths, slots)
         if balance == "step":
             step = balanced(step, lengths, cost_model, plan.capacity, accumulation, world_size, synchronisation)

@@ -4,6 +4,7 @@ Nothing is told by colour alone: documents are numbered, trained tokens stand ta
 The hues are six of Okabe and Ito's, which colour-blind readers tell apart (https://jfly.uni-koeln.de/color/).
 """
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
     lengths = np.array(pack.lengths, dtype=float)
     computed = (lengths * (lengths + 1)).sum() / (total * (total + 1))
     labelled = [starts[0]]
-    labelled += [s for before, s in zip(starts[:-1], starts[1:], strict=True) if s - before > total / 18]
+    labelled += [s for before, s in itertools.pairwise(starts) if s - before > total / 18]
     axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")
     axes.set_yticks(labelled, [f"{start:,}" for start in labelled], fontsize=8)
     axes.set_aspect("equal", adjustable="box")

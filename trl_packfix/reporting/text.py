@@ -1,5 +1,6 @@
 """Packs as they reach the model, as text: made by the reader and the collator of training, read back from the batch."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -156,4 +157,4 @@ def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
 
 def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    return [(bool(trained[first]), first, end) for first, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [(bool(trained[first]), first, end) for first, end in itertools.pairwise(edges)]

@@ -191,9 +191,9 @@ class ExactEvaluation(PackedObjective):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         # Predictions, metrics and a `prediction_step` of the user's may do without a trained token.
-        if prediction_loss_only and isinstance(dataloader.dataset, DocumentDataset):
-            if not self._overridden("prediction_step"):
-                self._check_trained(dataloader.dataset.documents, metric_key_prefix)
+        rows = dataloader.dataset
+        if prediction_loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
+            self._check_trained(rows.documents, metric_key_prefix)
         self._gather_totals()  # `num_tokens` is logged here, too
         self._totals = EvaluationTotals(self.accelerator.device)
         if self._loss_of_user is not None and not self._has_said_whose_loss:

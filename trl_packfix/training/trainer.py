@@ -91,7 +91,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
     True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
         model: "str | PreTrainedModel | PeftModel",
         args: SFTConfig | trl.SFTConfig | TrainingArguments | None = None,
