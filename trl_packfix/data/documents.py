@@ -6,9 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from ..planning.arrays import Int64Array
 
 
 @dataclass

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
 
-from .documents import Count, Documents, Int64Array, Ledger
+from ..planning.arrays import Int64Array
+from .documents import Count, Documents, Ledger
 from .reader import TokenReader
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from .costs import CostModel, Float64Array
-from .dealing import Deal, Int64Array
+from .arrays import Float64Array, Int64Array
+from .costs import CostModel
+from .dealing import Deal
 
 Synchronisation = Literal["micro", "step"]
 

@@ -7,9 +7,9 @@ from bisect import bisect_left, insort
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from .arrays import Int64Array
+
 Packs = tuple[Int64Array, Int64Array]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from .arrays import Float64Array
 
 
 @dataclass(frozen=True)

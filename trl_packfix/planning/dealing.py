@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .costs import Float64Array
-from .exchanges import Int64Array, Slots
+from .arrays import Float64Array, Int64Array
+from .exchanges import Slots
 
 SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones leave,
 FILLING = 1 / 4  # and at least so many of the tokens, or full slots would hold long documents only

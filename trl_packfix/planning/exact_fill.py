@@ -9,7 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from .best_fit import Int64Array, Packs, best_fit_decreasing, by_earliest, select_packs
+from .arrays import Int64Array
+from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
 FILL_FROM = 3  # gaps of so many mean documents are looked for an exact fill; see `_close_packs`

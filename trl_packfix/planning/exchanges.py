@@ -9,11 +9,8 @@ https://doi.org/10.1016/S0305-0548(02)00131-7).
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-from .costs import Float64Array
-
-Int64Array = npt.NDArray[np.int64]
+from .arrays import Float64Array, Int64Array
 
 TOGETHER = (6, 12, 24)  # shortest documents that each of two slots lays down: as few as will do
 PARTNERS = 16  # slots with room that one above its capacity asks

@@ -10,9 +10,9 @@ micro-batch is above the capacity. Letters: S steps, G micro-batches per step, W
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import Float64Array, Int64Array
 from .balance import Synchronisation
-from .costs import CostModel, Float64Array
-from .dealing import Int64Array
+from .costs import CostModel
 from .schedule import Schedule
 
 PRICES = 32  # of a token, that the bound tries

@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .best_fit import Int64Array, best_fit_decreasing, by_earliest
+from .arrays import Int64Array
+from .best_fit import best_fit_decreasing, by_earliest
 from .exact_fill import carry_over, fill_exactly
 
 STRATEGIES = ("stream", "bfd")

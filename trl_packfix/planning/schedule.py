@@ -16,9 +16,9 @@ from typing import Literal
 
 import numpy as np
 
+from .arrays import Int64Array
 from .balance import Synchronisation, balanced
 from .costs import CostModel
-from .dealing import Int64Array
 from .packs import PackPlan, plan_bfd
 
 Balance = Literal["step", "none"]

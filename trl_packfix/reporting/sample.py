@@ -6,14 +6,12 @@ The report prints the histogram, and the pictures draw all of it.
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ..data.collator import IGNORE_INDEX
 from ..data.epochs import EpochPlanner
 from ..data.reader import TokenReader
+from ..planning.arrays import Int64Array
 from ..planning.imbalance import rank_costs
-
-Int64Array = npt.NDArray[np.int64]
 
 NUM_BINS = 24
 NUM_PACKS = 8
