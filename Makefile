@@ -38,6 +38,7 @@ export WANDB_MODE := disabled
 demo: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo: export MALLOC_TRIM_THRESHOLD_ := 17179869184
 demo: $(INSTALLED)
+	@echo "Importing torch, transformers and trl ..."
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Two workers: most tests run one thread. A file stays with one of them, for its fixtures are made once.

@@ -7,7 +7,8 @@
 SmolLM2-135M-Instruct (from a package, no hub is needed) is fine-tuned with LoRA on worked answers to word problems.
 Documents are packed: several conversations run through the model in one row and none of them sees another. What is
 printed on the way: an answer before training, the packing report, the loss on conversations that are not trained on
-(before, halfway, after), and an answer after, from the saved adapter.
+(before, halfway, after), and an answer after, from the saved adapter. How many conversations are trained on depends on
+the machine: a moment is measured, and as many are taken as fit into about two CPU minutes, at most 200.
 
 A JSONL file has one conversation a line: {"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}.
 """
@@ -24,11 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from trl_packfix import SFTConfig, SFTTrainer
 
+CPU_SECONDS = 120  # of training, evaluation included
+TOKENS_PER_DOCUMENT = 290  # of the word problems: 220, and the evaluations
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", metavar="FILE", help="JSONL file of conversations (default: word problems)")
-    parser.add_argument("--num_documents", type=int, default=200, help="conversations to train on (default: 200)")
+    parser.add_argument("--num_documents", type=int, help="conversations to train on (default: as many as fit)")
     parser.add_argument("--max_length", type=int, default=1024, help="tokens a document may have (default: 1024)")
     parser.add_argument("--output_dir", default="demo_output", help="where the adapter is saved (default: demo_output)")
     parser.add_argument("--tiny", action="store_true", help="a random miniature model, 16 documents of 512 tokens")
@@ -71,6 +75,25 @@ def conversations(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     return dataset.select(range(num_held_out, num)), dataset.select(range(num_held_out))
 
 
+def num_documents_that_fit(model: torch.nn.Module) -> int:
+    """How many conversations this machine trains on in CPU_SECONDS, measured on one row of 512 random tokens."""
+    model.requires_grad_(False)  # as with LoRA: gradients pass through the weights and not to them
+    tokens = torch.randint(model.config.vocab_size, (1, 512))
+    for _ in range(2):  # the first run prepares the kernels
+        began = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
+            embedded = model.get_input_embeddings()(tokens).requires_grad_()
+            model(inputs_embeds=embedded, labels=tokens).loss.backward()
+        seconds = time.process_time() - began
+    model.requires_grad_(True)
+    num = int(min(max(CPU_SECONDS / seconds * 512 / TOKENS_PER_DOCUMENT, 40), 200))
+    show(
+        "Measured",
+        f"{512 / seconds:.0f} tokens per CPU second, forward and backward: {num} conversations fit into the demo",
+    )
+    return num
+
+
 def question(row: dict) -> list[dict]:
     """The turns of `row` up to the first answer, or its prompt or the beginning of its text as a user's turn."""
     turns = row.get("messages") or row.get("prompt") or row["text"][:400]
@@ -91,22 +114,31 @@ def show(title: str, text: str) -> None:
     print(f"\n--- {title}\n{text}", flush=True)
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 def main() -> None:
     args = parse_args()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     if args.tiny:
-        args.num_documents, args.max_length = min(args.num_documents, 16), min(args.max_length, 512)
-        print("The model is a random miniature: its loss falls, its answers stay nonsense.")
+        args.num_documents, args.max_length = min(args.num_documents or 16, 16), min(args.max_length, 512)
+        say("The model is a random miniature: its loss falls, its answers stay nonsense.")
         name = random_miniature(f"{args.output_dir}/miniature")
     else:
-        print("The model is SmolLM2-135M-Instruct; its first start unpacks it, which takes 20 seconds.", flush=True)
+        say("The model is SmolLM2-135M-Instruct. Its first start unpacks it (20 CPU seconds) ...")
         name = smollm2()
-    train, held_out = conversations(args)
+    say("Loading it ...")
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    turns, length = question(held_out[0]), 16 if args.tiny else 160
+    if args.num_documents is None:
+        say("Measuring how fast this machine trains it ...")
+        args.num_documents = 200 if torch.cuda.is_available() else num_documents_that_fit(model)
+    train, held_out = conversations(args)
+    turns, length = question(held_out[0]), 16 if args.tiny else 128
     show("A question that it will not be trained on", turns[-1]["content"])
     show("Its answer before training", answer(model, tokenizer, turns, length))
+    show("Training", "tokenisation, the proof that documents stay apart, then the steps with their loss")
 
     trainer = SFTTrainer(
         model=model,
@@ -146,7 +178,8 @@ def main() -> None:
     show("Saved", f"the adapter, {size:.1f} MiB, in {args.output_dir}; the model itself is unchanged")
     adapted = AutoPeftModelForCausalLM.from_pretrained(args.output_dir)
     show("Its answer after training (the saved adapter, loaded with peft)", answer(adapted, tokenizer, turns, length))
-    print(f"\nDone in {time.perf_counter() - started:.0f} seconds.")
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    say(f"\nDone in {seconds:.0f} seconds ({cpu_seconds:.0f} CPU seconds).")
 
 
 if __name__ == "__main__":

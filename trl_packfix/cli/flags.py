@@ -6,12 +6,12 @@ Every flag may also be written as `SFTConfig` spells the field, so that the flag
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..planning.strategies import STRATEGIES
+
 if TYPE_CHECKING:
     from ..planning.costs import CostModel
     from ..training.config import SFTConfig
     from .sources import Tokenisation
-
-STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
 
 
 def add_document_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     packing.add_argument(
         "--strategy",
         "--packing_strategy",
-        choices=STRATEGIES,
+        choices=[*STRATEGIES],
         **many,
         default=["stream", "bfd"] if several else "stream",
         help=f"{star}which documents share a pack (default: {'stream bfd' if several else 'stream'})",

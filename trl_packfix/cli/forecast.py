@@ -15,6 +15,7 @@ from ..data.reader import TokenReader
 from ..data.spans import make_documents
 from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
+from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
 from ..reporting.report import PackingReport
 from ..training.config import SFTConfig
@@ -109,7 +110,7 @@ def planner_for(reader: TokenReader, config: SFTConfig, world_size: int, cost_mo
 def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
     """What decides where documents are cut: the arguments of `make_documents`."""
     assert config.max_length is not None  # `SFTConfig` refuses packing without
-    wrapped = config.packing_strategy == "wrapped"
+    wrapped = STRATEGIES[config.packing_strategy].cuts_blocks
     return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
 
 

@@ -11,19 +11,12 @@ import pyarrow.compute as pc
 import trl
 from datasets import Dataset, IterableDataset
 
+from ..planning.strategies import STRATEGIES, Strategy
 from .cache import prepared_token_range
 from .reader import TokenReader, mask_columns
 from .spans import Overlong
 
 NUM_SHOWN = 10  # rows that a message names
-
-IMPLIED_OVERLONG: dict[str, Overlong] = {
-    "stream": "truncate",
-    "bfd": "truncate",
-    "bfd_split": "split",
-    "wrapped": "split",
-    "minibatch": "truncate",
-}
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
@@ -56,9 +49,9 @@ def check_max_length(max_length: int | None, batch_size: int) -> None:
         )
 
 
-def check_overlong(name: str, strategy: str, overlong: Overlong | None) -> None:
+def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> None:
     """Refuse a policy for long documents that contradicts the strategy, which is called `name` where it is set."""
-    if IMPLIED_OVERLONG[strategy] == "split" and overlong not in (None, "split"):
+    if STRATEGIES[strategy].overlong == "split" and overlong not in (None, "split"):
         raise ValueError(
             f"`{name}={strategy!r}` was given with `overlong={overlong!r}`. This strategy splits long documents, so "
             f'nothing is left to cut or refuse. Set `{name}="stream"` or "bfd", or leave `overlong` unset.'

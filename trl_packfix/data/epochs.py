@@ -22,10 +22,9 @@ from ..planning.balance import Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
 from ..planning.schedule import Balance, Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from .cache_files import PREFIX, Packs, keep_packs, kept_packs, read_arrays
 from .documents import Documents
-
-Strategy = Literal["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 
 MANY = 50_000  # documents, from which on a plan is worth a file: it takes 0.1 s on one rank and 0.4 s on eight
 
@@ -73,7 +72,7 @@ class EpochPlanner:
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.strategy == "minibatch":
+        if self._traits.keeps_steps:
             self.num_steps = num_optimizer_steps(
                 len(self.documents), self.batch_size * self.accumulation, self.world_size, self.drop_last
             )
@@ -92,6 +91,10 @@ class EpochPlanner:
                 "dropped and nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
+
+    @property
+    def _traits(self) -> StrategyTraits:
+        return STRATEGIES[self.strategy]
 
     @property
     def capacity(self) -> int:
@@ -135,7 +138,7 @@ class EpochPlanner:
 
     def _plan(self, epoch: int) -> PackPlan:
         lengths = self.documents.lengths
-        if self.strategy == "wrapped":
+        if self._traits.cuts_blocks:
             assert self.documents.block is not None
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
             return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
@@ -149,7 +152,7 @@ class EpochPlanner:
 
     def _schedule(self, epoch: int) -> Schedule:
         lengths = self.documents.lengths
-        if self.strategy == "minibatch":
+        if self._traits.keeps_steps:
             return schedule_minibatches(
                 lengths,
                 unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths)),
@@ -162,7 +165,7 @@ class EpochPlanner:
                 self.synchronisation,
                 self.drop_last,
             )
-        assert self.first_plan is not None  # of every strategy but `minibatch`
+        assert self.first_plan is not None  # of every strategy that does not keep the steps
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
             # The Trainer fixed the number of steps with the first plan; a plan that needs more cannot be used.

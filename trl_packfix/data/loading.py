@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from ..planning.balance import Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
+from ..planning.strategies import STRATEGIES, Strategy
 from .cache import prepared_documents
 from .checks import (
-    IMPLIED_OVERLONG,
     check_choice,
     check_count,
     check_max_length,
@@ -28,7 +28,7 @@ from .checks import (
 )
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import Documents
-from .epochs import EpochPlanner, Strategy
+from .epochs import EpochPlanner
 from .reader import TokenReader
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
@@ -188,7 +188,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     >>> sorted(batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7))
     [torch.Size([1, 7]), torch.Size([1, 7])]
     """
-    check_choice("strategy", strategy, get_args(Strategy))
+    check_choice("strategy", strategy, STRATEGIES)
     check_choice("overlong", overlong, (None, *get_args(Overlong)))
     check_choice("synchronisation", synchronisation, get_args(Synchronisation))
     check_overlong("strategy", strategy, overlong)
@@ -204,7 +204,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     reader = TokenReader(dataset)
     check_not_padded(dataset, "given")
     documents = prepared_documents(
-        reader, max_length, overlong or IMPLIED_OVERLONG[strategy], wrapped=strategy == "wrapped"
+        reader, max_length, overlong or STRATEGIES[strategy].overlong, wrapped=STRATEGIES[strategy].cuts_blocks
     )
     planner = EpochPlanner(
         documents,

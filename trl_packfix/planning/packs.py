@@ -18,13 +18,8 @@ import numpy.typing as npt
 from .arrays import Int64Array
 from .best_fit import best_fit_decreasing, by_earliest
 from .exact_fill import carry_over, fill_exactly
+from .strategies import STRATEGIES, Strategy
 
-STRATEGIES = ("stream", "bfd")
-NEEDS_MORE_THAN_LENGTHS = {
-    "bfd_split": "split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
-    "wrapped": "use the trainer or packed_dataloader with packing_strategy='wrapped'",
-    "minibatch": "use the trainer or packed_dataloader with packing_strategy='minibatch'",
-}
 NUM_SHOWN = 10  # offenders that an error message names
 FEW_PER_PACK = 4  # below this, 1000 documents seldom hold an exact fill: there `stream` may look further ahead
 LOOK_AHEAD = 16  # and by how many buffers
@@ -82,7 +77,7 @@ class PackPlan:
 
 
 def plan_packs(
-    lengths: npt.ArrayLike, capacity: int, strategy: str = "stream", seed: int = 0, epoch: int = 0
+    lengths: npt.ArrayLike, capacity: int, strategy: Strategy = "stream", seed: int = 0, epoch: int = 0
 ) -> PackPlan:
     """Packs for one epoch: every document in exactly one pack, no pack over `capacity`.
 
@@ -100,16 +95,17 @@ def plan_packs(
     >>> sorted(sorted(pack.tolist()) for pack in np.split(plan.order, plan.offsets[1:-1]))
     [[0, 1], [2]]
     """
-    if strategy in NEEDS_MORE_THAN_LENGTHS:
+    traits = STRATEGIES.get(strategy)
+    if traits is None:
+        here = [repr(name) for name, each in STRATEGIES.items() if each.instead is None]
+        elsewhere = [repr(name) for name, each in STRATEGIES.items() if each.instead is not None]
         raise ValueError(
-            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: "
-            f"{NEEDS_MORE_THAN_LENGTHS[strategy]}."
+            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of {', '.join(here)} here, or "
+            f"also {', '.join(elsewhere)} in the trainer."
         )
-    if strategy not in STRATEGIES:
+    if traits.instead is not None:
         raise ValueError(
-            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of "
-            f"{', '.join(map(repr, STRATEGIES))} here, or also {', '.join(map(repr, NEEDS_MORE_THAN_LENGTHS))} in the "
-            "trainer."
+            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: {traits.instead}."
         )
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not _is_integer(value) or value < 0:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..data.documents import Ledger
 from ..isolation.report import IsolationReport
+from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class PackingReport:
     (2, 1.0, 2)
     """
 
-    strategy: str
+    strategy: Strategy
     overlong: str
     max_length: int
     batch_size: int
@@ -209,7 +210,7 @@ class PackingReport:
         """What packing changes in the optimisation, and what to do about it."""
         documents = self.batch_size * self.accumulation * self.world_size
         steps = -(-self.num_documents // documents)
-        if self.strategy == "minibatch":
+        if STRATEGIES[self.strategy].keeps_steps:
             return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
         assert self.documents_per_step is not None  # of a table it is known
         ratio = self.documents_per_step / documents

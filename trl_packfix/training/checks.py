@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from ..planning.balance import Synchronisation
+from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
 
 WAITS_ONCE_PER_STEP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -78,7 +79,7 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
 
 def _check_stream(args: SFTConfig) -> None:
     """What cannot be done with an iterable dataset, whose documents and their number are not known before they come."""
-    if args.packing_strategy != "stream":
+    if not STRATEGIES[args.packing_strategy].packs_streams:
         raise ValueError(
             f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "
             "documents of an epoch, and a stream is known only as far as it was read. Set "

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import trl
 from transformers import TrainingArguments
 
-from ..data.checks import IMPLIED_OVERLONG, check_choice, check_count, check_max_length, check_overlong
-from ..data.epochs import Strategy
+from ..data.checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.schedule import Balance
+from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]
-STRATEGIES, OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS = map(get_args, (Strategy, Overlong, Balance, OnLeak, Weighting))
+OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS = map(get_args, (Overlong, Balance, OnLeak, Weighting))
 
 
 @dataclass
@@ -121,7 +121,7 @@ class SFTConfig(trl.SFTConfig):
     @property
     def effective_overlong(self) -> Overlong:
         """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
-        return self.overlong or IMPLIED_OVERLONG[self.packing_strategy]
+        return self.overlong or STRATEGIES[self.packing_strategy].overlong
 
 
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:

@@ -23,6 +23,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ..attention.forwards import base_model
 from ..data.collator import IGNORE_INDEX
+from ..planning.strategies import STRATEGIES
 from .totals import TrainingTotals
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class PackedObjective(trl.SFTTrainer):
     @property
     def _pack_capacity(self) -> int | None:
         """Most tokens of a pack; None where micro-batches are not filled up to it."""
-        if not self.args.packing or self.args.packing_strategy == "minibatch":
+        if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
             return None
         assert self.args.max_length is not None  # or there would be no packing
         return self._train_batch_size * self.args.max_length

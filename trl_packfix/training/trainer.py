@@ -26,7 +26,7 @@ from ..data import checks as dataset_checks
 from ..data.cache import prepared_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
-from ..data.epochs import EpochPlanner, Strategy
+from ..data.epochs import EpochPlanner
 from ..data.loading import (
     DocumentDataset,
     PackedBatchSampler,
@@ -39,6 +39,7 @@ from ..data.stream import PackedStream, resume, stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import cost_model
+from ..planning.strategies import STRATEGIES, Strategy
 from ..reporting.build import make_report, make_stream_report
 from ..reporting.report import PackingReport, add_to_card
 from . import checks
@@ -161,7 +162,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                     args.max_length,
                     args.effective_overlong,
                     args.truncation_mode,
-                    wrapped=args.packing_strategy == "wrapped",
+                    wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
                 )
                 self.add_callback(PlanAhead(self))
             self.packed_model = self._packed_model()
