@@ -46,6 +46,7 @@ from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
+from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, cost_model
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.planning.packs import PackPlan, plan_packs
@@ -86,8 +87,15 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     num_steps = plan.num_packs // slots
 
     def made(balance: str, synchronisation: str) -> Schedule:
-        settings = {"balance": balance, "synchronisation": synchronisation, "drop_last": True}
-        return schedule_packs(plan, lengths, num_steps, ACCUMULATION, world_size, LLAMA_7B, **settings)
+        settings = StepSettings(
+            capacity=capacity,
+            accumulation=ACCUMULATION,
+            world_size=world_size,
+            balance=balance,
+            synchronisation=synchronisation,
+            drop_last=True,
+        )
+        return schedule_packs(plan, lengths, num_steps, settings)
 
     as_they_come = made("none", "micro")
     row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
@@ -189,7 +197,19 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     lengths = np.clip(draw("long", 2_400, {}) // SCALE, 2, capacity)
     plan, costs = plan_packs(lengths, capacity), cost_model(config)
     schedules = {
-        balance: schedule_packs(plan, lengths, num_steps, ACCUMULATION, 2, costs, balance, "micro", drop_last=True)
+        balance: schedule_packs(
+            plan,
+            lengths,
+            num_steps,
+            StepSettings(
+                capacity=capacity,
+                accumulation=ACCUMULATION,
+                world_size=2,
+                cost_model=costs,
+                balance=balance,
+                drop_last=True,
+            ),
+        )
         for balance in ("none", "step")
     }
 

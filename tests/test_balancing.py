@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.exchanges import Slots
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound, rank_costs
@@ -34,12 +35,15 @@ def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LL
             plan,
             lengths,
             steps,
-            accumulation,
-            world_size,
-            model,
-            balance=kind[0],
-            synchronisation=kind[1],
-            drop_last=drop_last,
+            StepSettings(
+                capacity=plan.capacity,
+                accumulation=accumulation,
+                world_size=world_size,
+                cost_model=model,
+                balance=kind[0],
+                synchronisation=kind[1],
+                drop_last=drop_last,
+            ),
         )
         for kind in kinds
     }
@@ -217,7 +221,12 @@ def test_minibatches_are_balanced_within_their_steps():
     lengths = np.random.default_rng(0).choice([100, 900], 512, p=[0.8, 0.2])
     model = CostModel(1.0, 0.01)
     made = {
-        balance: schedule_minibatches(lengths, np.arange(512), 8, 8 * 900, 4, 4, model, balance=balance)
+        balance: schedule_minibatches(
+            lengths,
+            np.arange(512),
+            8,
+            StepSettings(capacity=8 * 900, accumulation=4, world_size=4, cost_model=model, balance=balance),
+        )
         for balance in ("step", "none")
     }
     ratio = {balance: imbalance(schedule, lengths, model, "micro") for balance, schedule in made.items()}

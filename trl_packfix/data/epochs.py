@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..planning.balance import Synchronisation
+from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
-from ..planning.schedule import Balance, Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from .cache_files import PREFIX, Packs, keep_packs, kept_packs, read_arrays
 from .documents import Documents
@@ -97,6 +97,18 @@ class EpochPlanner:
         return STRATEGIES[self.strategy]
 
     @property
+    def _steps(self) -> StepSettings:
+        return StepSettings(
+            capacity=self.capacity,
+            accumulation=self.accumulation,
+            world_size=self.world_size,
+            cost_model=self.cost_model,
+            balance=self.balance,
+            synchronisation=self.synchronisation,
+            drop_last=self.drop_last,
+        )
+
+    @property
     def capacity(self) -> int:
         """Most tokens of a pack."""
         return self.batch_size * self.max_length
@@ -153,34 +165,14 @@ class EpochPlanner:
     def _schedule(self, epoch: int) -> Schedule:
         lengths = self.documents.lengths
         if self._traits.keeps_steps:
-            return schedule_minibatches(
-                lengths,
-                unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths)),
-                self.batch_size,
-                self.capacity,
-                self.accumulation,
-                self.world_size,
-                self.cost_model,
-                self.balance,
-                self.synchronisation,
-                self.drop_last,
-            )
+            order = unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths))
+            return schedule_minibatches(lengths, order, self.batch_size, self._steps)
         assert self.first_plan is not None  # of every strategy that does not keep the steps
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
             # The Trainer fixed the number of steps with the first plan; a plan that needs more cannot be used.
             plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
-        return schedule_packs(
-            plan,
-            lengths,
-            self.num_steps,
-            self.accumulation,
-            self.world_size,
-            self.cost_model,
-            self.balance,
-            self.synchronisation,
-            self.drop_last,
-        )
+        return schedule_packs(plan, lengths, self.num_steps, self._steps)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:

@@ -20,11 +20,11 @@ from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.balance import Synchronisation
+from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.exact_fill import pack_arrivals
 from ..planning.packs import PackPlan
-from ..planning.schedule import EMPTY, Balance, schedule_packs
+from ..planning.schedule import EMPTY, schedule_packs
 from .documents import Ledger
 from .loading import dummy_document, left_alone
 from .spans import Overlong, refuse_nothing
@@ -210,8 +210,15 @@ class PackedStream(torch.utils.data.IterableDataset):
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
-        settings = (self.cost_model, self.balance, self.synchronisation)
-        schedule = schedule_packs(plan, lengths, 1, self.accumulation, self.share.count, *settings)
+        settings = StepSettings(
+            capacity=self.capacity,
+            accumulation=self.accumulation,
+            world_size=self.share.count,
+            cost_model=self.cost_model,
+            balance=self.balance,
+            synchronisation=self.synchronisation,
+        )
+        schedule = schedule_packs(plan, lengths, 1, settings)
         dummy = dummy_document(self.pad_token_id)
         return [
             [dummy if i == EMPTY else documents[i] for i in micro_batch.tolist()]

@@ -1,52 +1,81 @@
-"""The packs of one optimizer step, of even cost over the ranks.
+"""Balance one optimizer step: its documents in packs whose modelled cost is even over the ranks.
 
-Which documents a step has is decided elsewhere, and they stay; only which of them share a pack may change. A step gives
-every rank G micro-batches, and ranks wait for each other after each of them ("micro": ZeRO-2, ZeRO-3, FSDP) or only
-after the last ("step": DDP, ZeRO-1).
+The documents of the step are given and do not change; only which of them share a pack does. A step has G micro-batches
+on every rank. Ranks wait for each other after each of them ("micro": ZeRO-2, ZeRO-3, FSDP) or only after the last one
+("step": DDP, ZeRO-1).
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .costs import CostModel
+from .costs import LLAMA_7B, CostModel
 from .dealing import Deal
 
+Balance = Literal["step", "none"]
 Synchronisation = Literal["micro", "step"]
 
-FEW = 4  # documents per slot; fewer than these never fit anew
-GOOD_ENOUGH = 1.002  # of the mean: packs that wait less than this are left as they are
+FEW = 4  # documents per slot; below this they are not dealt again, since they hardly ever fit another way
+GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are
 
 
-def balanced(
-    packs: list[Int64Array],
-    lengths: Int64Array,
-    cost_model: CostModel,
-    capacity: int,
-    accumulation: int,
-    world_size: int,
-    synchronisation: Synchronisation,
-) -> list[Int64Array]:
-    """The documents of `packs` in S packs that keep ranks waiting for the least modelled time, in slot order.
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How the optimizer steps of a run are divided; the same for every step.
 
-    Packs as they are, in the best order, are the fallback: documents that fill their packs exactly cannot always be
-    dealt anew, least of all when a pack holds only a few.
+    Attributes:
+        capacity: most tokens of a pack.
+        accumulation: G, micro-batches per optimizer step and rank.
+        world_size: W, data-parallel ranks.
+        cost_model: modelled cost of a document.
+        balance: "step" deals the documents of a step by cost, so that ranks finish together; "none" keeps the packs.
+        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
+        drop_last: leave out the last incomplete step.
+    """
+
+    capacity: int
+    accumulation: int = 1
+    world_size: int = 1
+    cost_model: CostModel = LLAMA_7B
+    balance: Balance = "step"
+    synchronisation: Synchronisation = "micro"
+    drop_last: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """S, micro-batches per optimizer step over all ranks."""
+        return self.accumulation * self.world_size
+
+
+def balanced(packs: list[Int64Array], lengths: Int64Array, settings: StepSettings) -> list[Int64Array]:
+    """The documents of `packs` in S packs with the least modelled waiting time, in slot order.
+
+    If dealing the documents again does not help, the packs are returned as they are, in the best order: documents that
+    fill their packs exactly cannot always be dealt another way, least of all a few long ones.
 
     Args:
-        packs: at most S, none above `capacity`; indices into `lengths`.
+        packs: at most S, none above the capacity; indices into `lengths`.
         lengths: tokens of each document of the dataset.
+
+    >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]
+    >>> lengths = np.array([60, 40, 50, 50, 100, 100])
+    >>> quadratic = CostModel(per_token=1.0, per_pair=1.0)
+    >>> settings = StepSettings(capacity=100, accumulation=2, world_size=2, cost_model=quadratic)
+    >>> [pack.tolist() for pack in balanced(packs, lengths, settings)]  # the two dearest packs share a micro-step
+    [[4], [5], [0, 1], [2, 3]]
     """
-    slots = accumulation * world_size
+    slots, accumulation, world_size = settings.num_slots, settings.accumulation, settings.world_size
     packs = packs + [np.zeros(0, np.int64)] * (slots - len(packs))
     if world_size == 1:
         return packs
-    by_rank = synchronisation == "step" and accumulation > 1
+    by_rank = settings.synchronisation == "step" and accumulation > 1
     documents = np.concatenate(packs)
-    cost = cost_model(lengths[documents])
+    cost = settings.cost_model(lengths[documents])
     sizes = np.array([len(pack) for pack in packs])
     pack_costs = _sums(cost, sizes)
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)
@@ -55,7 +84,7 @@ def balanced(
         placed, waiting = order, better
     if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(documents) < FEW * slots:
         return [packs[i] for i in placed]
-    deal = Deal(lengths[documents], cost, cost_model.per_token, capacity, world_size, slots)
+    deal = Deal(lengths[documents], cost, settings.cost_model.per_token, settings.capacity, world_size, slots)
     dealt = deal.packs(by_rank)
     if dealt is not None:
         costs = np.array([cost[pack].sum() for pack in dealt])

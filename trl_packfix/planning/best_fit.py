@@ -14,7 +14,11 @@ Packs = tuple[Int64Array, Int64Array]
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
-    """Packs in the order in which best-fit decreasing opens them, or with `rng` as random as `plan_bfd` says."""
+    """Packs in the order in which best-fit decreasing opens them; with `rng` in a random one, see `plan_bfd`.
+
+    >>> best_fit_decreasing(np.array([2, 5, 3, 4]), capacity=7)
+    (array([1, 0, 3, 2]), array([2, 2]))
+    """
     if len(lengths) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     longest = int(lengths.max())
@@ -50,7 +54,13 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
 
     Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
     at once. Best fit makes this exact: after a document, the tightest pack is still the tightest for the next of the
-    same length until it has no more room. Runs with equal space are served first come, first served.
+    same length until it has no more room. Of runs with equal space, the oldest is filled first.
+
+    Worked example, lengths 5 5 3 2 2 in packs of 7: both fives open a pack each; the three fits into neither (2 tokens
+    of space) and opens a third; of the twos, one goes behind each five.
+
+    >>> pour(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
+    [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
     runs: dict[int, deque[tuple[int, int, int]]] = {}  # space -> runs (first_pack, num_packs, filled)
     spaces: list[int] = []  # keys of `runs`, ascending

@@ -1,8 +1,8 @@
-"""Documents of one optimizer step, dealt to its slots so that ranks finish together.
+"""Deal the documents of one optimizer step to its slots so that ranks finish together.
 
-Full packs of equal tokens differ in their attention alone. So the long documents, which have most of it, are dealt
-first, by what they cost more than short ones of as many tokens; the short ones fill what is left; and exchanges settle
-the last tokens, for a step of full packs has no token to spare.
+Full packs with equally many tokens differ only in the cost of attention, which is mostly that of long documents. These
+are dealt first, by their *excess*: their cost above that of short documents with as many tokens. The short ones fill
+the remaining room. Exchanges (`exchanges.py`) settle the last tokens, since a step of full packs has none to spare.
 
 Letters: S slots, W ranks; slot i is micro-batch i // W of rank i % W.
 """
@@ -16,15 +16,21 @@ import numpy as np
 from .arrays import Float64Array, Int64Array
 from .exchanges import Slots
 
-SHORT = 32  # documents of at most capacity / 32 tokens fill what the long ones leave,
-FILLING = 1 / 4  # and at least so many of the tokens, or full slots would hold long documents only
-LEVELLED, FILLED = 16, 64  # of the capacity that long documents leave where slots are to cost the same, or the most
-TOO_DEAR = 1e-3  # of the mean: a rank above it is one that the others wait for
-SPARED = 4  # one in so many of the shortest documents stays with the others, who need some for the last tokens
+SHORT = 32  # documents of at most capacity / 32 tokens count as short and fill the room beside the long ones,
+FILLING = 1 / 4  # and at least this share of the tokens does, or full slots would hold long documents only
+LEVELLED, FILLED = 16, 64  # capacity / n that long documents leave free in slots of equal cost, in slots to be filled
+TOO_DEAR = 1e-3  # of the mean cost: the others wait for a rank that is further above it
+SPARED = 4  # every fourth of the shortest documents stays with the other ranks, for their last tokens
 
 
 class Deal:
-    """Documents of one step on their way to slots. Documents are positions, 0 to N - 1."""
+    """The documents of one step while they are dealt to slots. Documents are positions, 0 to N - 1.
+
+    Args:
+        lengths, cost: tokens and modelled cost of each document, shape (N,).
+        per_token: cost of a token of a short document.
+        capacity: most tokens of a slot.
+    """
 
     def __init__(
         self, lengths: Int64Array, cost: Float64Array, per_token: float, capacity: int, world_size: int, num_slots: int
@@ -46,7 +52,7 @@ class Deal:
         self.load = [0.0] * num_slots  # excess of the long documents
 
     def packs(self, by_rank: bool) -> list[Int64Array] | None:
-        """Positions of the documents of each slot; None where the documents do not settle within the capacity."""
+        """Positions of the documents of each slot; None if no exchange brings all slots within the capacity."""
         ranks = [list(range(i, self.num_slots, self.world_size)) for i in range(self.world_size)]
         first = 0 if by_rank else self._fill_micro_steps()
         self._level(ranks if by_rank else [[slot] for slot in range(first, self.num_slots)])
@@ -73,10 +79,18 @@ class Deal:
         self.load[slot] += self.excess[document]
 
     def _fill_micro_steps(self) -> int:
-        """While a document has more than an even share, one micro-step takes it and all it can beside it.
+        """While the longest document has more than an even share of the excess, give it a micro-step and fill that.
 
-        The other ranks wait for that document anyway, so what they do meanwhile costs nothing: each of the others goes
-        where it leaves the least room. Returns the slots taken.
+        The other ranks wait for that document anyway, so long documents beside it cost no time: each goes where it
+        leaves the least room, as long as no slot has more excess than the longest. Returns the number of slots taken.
+
+        Worked example: 2 ranks, 2 micro-steps, slots of 100 tokens, cost n + n * n. The document of 100 has more excess
+        than a slot's share of the sum. It takes slot 0; one of 60 fits beside it, into slot 1; the other one does not.
+
+        >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
+        >>> deal = Deal(lengths, lengths + lengths**2.0, 1.0, capacity=100, world_size=2, num_slots=4)
+        >>> deal._fill_micro_steps(), deal.slots.documents, deal.long
+        (2, [[0], [1], [], []], [2])
         """
         first, excess = 0, self.excess
         while self.long and first < self.num_slots - self.world_size:
@@ -153,9 +167,20 @@ class Deal:
         self.short = self.short[~np.isin(self.short, taken)]
 
     def _lacking(self, ranks: list[list[int]] | None) -> Float64Array:
-        """Tokens that each slot should still get, so that micro-steps end as early as they can, shape (S,).
+        """Tokens that each slot should still get, so that micro-steps end as early as possible, shape (S,).
 
-        With `ranks`, the slots of each, only the end of the step counts.
+        With `ranks`, the slots of each rank, only the end of the step counts. The levels up to which groups are filled
+        are found by bisection, like the surface of water poured into vessels that are filled to different heights.
+
+        Worked example, continued from `_fill_micro_steps`: 80 tokens are left for slots with room for 0, 40, 100 and
+        100. In the first micro-step the other rank waits for slot 0 anyway, so slot 1 is filled up with 40. The second
+        micro-step is still empty, and 20 to each slot ends it first.
+
+        >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
+        >>> deal = Deal(lengths, lengths + lengths**2.0, 1.0, capacity=100, world_size=2, num_slots=4)
+        >>> _ = deal._fill_micro_steps()
+        >>> deal._lacking(None).round(3).tolist()
+        [0.0, 40.0, 20.0, 20.0]
         """
         room = np.maximum(self.slots.room, 0)
         tokens = int(self.lengths[self.short].sum())
@@ -175,7 +200,7 @@ class Deal:
         def given(level: Float64Array) -> Float64Array:
             return np.clip((level[:, None] - held) / self.per_token, 0, room)
 
-        # A token more raises the end of its micro-step by less where more slots can still take one: those go first.
+        # One more token delays a micro-step less where more of its slots have room: those micro-steps are filled first.
         steps = [least, *(np.maximum(least, full[:, i]) for i in range(full.shape[1] - 1, -1, -1))]
         enough = next((i for i, level in enumerate(steps) if given(level).sum() >= tokens), len(steps) - 1)
         low, high = steps[max(enough - 1, 0)] if enough else held.min() + 0 * least, steps[enough]
@@ -187,7 +212,7 @@ class Deal:
         return lacking
 
     def _pour_cheapest(self, ranks: list[list[int]], lacking: Float64Array) -> None:
-        """Ranks that the others wait for get the shortest documents: no tokens cost less."""
+        """Give the shortest documents, whose tokens cost least, to the ranks that the others wait for."""
         load = np.array(self.load)[ranks].sum(axis=1)
         dear = np.flatnonzero(load > load.mean() + TOO_DEAR * self.cost.sum() / self.world_size)
         slots = [slot for rank in dear.tolist() for slot in ranks[rank]]
@@ -199,7 +224,7 @@ class Deal:
         self.short = self.short[~np.isin(self.short, chosen)]
 
     def _pour(self, short: Int64Array, lacking: Float64Array, slots: Iterable[int]) -> None:
-        """Each document, longest first, to the slot that lacks most."""
+        """Each document, longest first, to the slot that lacks most tokens."""
         heap = [(-lacking[slot], slot) for slot in slots]
         heapq.heapify(heap)
         for document, length in zip(short.tolist(), self.lengths[short].tolist(), strict=True):
@@ -210,7 +235,7 @@ class Deal:
             lacking[slot] = -lack
 
     def _occupy(self) -> None:
-        """No slot stays empty while another has two documents."""
+        """Leave no slot empty while another has two documents."""
         documents = self.slots.documents
         for slot in [i for i in range(self.num_slots) if not documents[i]]:
             donor = max(range(self.num_slots), key=lambda i: len(documents[i]))

@@ -1,6 +1,6 @@
 """Packs in visiting order: a bounded buffer, oldest documents first, each pack closed by an exact fill.
 
-A *position* is a document's place in visiting order.
+A *position* is the place of a document in visiting order.
 """
 
 from collections import deque
@@ -12,9 +12,9 @@ import numpy as np
 from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
-MAX_PASSED_OVER = 32  # documents too long for the gap that are looked past: bounds the work per pack
-FILL_FROM = 3  # gaps of so many mean documents are looked for an exact fill; see `_close_packs`
-MAX_REMEMBERED = 1 << 16  # positions kept after they were placed: bounds the memory of a stream without end
+MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
+FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `_close_packs`
+MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
 class _Buffer:
@@ -107,13 +107,16 @@ def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs
 def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, longest: int) -> Iterator[list[int]]:
     """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
 
-    One document is asked for whenever one is placed; when none is left, the last buffer is packed by `_pack_rest`.
-    What comes next depends only on the documents that wait, in their order, and on those that arrive: a packer that is
-    given both again goes on with the same packs. Memory is bounded by the buffer.
+    One document is read from `arriving` whenever one is placed; at its end, `_pack_rest` packs the last buffer. The
+    next packs depend only on the waiting documents, in their order, and on those that arrive: given both again, a
+    packer continues with the same packs. Memory is bounded by the buffer.
 
     Args:
         arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
-        buffer_size: documents that wait at most.
+        buffer_size: most documents that wait.
+
+    >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
+    [[0, 2], [1, 3], [4, 5], [6]]
     """
     positions, lengths = yield from _close_packs(iter(arriving), capacity, buffer_size, longest, until_empty=False)
     if positions:
@@ -143,10 +146,17 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
 def _close_packs(
     arriving: Iterator[int], capacity: int, buffer_size: int, longest: int, until_empty: bool
 ) -> Generator[list[int], None, tuple[list[int], list[int]]]:
-    """Yields packs; returns positions and lengths left when nothing more arrives (none if `until_empty`).
+    """Yield packs; return positions and lengths of the documents still waiting at the end (none if `until_empty`).
 
-    The fill is looked for only when the gap is down to FILL_FROM mean documents. In larger gaps there is one more often
-    than not, of two long documents: these would be trained first and the short ones last.
+    An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
+    of two long documents, so that long documents would be trained first and short ones last.
+
+    Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
+
+        waiting      oldest  gap  exact fill  pack     arrives
+        4 5 3 2      4       3    3           4 + 3    6, 1
+        5 2 6 1      5       2    2           5 + 2    7, end
+        6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
     """
     buffer = _Buffer(longest)
     lengths: list[int] = []
@@ -219,7 +229,14 @@ def _next_that_fits(lengths: list[int], taken: bytearray, start: int, gap: int) 
 
 
 def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
-    """Best-fit decreasing in a window of waiting positions; the fullest half is emitted, the rest waits on."""
+    """Best-fit decreasing in a window of waiting positions: the fullest half is emitted, the rest keeps waiting.
+
+    A document more than two windows behind the last one to arrive is emitted at once.
+
+    >>> members, sizes = carry_over(np.array([4, 5, 3, 2]), capacity=7, window=2)
+    >>> [pack.tolist() for pack in np.split(members, np.cumsum(sizes)[:-1])]
+    [[1], [0, 2], [3]]
+    """
     emitted: list[Packs] = []
     waiting = np.zeros(0, np.int64)
     arrived = 0

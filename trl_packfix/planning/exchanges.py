@@ -1,8 +1,8 @@
-"""Exchanges between two slots of a step: until no slot is above its capacity, and until ranks cost the same.
+"""Exchanges of documents between two slots, until no slot is above its capacity and ranks cost the same.
 
-A full step has no token to spare, so documents that leave a slot are paid for to the token. Two slots lay their
-shortest documents together, and subset sums say which of them fill the first slot; the rest is the second's. All sums
-of 48 documents are the bits of one integer, made by 48 shifts: Bellman's recursion on words (Pisinger 2003,
+A full step has no token to spare, so an exchange must balance to the token. The shortest documents of two slots are
+pooled; subset sums say which of them fill the first slot, and the second gets the rest. All sums of 48 documents are
+the bits of one integer, made by 48 shifts: Bellman's recursion on words (Pisinger 2003,
 https://doi.org/10.1016/S0305-0548(02)00131-7).
 """
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from .arrays import Float64Array, Int64Array
 
-TOGETHER = (6, 12, 24)  # shortest documents that each of two slots lays down: as few as will do
-PARTNERS = 16  # slots with room that one above its capacity asks
-LOOKED_AT = 32  # first documents of a slot, one of which may be exchanged for its cost
-CHEAPEST, PAIRS = 4, 4  # groups that the dearest one asks, pairs of documents that it tries with each
-EVEN = 1.0005  # of the mean: groups that cost no more are left alone,
-WORTHWHILE = 1e-4  # and an exchange that promises to save less is not made
+TOGETHER = (6, 12, 24)  # shortest documents that each of two slots adds to the pool; the smallest pool that works
+PARTNERS = 16  # slots with room that are tried for a slot above its capacity
+LOOKED_AT = 32  # first documents of a slot among which one is exchanged for its cost
+CHEAPEST, PAIRS = 4, 4  # groups that are tried for the dearest one, and pairs of documents with each
+EVEN = 1.0005  # times the mean: groups up to this cost stay as they are,
+WORTHWHILE = 1e-4  # of the mean: exchanges that save less are not made
 
 
 class Slots:
@@ -43,7 +43,16 @@ class Slots:
         self.room[slot] -= self.lengths[document]
 
     def settle(self) -> bool:
-        """Exchange until no slot is above the capacity; False where that is not found."""
+        """Exchange documents until no slot is above the capacity; False if no such exchanges are found.
+
+        Worked example, slots of 8 tokens: {6, 3} is one above, {5, 2} one below. Pooled they make 8 + 8.
+
+        >>> slots = Slots(np.array([6, 5, 3, 2]), np.zeros(4), np.zeros(4), capacity=8, num_slots=2)
+        >>> for document, slot in ((0, 0), (2, 0), (1, 1), (3, 1)):
+        ...     slots.put(document, slot)
+        >>> slots.settle(), slots.documents
+        (True, [[1, 2], [0, 3]])
+        """
         over = [(room, slot) for slot, room in enumerate(self.room) if room < 0]
         under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
         heapq.heapify(over)
@@ -73,7 +82,7 @@ class Slots:
         return True
 
     def even_out(self, groups: list[list[int]]) -> None:
-        """Exchange until groups of slots cost the same, or none of the cheapest can help the dearest."""
+        """Exchange until groups of slots cost the same, or no exchange with the cheapest groups helps the dearest."""
         costs = np.array([sum(self._cost(slot) for slot in group) for group in groups])
         enough, least = costs.mean() * EVEN, costs.mean() * WORTHWHILE
         for _ in range(2 * len(groups) + LOOKED_AT):
@@ -92,7 +101,7 @@ class Slots:
         return sum([self.cost[document] for document in self.documents[slot]])
 
     def _exchange(self, dear: list[int], cheap: list[int], distance: float, least: float) -> bool:
-        """A document for a document, so that the costs meet in the middle, and short ones so that the tokens do."""
+        """Exchange one document for one so that the costs meet in the middle, and short ones to even out the tokens."""
         mine, theirs = (
             [(document, slot) for slot in group for document in self.documents[slot][:LOOKED_AT]]
             for group in (dear, cheap)
@@ -125,12 +134,12 @@ class Slots:
             self.room[i] += self.lengths[out] - self.lengths[into]
 
     def _divide(self, slot: int, partner: int, fixed: int = 0, full: bool = False) -> bool:
-        """Divide short documents of both anew, so that less is above the capacity; False where no division does that.
+        """Divide short documents of both anew so that less is above the capacity; False if no division does that.
 
-        `slot`, which is above it, keeps as much as it can. Where `partner` has not enough room, that one is filled.
+        `slot`, which is above its capacity, keeps as much as fits. If `partner` has too little room, it is filled.
 
         Args:
-            fixed: first documents of each slot that stay.
+            fixed: first documents of each slot that do not move.
             full: `partner` takes the surplus, whatever its room.
         """
         lengths = self.lengths
@@ -159,7 +168,7 @@ class Slots:
     def _divided(
         self, slot: int, partner: int, fixed: int, most: int, pool: list[int], sums: list[int], tokens: int
     ) -> None:
-        """`slot` gets documents of `pool` with so many tokens, its own rather than others, `partner` the rest."""
+        """Give `slot` documents of `pool` with this many tokens, preferring its own, and `partner` the rest."""
         kept: tuple[list[int], list[int]] = ([], [])
         for document, reached in zip(reversed(pool), reversed(sums[:-1]), strict=True):
             without = reached >> tokens & 1

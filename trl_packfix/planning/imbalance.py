@@ -1,9 +1,9 @@
-"""How long ranks wait for each other in a schedule, and how long they must.
+"""Modelled waiting time of a schedule, and a lower bound of it.
 
 imbalance = sum over micro-steps of the largest rank cost / sum of the mean rank cost; 1.0 is perfect. Where ranks wait
-only at the end of a step, the sums are over steps, of what each rank does in one.
+only at the end of a step, the sums are over steps and rank costs are those of whole steps.
 
-The bound is what no schedule with the same documents in every step can beat: one document is never shared, and no
+No schedule with the same documents in every step is below the bound, as long as a document is on one rank and no
 micro-batch is above the capacity. Letters: S steps, G micro-batches per step, W ranks.
 """
 
@@ -15,8 +15,8 @@ from .balance import Synchronisation
 from .costs import CostModel
 from .schedule import Schedule
 
-PRICES = 32  # of a token, that the bound tries
-GROUPS = 64  # documents that share a rank; more of them are short, and even
+PRICES = 32  # prices of a token that the bound tries
+GROUPS = 64  # most documents considered to share a rank; where more do, they are short and even
 
 
 def rank_costs(schedule: Schedule, lengths: Int64Array, cost_model: CostModel) -> Float64Array:
@@ -28,7 +28,12 @@ def rank_costs(schedule: Schedule, lengths: Int64Array, cost_model: CostModel) -
 def imbalance(
     schedule: Schedule, lengths: Int64Array, cost_model: CostModel, synchronisation: Synchronisation
 ) -> float:
-    """See above; 1.0 with one rank."""
+    """The imbalance as defined above; 1.0 with one rank.
+
+    >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
+    >>> imbalance(schedule, np.array([4, 2, 1, 3]), CostModel(per_token=1.0, per_pair=0.0), "micro")
+    1.4
+    """
     if schedule.world_size == 1:
         return 1.0
     costs = rank_costs(schedule, lengths, cost_model)
@@ -40,7 +45,7 @@ def imbalance(
 def imbalance_bound(
     schedule: Schedule, lengths: Int64Array, cost_model: CostModel, capacity: int, synchronisation: Synchronisation
 ) -> float:
-    """No schedule with these steps has a lower imbalance; it may still be higher than any can reach.
+    """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it.
 
     Args:
         lengths: tokens of each document of the dataset, shape (N,).
@@ -48,7 +53,7 @@ def imbalance_bound(
     """
     micro, ranks = schedule.accumulation, schedule.world_size
     if ranks == 1:
-        return 1.0  # nobody to wait for; looking at every step takes a second per 50,000 of them
+        return 1.0  # no rank waits, and a look at every step takes a second per 50,000 of them
     least, mean = 0.0, 0.0
     for step in range(schedule.num_steps):
         documents = _Sorted(lengths[schedule.step_documents(step)], cost_model, micro, ranks, capacity)
@@ -58,11 +63,10 @@ def imbalance_bound(
 
 
 class _Sorted:
-    """Documents of a step, longest first, and what slots must cost that hold some of them.
+    """Documents of a step, longest first, and lower bounds of the cost of slots that hold some of them.
 
-    At any price of a token a document costs its tokens and what it has above that, its excess. So slots that must hold
-    T tokens cost at least T at that price, the excess of documents known to be there, and what cheaper documents save,
-    as if they were all there. The best of several prices counts.
+    A Lagrangian bound: for any price p per token, slots with T tokens cost at least p * T, plus the excess cost over p
+    of the documents known to be in them, minus what all documents cheaper than p save. The best of several p is taken.
     """
 
     def __init__(self, lengths: Int64Array, cost_model: CostModel, micro: int, ranks: int, capacity: int):
@@ -83,15 +87,16 @@ class _Sorted:
         self.excess = np.minimum.accumulate(excess, axis=1)
 
     def least(self, slots: npt.ArrayLike, excess: Float64Array) -> Float64Array:
-        """Least cost of so many slots, shape (n,), whose documents have that excess, shape (prices, n)."""
+        """Lower bound of the cost of this many slots, shape (n,), with documents of this excess, shape (prices, n)."""
         others = self.micro * self.ranks - np.asarray(slots)
         must_hold = np.maximum(self.lengths.sum() - others * self.capacity, 0)
         return (self.prices * must_hold + excess + self.cheaper).max(axis=0)
 
     def longest_rank(self) -> float:
-        """Of the k * W + 1 longest documents, k + 1 are on one rank.
+        """Lower bound of the largest cost of a rank in the step.
 
-        And the m longest are on m ranks, which cost their mean or more, or two of them share one.
+        By the pigeonhole principle, k + 1 of the k * W + 1 longest documents are on one rank. And either the m longest
+        are on m ranks, of which one costs at least their mean, or two of them share a rank.
         """
         sums = np.concatenate([0 * self.prices, np.cumsum(self.excess, axis=1)], axis=1)
         k = np.arange(-(-self.excess.shape[1] // self.ranks))
@@ -103,9 +108,11 @@ class _Sorted:
         return max(self.total / self.ranks, float(best))
 
     def longest_micro_steps(self) -> float:
-        """Documents above half the capacity never share a slot: the one in place g * W of them ends micro-step g.
+        """Lower bound of the summed largest costs of the micro-steps.
 
-        The first j micro-steps hold no more than `most` says; the others need the rest's mean.
+        Documents above half the capacity never share a slot, so micro-step g lasts at least as long as document g * W,
+        counted from the longest. The first j micro-steps hold at most `most`; the others last at least the mean of the
+        rest.
         """
         best = self.total / self.ranks
         for j in range(1, self.micro + 1):
@@ -118,5 +125,5 @@ class _Sorted:
         return best
 
     def most(self, slots: int) -> float:
-        """Most that so many slots can cost, documents cut where the tokens end."""
+        """Upper bound of the cost of this many slots, with documents cut where the tokens end."""
         return self.total - float(np.interp(self.lengths.sum() - slots * self.capacity, *self.cheapest))

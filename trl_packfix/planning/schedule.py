@@ -1,9 +1,9 @@
 """Which pack goes to which optimizer step, micro-batch and rank.
 
 A schedule has a fixed number of slots, (steps, accumulation, world_size), and every document is in exactly one of
-them. The number of steps is fixed for the whole run: the Trainer asks once. Schedules are pure functions of lengths,
-settings, seed and epoch, so all ranks compute the same one without talking to each other; the data-parallel rank and
-size are arguments, never read from the environment.
+them. The number of steps is fixed for the whole run, because the Trainer reads it once. Schedules are pure functions of
+lengths, settings, seed and epoch: all ranks compute the same one without communication. The data-parallel rank and size
+are arguments, never read from the environment.
 
 Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents.
 """
@@ -11,17 +11,14 @@ Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N d
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from .arrays import Int64Array
-from .balance import Synchronisation, balanced
-from .costs import CostModel
+from .balance import StepSettings, balanced
 from .packs import PackPlan, plan_bfd
-
-Balance = Literal["step", "none"]
 
 EMPTY = -1
 """Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
@@ -67,35 +64,28 @@ def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, drop
     return num_packs // slots if drop_last else -(-num_packs // slots)
 
 
-def schedule_packs(
-    plan: PackPlan,
-    lengths: Int64Array,
-    num_steps: int,
-    accumulation: int,
-    world_size: int,
-    cost_model: CostModel,
-    balance: Balance = "step",
-    synchronisation: Synchronisation = "micro",
-    drop_last: bool = False,
-) -> Schedule:
+def schedule_packs(plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings) -> Schedule:
     """Packs in visiting order -> slots of exactly `num_steps` optimizer steps.
 
-    Where a step has fewer packs than slots its largest packs are split between slots, and where it has fewer documents
-    than slots the rest stay empty. Nothing is duplicated and, unless `drop_last` says so, nothing is left out.
+    Where a step has fewer packs than slots, its largest packs are split between slots; where it has fewer documents
+    than slots, the remaining slots stay empty. Nothing is duplicated and, unless `drop_last` is set, nothing left out.
 
     Args:
-        plan: the packs; not more than `num_steps * accumulation * world_size` of them unless `drop_last`.
+        plan: the packs; at most `num_steps * num_slots` of them unless `drop_last`.
         lengths: tokens of each document, shape (N,).
-        balance: "step" deals the documents of a step anew, so that ranks finish together; "none" leaves the packs.
-        synchronisation: when ranks wait for each other, see `balancing`.
+
+    >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
+    >>> schedule = schedule_packs(plan, plan.lengths, 1, StepSettings(capacity=5, world_size=2))
+    >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
+    [[[0, 1]], [[2]]]
     """
-    slots = accumulation * world_size
-    packs = [plan.order[a:b] for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
+    slots = settings.num_slots
+    packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
     skipped = packs[num_steps * slots :]
-    assert drop_last or not skipped, "more packs than slots"
+    assert settings.drop_last or not skipped, "more packs than slots"
     packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
-        # Fewer packs than were counted on (another epoch, another plan): spread them, or the last step had none.
+        # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
         packs = _split_up_to(packs, lengths, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
@@ -104,69 +94,60 @@ def schedule_packs(
     filled: list[Int64Array] = []
     for first, last in itertools.pairwise(bounds):
         step = _split_up_to(packs[first:last], lengths, slots)
-        if balance == "step":
-            step = balanced(step, lengths, cost_model, plan.capacity, accumulation, world_size, synchronisation)
+        if settings.balance == "step":
+            step = balanced(step, lengths, settings)
         filled += step + [np.zeros(0, np.int64)] * (slots - len(step))
-    return _schedule(filled, accumulation, world_size, sum(len(pack) for pack in skipped))
+    return _schedule(filled, settings, sum(len(pack) for pack in skipped))
 
 
-def schedule_minibatches(
-    lengths: Int64Array,
-    order: Int64Array,
-    batch_size: int,
-    capacity: int,
-    accumulation: int,
-    world_size: int,
-    cost_model: CostModel,
-    balance: Balance = "step",
-    synchronisation: Synchronisation = "micro",
-    drop_last: bool = False,
-) -> Schedule:
-    """The documents of every optimizer step are those of the unpacked run, the next B*G*W of `order`.
+def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int, settings: StepSettings) -> Schedule:
+    """Every optimizer step has the documents of the unpacked run, the next B*G*W of `order`.
 
-    They fill as few micro-batches as the capacity allows, evenly over ranks; the Trainer wants all G micro-batches of
-    a step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
+    They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
+    step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
 
     Args:
-        lengths: tokens of each document, none above `capacity / batch_size`, shape (N,).
+        lengths: tokens of each document, at most `capacity / batch_size`, shape (N,).
         order: visiting order of the documents, shape (N,).
         batch_size: B, documents per micro-batch of the unpacked run.
-        capacity: most tokens of a pack.
+
+    >>> lengths, settings = np.array([4, 1, 2, 3]), StepSettings(capacity=8, accumulation=2)
+    >>> schedule = schedule_minibatches(lengths, np.array([3, 2, 1, 0]), 2, settings)
+    >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
+    [[0, 1], [3, 2]]
     """
-    per_step = batch_size * accumulation * world_size
-    num_steps = num_optimizer_steps(len(order), batch_size * accumulation, world_size, drop_last)
+    accumulation, world_size = settings.accumulation, settings.world_size
+    per_step = batch_size * settings.num_slots
+    num_steps = num_optimizer_steps(len(order), batch_size * accumulation, world_size, settings.drop_last)
     filled: list[Int64Array] = []
     for step in range(num_steps):
         documents = order[step * per_step : (step + 1) * per_step]
-        if accumulation * world_size == 1:  # there is nothing to choose, and a million steps to choose it for
+        if settings.num_slots == 1:  # no choice to make, and there may be a million such steps
             filled.append(documents)
             continue
-        packs = _few_packs(documents, lengths, capacity, accumulation, world_size)
-        if balance == "step":
-            num_micro = len(packs) // world_size
-            packs = balanced(packs, lengths, cost_model, capacity, num_micro, world_size, synchronisation)
-        filled += _spread(packs, lengths, accumulation * world_size)
-    return _schedule(filled, accumulation, world_size, max(len(order) - num_steps * per_step, 0))
+        packs = _few_packs(documents, lengths, settings)
+        if settings.balance == "step":
+            packs = balanced(packs, lengths, replace(settings, accumulation=len(packs) // world_size))
+        filled += _spread(packs, lengths, settings.num_slots)
+    return _schedule(filled, settings, max(len(order) - num_steps * per_step, 0))
 
 
-def _few_packs(
-    documents: Int64Array, lengths: Int64Array, capacity: int, accumulation: int, world_size: int
-) -> list[Int64Array]:
-    """As few packs as best-fit decreasing needs, up to a multiple of the ranks; even tokens where they fit so."""
+def _few_packs(documents: Int64Array, lengths: Int64Array, settings: StepSettings) -> list[Int64Array]:
+    """As few packs as best-fit decreasing needs, rounded up to a multiple of the ranks; even tokens where they fit."""
     longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
-    plan = plan_bfd(lengths[longest_first], capacity, None)
+    plan = plan_bfd(lengths[longest_first], settings.capacity, None)
     # Every closed pack holds at least B documents, because the next one, at most capacity / B long, did not fit.
-    assert plan.num_packs <= accumulation * world_size
-    num = -(-plan.num_packs // world_size) * world_size
+    assert plan.num_packs <= settings.num_slots
+    num = -(-plan.num_packs // settings.world_size) * settings.world_size
     packs = _longest_processing_time(longest_first, lengths, num)
-    if max(int(lengths[pack].sum()) for pack in packs) > capacity:
+    if max(int(lengths[pack].sum()) for pack in packs) > settings.capacity:
         none = longest_first[:0]
         return [*np.split(longest_first[plan.order], plan.offsets[1:-1]), *[none] * (num - plan.num_packs)]
     return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
 def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
-    """`num` packs, for the Trainer runs them all: an empty one gets a short document, where one is to spare."""
+    """`num` packs, since the Trainer runs them all: an empty one gets a short document of a pack with several."""
     spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
     donors = [(-len(pack), i) for i, pack in enumerate(spread) if len(pack) > 1]
     heapq.heapify(donors)
@@ -212,8 +193,8 @@ def _split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list
     return packs
 
 
-def _schedule(filled: list[Int64Array], accumulation: int, world_size: int, num_skipped: int) -> Schedule:
+def _schedule(filled: list[Int64Array], settings: StepSettings, num_skipped: int) -> Schedule:
     offsets = np.zeros(len(filled) + 1, dtype=np.int64)
     np.cumsum([len(slot) for slot in filled], out=offsets[1:])
     order = np.concatenate(filled) if filled else np.zeros(0, np.int64)
-    return Schedule(order, offsets, accumulation, world_size, num_skipped)
+    return Schedule(order, offsets, settings.accumulation, settings.world_size, num_skipped)

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from ..data.checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
-from ..planning.schedule import Balance
+from ..planning.balance import Balance
 from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]
