@@ -138,6 +138,14 @@ class Packed(Recorded, trl_packfix.SFTTrainer):
     pass
 
 
+class Reversed(Packed):
+    """Adds up the gradients of an optimizer step in the opposite order, which changes nothing but their rounding."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        return batches[::-1], num_items
+
+
 class Stock(Recorded, trl.SFTTrainer):
     pass
 
@@ -158,6 +166,10 @@ class Alternating(Packed):
                 if self.args.world_size == 1 or rank == self.args.process_index:
                     batches.append(PackedDataCollator()(batch))
         return DataLoader(batches, batch_size=None)
+
+
+class ReversedAlternating(Alternating, Reversed):
+    pass
 
 
 def make_trainer(
@@ -209,6 +221,7 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
     report = getattr(trainer, "packing_report", None)  # made when training starts; stock TRL has none
     isolation = report.isolation if report else None
     return {
+        "folder": trainer.args.output_dir,
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
@@ -293,11 +306,11 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     return outcome(trainer)
 
 
-def alternating(folder: Path, name: str, model: str, **settings) -> dict:
+def alternating(folder: Path, name: str, model: str, cls: type = Alternating, **settings) -> dict:
     """Three optimizer steps on packs of 1, 3 and 20 documents; the model is saved as `folder / name`."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     settings = FIVE_STEPS | {"max_steps": 3, "num_documents": 97, "gradient_accumulation_steps": 4 // ranks} | settings
-    trainer = make_trainer(folder, name, Alternating, model=model, learning_rate=0.1, **settings)
+    trainer = make_trainer(folder, name, cls, model=model, learning_rate=0.1, **settings)
     trainer.train()
     trainer.save_model()
     return outcome(trainer, repaired=[repair.module for repair in trainer.packing_report.isolation.repaired])
