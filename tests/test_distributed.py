@@ -405,6 +405,17 @@ def test_evaluation_on_two_ranks_equals_one(result, kind, one_process):
     assert expected["packed"]["mean_token_accuracy"] > 0.1, "a model that knows nothing cannot tell"
 
 
+@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("kind", ["full", "padded"])
+def test_training_after_an_evaluation_is_training(result, kind, folder):
+    """accelerate does not wrap a model that it has prepared for evaluation, and its ranks would train apart."""
+    found, expected = result(f"five_{kind}_evaluated"), result(f"five_{kind}")
+    first, second = found["norms"]
+    assert first == second and len(first) > 10
+    assert found["losses"] == expected["losses"] and len(found["losses"]) == 5
+    assert torch.equal(*(saved_weights(folder, run["folder"]) for run in (found, expected)))
+
+
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_evaluation_before_training(request, engine, one_process):
     launch = request.getfixturevalue({"ddp": "ddp", "zero3": "deepspeed"}[engine])

@@ -342,7 +342,10 @@ def test_other_losses_equal_the_unpacked_run(setting, tmp_path):
             run = trainer(tmp_path, texts(), max_steps=5, optim="sgd", learning_rate=0.5, **setting, **settings)
             run.train()
         results.append(weights(run))
-    rounding, found = (weight_difference(result, results[0], start_weights()) for result in results[1:])
+    # dft weighs a token by its probability, 1/300 in an untrained model
+    rounding, found = (
+        weight_difference(result, results[0], start_weights(), least_change=1e-3) for result in results[1:]
+    )
     assert found <= tolerance(rounding)
 
 

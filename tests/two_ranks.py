@@ -287,12 +287,15 @@ def drop_last(folder: Path, name: str, **settings) -> dict:
     return results[0] | {"whole": results[1]}
 
 
-def five_steps(folder: Path, name: str, **settings) -> dict:
+def five_steps(folder: Path, name: str, evaluates_first: bool = False, **settings) -> dict:
     """Five optimizer steps of SGD; the model is saved as `folder / name` and evaluated."""
     trainer = make_trainer(folder, name, **FIVE_STEPS | settings)
+    if evaluates_first:
+        trainer.evaluate()
     trainer.train()
     trainer.save_model()
-    return outcome(trainer, evaluation=evaluation(trainer))
+    parameters = [float(p.detach().double().norm()) for p in trainer.model.parameters()]
+    return outcome(trainer, evaluation=evaluation(trainer), norms=gather_object([parameters]))
 
 
 def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
@@ -441,6 +444,7 @@ KINDS = {
     "repaired": {"model": "leaking"},
 }
 BY_DOCUMENT = {"document_weighting": "document"}
+PADDED = {"packing": False}
 
 
 HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
@@ -458,6 +462,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
             name: found[name]
             for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_unpacked", "five_repaired")
         }
+    if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
+        found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
     for strategy in STRATEGIES:
         settings = {"packing_strategy": strategy, "engine": engine}
@@ -478,14 +484,16 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found["rounded"] = partial(rounded, engine=engine)
         found["leaking_bf16"] = partial(alternating, name=f"{engine}/leaking_bf16", **leaking)
     if engine == "ddp":
+        found["five_padded"] = partial(five_steps, name="ddp/five_padded", engine=engine, **PADDED)
+        for name, settings in {"full_evaluated": {}, "padded_evaluated": PADDED}.items():
+            settings = {"evaluates_first": True, "engine": engine} | settings
+            found[f"five_{name}"] = partial(five_steps, name=f"ddp/five_{name}", **settings)
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["kept"] = partial(kept, engine=engine)
         found["refused"] = partial(refused, engine=engine)
         for strategy in DROPPING:
             settings = {"packing_strategy": strategy, "engine": engine}
             found[f"drop_last_{strategy}"] = partial(drop_last, name=f"{engine}/drop_last_{strategy}", **settings)
-    if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
-        found["evaluate_first"] = partial(evaluate_first, engine=engine)
     return found
 
 

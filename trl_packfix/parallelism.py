@@ -55,6 +55,21 @@ def check_parallelism(accelerator: Any) -> None:
         )
 
 
+def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
+    """Let accelerate wrap a `model` for DDP that it has prepared for an evaluation; whether it had.
+
+    accelerate marks what it has prepared and leaves it as it is from then on, so that ranks would train a model that
+    was evaluated first without DDP, each for itself (docs/upstream.md). Engines prepare a model for both at once.
+    """
+    is_marked = "_is_accelerate_prepared" in vars(model)
+    if accelerator.distributed_type not in WAITS_ONCE_PER_STEP or not is_marked:
+        return False
+    del model._is_accelerate_prepared
+    if "_original_forward" in vars(model):  # autocast is put around it again
+        model.forward = vars(model).pop("_original_forward")
+    return True
+
+
 def check_one_device(model: nn.Module) -> None:
     """Refuse a model that `device_map` has split over several devices, as "auto" does with all GPUs that are visible.
 

@@ -38,7 +38,7 @@ from .loading import (
     PaddedBatchSampler,
     document_loader,
 )
-from .parallelism import check_one_device, check_parallelism, synchronisation
+from .parallelism import check_one_device, check_parallelism, forget_evaluation, synchronisation
 from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
@@ -296,6 +296,8 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
+        if forget_evaluation(self.accelerator, self.model):
+            self.model_wrapped = self.model
         # The only place that knows the checkpoint and the loader: a stream goes on from the state saved there.
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         stream = getattr(train_dataloader, "dataset", None)
