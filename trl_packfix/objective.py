@@ -52,6 +52,8 @@ class PackedObjective(trl.SFTTrainer):
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
+        # TRL's divisor of an unpacked loss then holds the first label of each row, which is no target
+        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         self._noise_alpha: float | None = None
         if config.packing:
             # transformers' hook would give every document of a pack the noise of one document of T tokens

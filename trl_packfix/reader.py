@@ -233,6 +233,15 @@ class TokenReader:
             counts[spans] = trained[last - low] - trained[first - low]
         return counts
 
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether the first token of each span, shape (N,), has a label; it is never a target."""
+        if self._targets is None:
+            return np.ones(len(row), dtype=bool)
+        found = np.zeros(len(row), dtype=bool)
+        for values, spans, base in self._targets.by_chunk(row):
+            found[spans] = values[base + start[spans]] != (IGNORE_INDEX if self._has_labels else 0)
+        return found
+
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id of all rows, for the check against the vocabulary. Reads every token."""
         values = [chunk for chunk in self._tokens.values if len(chunk)]

@@ -219,7 +219,9 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             return self._stream_loader()
         planner = self._planner(self._documents, self.args.packing_strategy)
         self._check_restart(planner)
-        self.packing_report = make_report(planner, self.args.effective_overlong, self._reader)
+        self.packing_report = make_report(
+            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+        )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
 
