@@ -382,6 +382,39 @@ def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path
     assert values[True, 1] - values[True, 16] > 0.01
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_router_loss_is_equal_where_a_step_is_one_micro_batch(accumulation, tmp_path):
+    """With more of them it depends on which documents share one, in unpacked training of TRL alone, too."""
+    sizes = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    halved = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": 2 * accumulation}
+    ends = {}
+    for name, settings in {
+        "unpacked": {"packing": False, **sizes},
+        "regrouped": {"packing": False, **halved},
+        "packed": {"packing_strategy": "minibatch", **sizes},
+        "no router loss": {"packing_strategy": "minibatch", "router_aux_loss_coef": 0.0, **sizes},
+    }.items():
+        model = build_tiny_model("mixtral", dtype=torch.float64, router_aux_loss_coef=0.001)  # its default
+        model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight *= 20  # routers of a trained model have preferences
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        run = trainer(
+            tmp_path, texts(48), model=model, max_steps=5, optim="sgd", learning_rate=0.2, max_grad_norm=0, **settings
+        )
+        run.train()
+        ends[name] = weights(run)
+    unpacked = ends.pop("unpacked")
+    found = {name: weight_difference(end, unpacked, start) for name, end in ends.items()}
+    print(f"change of the weights against unpacked training, {accumulation} micro-batches per step:", found)
+    if accumulation == 1:
+        assert found["packed"] < 1e-6 < 1e-5 < found["regrouped"]
+    else:
+        assert 1e-5 < found["packed"] < 10 * found["regrouped"]
+        assert found["packed"] < found["no router loss"]
+
+
 # What is logged
 
 
