@@ -25,6 +25,17 @@ def mask_columns(dataset: Dataset) -> list[str]:
     return [name for name in MASKS if name in dataset.column_names]
 
 
+def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:
+    """Those of the `mask_columns` that TRL reads: a `completion_mask` only with `completion_only_loss`.
+
+    None means what TRL takes it for: that the rows have a prompt and a completion.
+    """
+    columns = dataset.column_names
+    if completion_only_loss is None:
+        completion_only_loss = "prompt" in columns and "completion" in columns
+    return [name for name in mask_columns(dataset) if name != "completion_mask" or completion_only_loss]
+
+
 class _ListColumn:
     """One list column: the flat values of each Arrow chunk, and where the rows of the chunk start in them.
 

@@ -42,7 +42,7 @@ from .parallelism import check_one_device, check_parallelism, synchronisation
 from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
-from .reader import TokenReader, mask_columns
+from .reader import TokenReader, applied_masks, mask_columns
 from .report import PackingReport
 from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
@@ -187,9 +187,10 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                     checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
                 checks.check_not_packed(dataset, dataset_name, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    if not self.completion_only_loss and "completion_mask" in dataset.column_names:
+                    masks = applied_masks(dataset, self.completion_only_loss)
+                    if masks != mask_columns(dataset):
                         dataset = dataset.remove_columns("completion_mask")
-                    if len(mask_columns(dataset)) < 2:
+                    if len(masks) < 2:
                         # TRL would write all tokens once more as labels, row by row; the reader makes them
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
