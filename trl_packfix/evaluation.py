@@ -27,7 +27,7 @@ from .costs import CostModel
 from .documents import Overlong
 from .epochs import EpochPlanner
 from .ledger import Documents
-from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
+from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from .objective import PackedObjective
 from .prepared import prepared_documents
 from .proving import PackedModel
@@ -168,7 +168,7 @@ class ExactEvaluation(PackedObjective):
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._loader(rows, sampler, self._padded_collator)
+            return self._loader(rows, sampler, PaddedCollator(self._padded_collator))
         planner = EpochPlanner(
             documents,
             "bfd",
