@@ -18,6 +18,7 @@ from .reader import TokenReader, mask_columns
 from .refusals import check_not_padded
 
 NUM_SHOWN = 10  # rows that a message names
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
 
 
 def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
@@ -61,11 +62,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)
     if isinstance(train_dataset, Dataset | IterableDataset):
-        vision = [name for name in ("image", "images") if name in (train_dataset.column_names or ())]
-        if vision:
+        media = [name for name in train_dataset.column_names or () if name in MEDIA]
+        if media:
             raise ValueError(
-                f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
-                "one row for many documents. Set `packing=False` and `padding_free=False` for vision data."
+                f"The dataset has the column `{media[0]}` and packing is on. Images, video and audio belong to rows, "
+                "and a pack has one row for many documents. Set `packing=False` and `padding_free=False` for such "
+                "data, or remove the column where the text alone is to be trained."
             )
     for config in _peft_configs(model, peft_config):
         if config.is_prompt_learning:
@@ -111,7 +113,13 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
 
 
 def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuse a table without rows, of which TRL reads the first."""
+    """Refuse a dataset without rows, of which TRL reads the first."""
+    if isinstance(dataset, IterableDataset) and next(iter(dataset), None) is None:
+        raise ValueError(
+            f"The {name} dataset is an `IterableDataset` of 0 rows. There is nothing to train or evaluate. Check the "
+            "files, the split and the filters that it comes from, and that its generator makes new rows each time it "
+            "is called."
+        )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(
             f"The {name} dataset has 0 rows and the columns {dataset.column_names}. There is nothing to train or "
@@ -209,8 +217,29 @@ def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
     return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
 
 
-def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """What can be refused in a dataset that the user tokenised.
+def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
+    """With `skip_prepare_dataset`, what is checked else when TRL prepares a set."""
+    if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
+        return
+    eval_packing = args.packing if args.eval_packing is None else args.eval_packing
+    eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    sets = [("train", train_dataset, args.packing), *((name, each, eval_packing) for name, each in eval_sets.items())]
+    for name, dataset, packing in sets:
+        check_rows(dataset, name)
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+            check_tokenised(dataset, name, vocab_size, packing)
+
+
+def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, packing: bool) -> None:
+    """What can be refused in a dataset that the user tokenised, where it is packed and where it is not."""
+    if packing:
+        check_tokens(dataset, name, vocab_size)
+    else:
+        _check_not_packed(dataset, name)
+
+
+def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
+    """What packing refuses in tokenised rows.
 
     Raises:
         ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
@@ -231,9 +260,9 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
             )
 
 
-def check_not_packed(dataset: Dataset, name: str, packing: bool) -> None:
-    """Refuse rows that are packs already (`seq_lengths`) where boundaries would not be kept."""
-    if not packing and "seq_lengths" in dataset.column_names:
+def _check_not_packed(dataset: Dataset, name: str) -> None:
+    """Refuse rows that are packs already (`seq_lengths`): without packing their boundaries are lost."""
+    if "seq_lengths" in dataset.column_names:
         raise ValueError(
             f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, and packing is off "
             "for it. A padded batch has no boundaries, and the documents of a row would see each other. Set "

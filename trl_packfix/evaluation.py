@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from .checks import check_tokenised
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
 from .documents import Overlong
@@ -79,6 +80,7 @@ class ExactEvaluation(PackedObjective):
     eval_dataset: Any
     _has_said_whose_loss = False
     _cost_model: CostModel
+    _vocab_size: int | None
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
     _packed_model: Callable[[], PackedModel]
@@ -163,6 +165,10 @@ class ExactEvaluation(PackedObjective):
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
+        # Sets for `predict`, or with `skip_prepare_dataset`, were not looked at before.
+        check_tokenised(
+            dataset, "evaluation", self._vocab_size, args.packing if args.eval_packing is None else args.eval_packing
+        )
         reader = TokenReader(dataset)
         documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)

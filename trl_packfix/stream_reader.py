@@ -143,7 +143,7 @@ class StreamReader(torch.utils.data.IterableDataset):
     def _documents(self, table: Dataset, first: int) -> tuple[list[DocumentTokens], Ledger]:
         try:
             if "input_ids" in table.column_names:
-                checks.check_tokenised_dataset(table, "train", self.vocab_size)
+                checks.check_tokens(table, "train", self.vocab_size)
             reader = TokenReader(table)
             spans = make_documents(reader, self.max_length, self.overlong, self.truncation_mode, may_be_empty=True)
         except ValueError as error:

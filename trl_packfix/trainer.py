@@ -123,6 +123,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         config = checks.model_config(model, args)
         self._cost_model = cost_model(config)
         self._vocab_size = getattr(config, "vocab_size", None)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
@@ -181,11 +182,10 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         dataset_name: str,
     ) -> AnyDataset:
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
-                if packing:
-                    checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
-                checks.check_not_packed(dataset, dataset_name, packing)
+                checks.check_tokenised(dataset, dataset_name, self._vocab_size, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
                     masks = applied_masks(dataset, self.completion_only_loss)
                     if masks != mask_columns(dataset):
