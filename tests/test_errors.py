@@ -81,6 +81,8 @@ def never_read():
 
 
 STREAM = IterableDataset.from_generator(never_read)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
 INPUT = [
     ("vision", {"dataset": VISION}, r"column `images` and packing is on.*one row for many documents.*`packing=False`"),
@@ -203,6 +205,57 @@ def test_input_is_refused(given, message, tmp_path):
         trainer(tmp_path, **given)
 
 
+@pytest.mark.parametrize("column", MEDIA)
+@pytest.mark.parametrize("stream", [False, True])
+def test_columns_of_what_is_not_text_are_refused(column, stream, tmp_path):
+    rows = Dataset.from_dict({"messages": [PROMPT + ANSWER], column: [["x"]]})
+    rows = rows.to_iterable_dataset() if stream else rows
+    with pytest.raises(ValueError, match=f"has the column `{column}` and packing is on.*or remove the column"):
+        trainer(tmp_path, rows, max_steps=1)
+
+
+PREPARED = {
+    "vocabulary": (Dataset.from_dict({"input_ids": [[5, 6], [7, 300]]}), {}, "Row 1 of the {} dataset has token ids"),
+    "padding": (tokenised(attention_mask=[[1] * 3, [1, 1, 0]]), {}, "Row 1 of the {} dataset is padded"),
+    "packs": (
+        tokenised(labels=[[5, 6, 7]] * 2, seq_lengths=[[3], [1, 2]]),
+        {"packing": False},
+        "The {} dataset of 2 rows has `seq_lengths`",
+    ),
+    "no rows": (Dataset.from_dict({"input_ids": []}), {}, "The {} dataset has 0 rows"),
+}
+
+
+@pytest.mark.parametrize("data, settings, message", PREPARED.values(), ids=PREPARED)
+def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message, tmp_path):
+    settings = SKIP | settings
+    good = tokenised(labels=[[5, 6, 7]] * 2)
+    with pytest.raises(ValueError, match=message.format("train")):
+        trainer(tmp_path, data, **settings)
+    for sets, name in ((data, "eval"), ({"a": good, "b": data}, "b")):
+        with pytest.raises(ValueError, match=message.format(name)):
+            trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
+    if len(data):  # `predict` prepares nothing
+        run = trainer(tmp_path, good, **settings)
+        for evaluate in (run.predict, run.evaluate):
+            with pytest.raises(ValueError, match=message.format("evaluation")):
+                evaluate(data)
+
+
+def no_rows():
+    yield from ()
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": False}, SKIP], ids=str)
+def test_a_stream_without_rows_is_refused(settings, tmp_path):
+    empty = IterableDataset.from_generator(no_rows)
+    with pytest.raises(ValueError, match="The train dataset is an `IterableDataset` of 0 rows.*Check the files"):
+        trainer(tmp_path, empty, max_steps=1, **settings)
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
+    with pytest.raises(ValueError, match="The eval dataset is an `IterableDataset` of 0 rows"):
+        trainer(tmp_path, data, trainer_kwargs={"eval_dataset": empty}, **settings)
+
+
 @pytest.mark.parametrize(
     "peft_config",
     [
@@ -278,7 +331,7 @@ def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_pa
     rows = Dataset.from_list(
         [{"prompt": PROMPT, "completion": ANSWER}, {"prompt": PROMPT, "completion": [{"role": "user", "content": "x"}]}]
     )
-    with pytest.raises(ValueError, match=r"rows \[1\] of the train dataset of 2 rows.*no assistant tokens"):
+    with pytest.raises(ValueError, match=r"1 of 2 rows of the train dataset .*\[1\]\. Row 1: no assistant tokens"):
         trainer(tmp_path, rows, assistant_only_loss=True)
 
 

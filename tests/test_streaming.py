@@ -385,6 +385,32 @@ def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
     assert tokens[0] == tokens[1] and 0 < tokens[0][11] < tokens[0][12]
 
 
+def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(4, 260, n) for n in rng.integers(2, 40, 300)]
+    labels = [np.where(rng.random(len(row)) < 0.6, row, -100) for row in rows]
+    stream = Dataset.from_dict({"input_ids": rows, "labels": labels}).to_iterable_dataset()
+    whole = trainer(tmp_path, stream, max_steps=5, save_strategy="steps", save_steps=2)
+    trained = []
+
+    def counted(batch, collate=whole.data_collator):
+        batch = collate(batch)
+        trained.append(int((batch["labels"] != -100).sum()))
+        return batch
+
+    whole.data_collator = counted
+    whole.train()
+    report = whole.packing_report
+    assert report.num_trained_tokens == sum(trained[:5])  # the loader looks one micro-batch ahead
+    assert 0 < report.num_trained_tokens < report.ledger.kept.trained_tokens / 4, "most of what was read waits"
+    assert f"({report.num_trained_tokens:,} trained) in 5 packs" in dict(report.lines())["trained"]
+    saved = torch.load(stream_file(tmp_path / "checkpoint-2", 0), weights_only=True)
+    assert saved["counts"]["trained_tokens"] == sum(trained[:2])
+    resumed = trainer(tmp_path / "resumed", stream, max_steps=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.packing_report.num_trained_tokens == report.num_trained_tokens
+
+
 DAMAGES = {
     "no stream": (lambda c: stream_file(c, 0).unlink(), "its file `packed_stream_0.pt` is missing"),
     "half a stream": (lambda c: os.truncate(stream_file(c, 0), 100), "its file `packed_stream_0.pt` has 100 bytes of"),

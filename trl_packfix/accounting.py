@@ -76,7 +76,7 @@ def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCount
         num_rows=None,
         num_documents=counts.documents,
         num_tokens=counts.tokens,
-        num_trained_tokens=counts.ledger.kept.trained_tokens,
+        num_trained_tokens=counts.trained_tokens,
         num_packs=counts.packs,
         lower_bound=None,
         efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,

@@ -1,14 +1,10 @@
 """Bad input, found before work starts: what packing cannot do with this model, tokenizer, dataset or collator."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
@@ -18,6 +14,7 @@ from .reader import TokenReader, mask_columns
 from .refusals import check_not_padded
 
 NUM_SHOWN = 10  # rows that a message names
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
 
 
 def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
@@ -61,11 +58,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)
     if isinstance(train_dataset, Dataset | IterableDataset):
-        vision = [name for name in ("image", "images") if name in (train_dataset.column_names or ())]
-        if vision:
+        media = [name for name in train_dataset.column_names or () if name in MEDIA]
+        if media:
             raise ValueError(
-                f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
-                "one row for many documents. Set `packing=False` and `padding_free=False` for vision data."
+                f"The dataset has the column `{media[0]}` and packing is on. Images, video and audio belong to rows, "
+                "and a pack has one row for many documents. Set `packing=False` and `padding_free=False` for such "
+                "data, or remove the column where the text alone is to be trained."
             )
     for config in _peft_configs(model, peft_config):
         if config.is_prompt_learning:
@@ -111,7 +109,13 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
 
 
 def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuse a table without rows, of which TRL reads the first."""
+    """Refuse a dataset without rows, of which TRL reads the first."""
+    if isinstance(dataset, IterableDataset) and next(iter(dataset), None) is None:
+        raise ValueError(
+            f"The {name} dataset is an `IterableDataset` of 0 rows. There is nothing to train or evaluate. Check the "
+            "files, the split and the filters that it comes from, and that its generator makes new rows each time it "
+            "is called."
+        )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(
             f"The {name} dataset has 0 rows and the columns {dataset.column_names}. There is nothing to train or "
@@ -119,10 +123,10 @@ def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
         )
 
 
-def check_raw_dataset(
-    dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig, is_formatted: bool = False
-) -> None:
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: SFTConfig, is_formatted: bool = False) -> None:
     """What can be refused in a dataset that is not tokenised yet; `is_formatted`: a function will make its text.
+
+    With `bad_rows="drop"` single rows are not looked at.
 
     Raises:
         ValueError: no rows, nothing to tokenise, or missing values there; plain text and no EOS token;
@@ -131,7 +135,7 @@ def check_raw_dataset(
     check_rows(dataset, name)
     columns = dataset.column_names
     if not is_formatted and dataset.format["type"] != "custom":  # TRL refuses transforms, and a look would run them
-        _check_text(dataset, name, args.dataset_text_field)
+        _check_text(dataset, name, args)
     conversational = "messages" in columns or "conversations" in columns
     if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
         raise ValueError(
@@ -139,7 +143,7 @@ def check_raw_dataset(
             "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
             "`eos_token` in the config, or `tokenizer.eos_token`."
         )
-    if args.assistant_only_loss and "messages" in columns:
+    if args.assistant_only_loss and args.bad_rows == "raise" and "messages" in columns:
         silent = _rows_without_assistant(dataset)
         if len(silent):
             raise ValueError(
@@ -149,8 +153,9 @@ def check_raw_dataset(
             )
 
 
-def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
+def _check_text(dataset: Dataset, name: str, args: SFTConfig) -> None:
     """Refuse a dataset in which TRL would find nothing to tokenise, and stop with an error of Python's."""
+    text_field = args.dataset_text_field
     columns = _text_columns(dataset, text_field)
     if not columns:
         found = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
@@ -160,7 +165,7 @@ def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
             f"text in `{text_field}`, and none of them is there. Rename or reshape a column, or set "
             "`dataset_text_field` to the one that holds the text."
         )
-    for column in columns:
+    for column in columns if args.bad_rows == "raise" else ():
         if dataset.data.column(column).null_count:  # of all rows of the table, selected or not, without a copy
             values = dataset.select_columns(column).with_format("arrow")[:][column]
             missing = np.flatnonzero(values.is_null().to_numpy())
@@ -209,8 +214,29 @@ def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
     return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
 
 
-def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """What can be refused in a dataset that the user tokenised.
+def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
+    """With `skip_prepare_dataset`, what is checked else when TRL prepares a set."""
+    if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
+        return
+    eval_packing = args.packing if args.eval_packing is None else args.eval_packing
+    eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    sets = [("train", train_dataset, args.packing), *((name, each, eval_packing) for name, each in eval_sets.items())]
+    for name, dataset, packing in sets:
+        check_rows(dataset, name)
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+            check_tokenised(dataset, name, vocab_size, packing)
+
+
+def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, packing: bool) -> None:
+    """What can be refused in a dataset that the user tokenised, where it is packed and where it is not."""
+    if packing:
+        check_tokens(dataset, name, vocab_size)
+    else:
+        _check_not_packed(dataset, name)
+
+
+def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
+    """What packing refuses in tokenised rows.
 
     Raises:
         ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
@@ -231,47 +257,11 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
             )
 
 
-def check_not_packed(dataset: Dataset, name: str, packing: bool) -> None:
-    """Refuse rows that are packs already (`seq_lengths`) where boundaries would not be kept."""
-    if not packing and "seq_lengths" in dataset.column_names:
+def _check_not_packed(dataset: Dataset, name: str) -> None:
+    """Refuse rows that are packs already (`seq_lengths`): without packing their boundaries are lost."""
+    if "seq_lengths" in dataset.column_names:
         raise ValueError(
             f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, and packing is off "
             "for it. A padded batch has no boundaries, and the documents of a row would see each other. Set "
             "`packing=True` (and `eval_packing`), or remove the column."
         )
-
-
-@contextmanager
-def naming_silent_rows(
-    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: trl.SFTConfig
-) -> Iterator[None]:
-    """Turn TRL's refusal of a row without assistant tokens into one that names the rows.
-
-    TRL stops at the first such row and does not say which. Only then the rows are looked through again.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not args.assistant_only_loss or "assistant_only_loss" not in str(error) or not isinstance(dataset, Dataset):
-            raise
-        silent = []
-        for row, example in enumerate(dataset):
-            messages = example.get("messages") or [*example.get("prompt", []), *example.get("completion", [])]
-            tools = example.get("tools")
-            tokens = tokenizer.apply_chat_template(
-                messages,
-                tools=json.loads(tools) if isinstance(tools, str) else tools,
-                chat_template=chat_template,
-                return_assistant_tokens_mask=True,
-                return_dict=True,
-            )
-            if 1 not in tokens["assistant_masks"]:
-                silent.append(row)
-            if len(silent) == NUM_SHOWN:
-                break
-        raise ValueError(
-            f"`assistant_only_loss=True` was given and rows {silent} of the {name} dataset of {len(dataset)} rows "
-            "(at most the first ten are named) have no assistant tokens under the chat template. Such a row has "
-            "nothing to train on. Remove these rows (`dataset.select`), check the template's `{% generation %}` "
-            "markers, or set `assistant_only_loss=False`."
-        ) from error

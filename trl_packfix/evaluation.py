@@ -22,12 +22,13 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from .checks import check_tokenised
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .costs import CostModel
 from .documents import Overlong
 from .epochs import EpochPlanner
 from .ledger import Documents
-from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
+from .loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from .objective import PackedObjective
 from .prepared import prepared_documents
 from .proving import PackedModel
@@ -79,6 +80,7 @@ class ExactEvaluation(PackedObjective):
     eval_dataset: Any
     _has_said_whose_loss = False
     _cost_model: CostModel
+    _vocab_size: int | None
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
     _packed_model: Callable[[], PackedModel]
@@ -163,12 +165,16 @@ class ExactEvaluation(PackedObjective):
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
+        # Sets for `predict`, or with `skip_prepare_dataset`, were not looked at before.
+        check_tokenised(
+            dataset, "evaluation", self._vocab_size, args.packing if args.eval_packing is None else args.eval_packing
+        )
         reader = TokenReader(dataset)
         documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._loader(rows, sampler, self._padded_collator)
+            return self._loader(rows, sampler, PaddedCollator(self._padded_collator))
         planner = EpochPlanner(
             documents,
             "bfd",

@@ -6,6 +6,7 @@ loader alone.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -111,6 +112,16 @@ class PaddedBatchSampler:
         for turn in range(len(self)):
             first = (turn * self.num_processes + self.rank) * self.batch_size
             yield [i if i < self.num_documents else EMPTY for i in range(first, first + self.batch_size)]
+
+
+@dataclass
+class PaddedCollator:
+    """TRL's collator for rows that the reader made: it keeps their dtype, and losses take labels of int64 only."""
+
+    collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]
+
+    def __call__(self, documents: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        return self.collate([{name: values.astype(np.int64) for name, values in row.items()} for row in documents])
 
 
 def document_loader(

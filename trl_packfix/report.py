@@ -185,7 +185,11 @@ class PackingReport:
                 ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
             )
             rows.append(
-                ("trained", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_packs:,} packs")
+                (
+                    "trained",
+                    f"{self.num_documents:,} documents, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
+                    f"trained) in {self.num_packs:,} packs",
+                )
             )
             rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
         return rows

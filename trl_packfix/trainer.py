@@ -21,7 +21,7 @@ from transformers import (
 )
 from trl.trainer.utils import get_config_model_id
 
-from . import checks
+from . import bad_rows, checks
 from .accounting import make_report, make_stream_report
 from .ahead import PlanAhead
 from .collator import PackedDataCollator
@@ -42,7 +42,7 @@ from .parallelism import check_one_device, check_parallelism, forget_evaluation,
 from .prepared import prepared_documents
 from .proving import BeforeFirstStep, PackedModel
 from .publishing import add_to_card
-from .reader import TokenReader, mask_columns
+from .reader import TokenReader, applied_masks, mask_columns
 from .report import PackingReport
 from .restart import ExactRestart
 from .stream_checkpoint import StreamCallback, resume
@@ -123,6 +123,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         config = checks.model_config(model, args)
         self._cost_model = cost_model(config)
         self._vocab_size = getattr(config, "vocab_size", None)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
@@ -175,21 +176,21 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         self,
         dataset: AnyDataset,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: trl.SFTConfig,
+        args: SFTConfig,  # type: ignore[override]  # that of this trainer
         packing: bool,
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
-                if packing:
-                    checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
-                checks.check_not_packed(dataset, dataset_name, packing)
+                checks.check_tokenised(dataset, dataset_name, self._vocab_size, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    if not self.completion_only_loss and "completion_mask" in dataset.column_names:
+                    masks = applied_masks(dataset, self.completion_only_loss)
+                    if masks != mask_columns(dataset):
                         dataset = dataset.remove_columns("completion_mask")
-                    if len(mask_columns(dataset)) < 2:
+                    if len(masks) < 2:
                         # TRL would write all tokens once more as labels, row by row; the reader makes them
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
@@ -201,8 +202,13 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args = copy.copy(args)
             # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
             args.max_length = None
-        with checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
-            dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+
+        def prepare(rows: Any, args: SFTConfig, is_formatted: bool = True) -> Any:
+            function = formatting_func if is_formatted else None
+            return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
+
+        # Where documents are counted, rows that are dropped stay as documents without tokens.
+        dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset
