@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .forwards import mark_packed_forwards, text_config
 from .probe import CannotRun, Probe, distance
+from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins
 from .varlen import ATTENTION_NAME
 from .verdict import IsolationReport
@@ -37,7 +38,7 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
 
     Args:
         model: a transformers causal LM, wrapped by PEFT, DDP or an engine or not.
-        max_length: the longest document of the run, in tokens; None tests every threshold of the model.
+        max_length: the longest document of the run, in tokens; None is the longest that the model has positions for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -60,7 +61,7 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
 
 def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
     """The verdict, and the pair of runs that shows best what is wrong; None if nothing is. Raises `CannotRun`."""
-    reach, unreachable = probe.thresholds(max_length, min(LENGTHS))
+    reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     lengths = [min(n, max_length or n) for n in LENGTHS]
     documents = [probe.tokens(n) for n in lengths]
     everyone = range(len(documents))

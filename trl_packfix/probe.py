@@ -4,7 +4,6 @@
 """
 
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from .collator import PackedDataCollator
 from .forwards import all_in_one_batch, backbone, base_model, text_config
-
-# Fields of a config that name a length at which the model begins to treat a document in another way
-THRESHOLD = re.compile(
-    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
-    r"|conv_L_cache|original_max_position_embeddings"
-)
 
 
 class CannotRun(Exception):
@@ -51,12 +44,14 @@ class Probe:
         self.attention = self.config._attn_implementation or "its own"
         self._collate = PackedDataCollator()
         self._generator = torch.Generator().manual_seed(0)
-        special = {getattr(self.config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
-        self._low = max([t for t in special if isinstance(t, int) and t < self.config.vocab_size // 2], default=0) + 1
+        special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
+        num_tokens = self.config.vocab_size
+        low = max((token for token in special if token < num_tokens // 2), default=0) + 1
+        self._words = torch.tensor([token for token in range(low, num_tokens) if token not in special])
 
     def tokens(self, length: int) -> Tensor:
-        """A random document, on the CPU; the same on all ranks."""
-        return torch.randint(self._low, self.config.vocab_size, (length,), generator=self._generator)
+        """A random document without special tokens, on the CPU; the same on all ranks."""
+        return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each; `CannotRun` if the model raises."""
@@ -214,21 +209,6 @@ class Probe:
         dist.all_gather_object(found, bool(condition))
         return any(found)
 
-    def thresholds(self, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Lengths at which the model changes what it does: those below `max_length` and at least `shortest`, the rest.
-
-        None tests all.
-        """
-        found = {}
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for name, value in [*vars(self.config).items(), *(rope.items() if isinstance(rope, dict) else ())]:
-            if THRESHOLD.search(name) and isinstance(value, int) and value > 1:
-                found[name] = value
-        if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
-            found["max_position_embeddings"] = self.config.max_position_embeddings
-        reach = {k: v for k, v in found.items() if max_length is None or v < max_length}
-        return {k: v for k, v in reach.items() if v >= shortest}, {k: v for k, v in found.items() if k not in reach}
-
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards.
@@ -275,6 +255,13 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
 def uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` was given."""
     return getattr(model, "_orig_mod", model)
+
+
+def _special_tokens(config: Any) -> Iterator[int]:
+    """Ids that a config gives a meaning: the end of a text (several, of some models), an image, padding."""
+    for name, value in vars(config).items():
+        if name.endswith(("token_id", "token_ids", "token_index")):
+            yield from (token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None)
 
 
 def _is_wrapped(model: nn.Module) -> bool:
