@@ -13,6 +13,7 @@ from test_trainer import texts, trainer
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention import select_attention
 from trl_packfix.probe import Probe
+from trl_packfix.randomness import DrawWatcher
 from trl_packfix.thresholds import thresholds
 
 
@@ -287,6 +288,7 @@ def test_lots_fall_the_same_in_every_run():
     probe, drawn = Probe(model), []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: drawn.append(torch.rand(3)))
     with probe.undisturbed():
+        drawn.clear()
         for _ in range(2):
             probe.packed([probe.tokens(5)])
     assert len(drawn) == 2 and torch.equal(*drawn)
@@ -359,3 +361,48 @@ def test_what_lies_beyond_the_positions_of_the_model_is_no_threshold_of_a_shorte
     assert thresholds(config, 1024, 13) == thresholds(config, 4096, 13) == thresholds(config, None, 13) == ({}, {})
     beyond = {"max_position_embeddings": 4096, "sliding_window": 8192}
     assert thresholds(config, 10_000, 13) == (beyond, {})
+
+
+class Noisy(torch.nn.Linear):
+    """In training its input is noisy, under a name that says nothing."""
+
+    def forward(self, states):
+        if self.training:
+            states = states * torch.empty_like(states).uniform_(0.9, 1.1)
+        return super().forward(states)
+
+
+def test_randomness_of_a_forward_is_no_leak_and_hides_none():
+    model = build_tiny_model()
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.__class__ = Noisy
+    tokens = torch.arange(3, 20)[None]
+    first, second = (model.train()(tokens, use_cache=False).logits for _ in range(2))
+    assert (first - second).abs().max() > 1e-3, "nothing is random"
+    report = judged(model, max_length=64)
+    assert report.isolated and report.equal and report.tolerance < 1e-5
+    assert all(module.training for module in model.modules())
+    model.model.layers[1].mlp = PreviousToken(mlp)
+    report = judged(model, max_length=64)
+    assert [leak.name for leak in report.leaks] == ["model.layers.1.mlp"]
+
+
+def test_a_router_that_samples_its_experts_is_no_leak():
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 10000.0}}
+    model = build_tiny_model("phimoe", router_jitter_noise=0.5, input_jitter_noise=0.3, **settings)
+    report = judged(model, max_length=64)
+    assert report.isolated and report.equal and report.tolerance < 1e-5
+
+
+def test_modules_that_draw_are_seen_also_in_a_hook():
+    model = build_tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
+    watcher = DrawWatcher(model.train(), model.device)
+    model(torch.arange(3, 9)[None])
+    watcher.remove()
+    assert watcher.kinds == {torch.nn.Dropout}
+    handle = model.transformer.wte.register_forward_hook(lambda module, args, output: torch.rand_like(output) + output)
+    watcher = DrawWatcher(model.eval(), model.device)
+    model(torch.arange(3, 9)[None])
+    watcher.remove()
+    handle.remove()
+    assert watcher.kinds == {torch.nn.Embedding}

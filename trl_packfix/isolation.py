@@ -61,6 +61,7 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
 
 def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
     """The verdict, and the pair of runs that shows best what is wrong; None if nothing is. Raises `CannotRun`."""
+    probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     lengths = [min(n, max_length or n) for n in LENGTHS]
     documents = [probe.tokens(n) for n in lengths]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .collator import PackedDataCollator
 from .forwards import all_in_one_batch, backbone, base_model, text_config
+from .randomness import DrawWatcher
 
 
 class CannotRun(Exception):
@@ -110,8 +111,25 @@ class Probe:
         states = caught[-1]  # the outermost ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
+    def silence_draws(self) -> None:
+        """Put in eval mode what still draws random numbers: routers with jitter or sampling, NEFTune's noise.
+
+        All modules of the class, seen in a small pack, as far as the model runs it. `undisturbed` gives their modes
+        back.
+        """
+        watcher = DrawWatcher(self.inner, self.device)
+        try:
+            self.packed([self.tokens(n) for n in (3, 5)])
+        except CannotRun:
+            pass  # whoever asks next meets it, too
+        finally:
+            watcher.remove()
+        for module in self.inner.modules():
+            if type(module) in watcher.kinds:
+                module.training = False  # its own mode only: what is inside it may not draw
+
     def _draw_again(self) -> None:
-        """Let a router that draws lots draw the same in every run: on the devices that `undisturbed` restores."""
+        """Let what draws in eval mode, too, draw the same in every run: on the devices that `undisturbed` restores."""
         torch.default_generator.manual_seed(0)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -211,7 +229,7 @@ class Probe:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards.
+        """Train mode, dropout at rate 0; buffers, random state and modes as before afterwards.
 
         Nor does a parameter stay gathered under FSDP2, whose root otherwise waits for a backward pass.
         """
@@ -229,7 +247,6 @@ class Probe:
         with torch.random.fork_rng(devices=devices), all_in_one_batch():
             try:
                 inner.train()
-                inner.get_input_embeddings().eval()  # NEFTune's noise, under which no document is what it was
                 for module, name, _ in rates:
                     setattr(module, name, 0.0)
                 yield
