@@ -191,18 +191,20 @@ class Probe:
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return (4 if eps > 1e-4 else 32) * eps
 
-    def rounded_otherwise(self, documents: list[Tensor], draw: int) -> list[Tensor]:
-        """`packed`, every number in half precision that a module puts out moved by half an ulp, up or down at random.
+    @contextmanager
+    def rounded_otherwise(self, draw: int) -> Iterator[None]:
+        """While it runs, every number that a module puts out is moved by half an ulp, up or down at random.
 
         Other kernels, and the same for other shapes, round otherwise; this is about the most that they may.
         """
         generator = torch.Generator().manual_seed(draw)
 
         def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-            return (value.float() * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            exact = torch.promote_types(value.dtype, torch.float32 if value.element_size() < 4 else torch.float64)
+            return (value.to(exact) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
         def move(module: nn.Module, args: tuple, output: Any) -> Any:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
@@ -211,7 +213,7 @@ class Probe:
         leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
         handles = [module.register_forward_hook(move) for module in leaves]
         try:
-            return self.packed(documents)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
