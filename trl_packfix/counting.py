@@ -36,20 +36,20 @@ def cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) ->
             a config has the costs of a Llama of 7B.
     """
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    known = (
+    known: tuple[tuple[Any, Any], ...] = (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (text, MODEL_MAPPING),  # for the text parts of models for images; their LM head lies outside
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         (config, {type(config): model_class}),
     )
-    given, model_class = next((given, mapping[type(given)]) for given, mapping in known if type(given) in mapping)
-    if model_class is None or not hasattr(text, "num_hidden_layers"):
+    given, found = next((given, mapping[type(given)]) for given, mapping in known if type(given) in mapping)
+    if found is None or not hasattr(text, "num_hidden_layers"):
         return LLAMA_7B
     try:
-        return with_pairs_of(text, 2.0 * active_parameters(_built(model_class, given)))
+        return with_pairs_of(text, 2.0 * active_parameters(_built(found, given)))
     except Exception as error:  # of any model's own code; costs only decide how even the ranks are, and stop no run
         logger.warning(
-            f"{model_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
+            f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
             "its costs are taken to be those of a Llama of 7B. Packs may be balanced worse between ranks."
         )
         return LLAMA_7B
