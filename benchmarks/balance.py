@@ -46,7 +46,8 @@ from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix.costs import LLAMA_7B, cost_model
+from trl_packfix.costs import LLAMA_7B
+from trl_packfix.counting import cost_model
 from trl_packfix.imbalance import imbalance, imbalance_bound
 from trl_packfix.planning import PackPlan, plan_packs
 from trl_packfix.scheduling import Schedule, schedule_packs

@@ -15,12 +15,13 @@ from rounding import tolerance, weight_difference
 from test_trainer import start_weights, texts, trainer, weights
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import DeepseekV4Config, TrainerCallback
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trl_packfix import SFTConfig
 from trl_packfix.objective import PackedObjective
+from trl_packfix.zoo import shrink
 
 
 def halves(num=24, seed=0):
@@ -517,3 +518,38 @@ def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
     assert len(at_checkpoint) == run.state.global_step > 3
     assert all(counted == expected > 0 for counted, expected in at_checkpoint)
     assert run.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], "the last line of a short run has them, too"
+
+
+# Configs with fields of a mixture, of models without one, and of a mixture under other names than TRL reads.
+EXPERTS_IN_CONFIG = {
+    "no experts": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 8},
+        False,
+    ),
+    "experts without a router": (
+        "deepseek_v4",
+        shrink(DeepseekV4Config()) | {"mlp_layer_types": ["hash_moe"] * 2, "vocab_size": 300},
+        False,
+    ),
+    "dense layers only": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "mlp_only_layers": [0, 1]}, False),
+    "experts by another name": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("name", EXPERTS_IN_CONFIG)
+def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
+    model_type, config, has_router = EXPERTS_IN_CONFIG[name]
+    model = build_tiny_model(model_type, **config)
+    assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
+    run = trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
+    run.train()
+    (log,) = [each for each in run.state.log_history if "loss" in each]
+    assert np.isfinite(log["loss"]) and ("aux_loss" in log) == has_router
+
+
+def test_a_router_loss_without_a_router_is_refused(tmp_path):
+    model = build_tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0.1.*None of its layers has a router.*=0.0"):
+        trainer(tmp_path, halves(), model=model, packing=False, router_aux_loss_coef=0.1)

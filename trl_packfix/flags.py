@@ -101,20 +101,19 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """The text config of `--model`; None without."""
+    """The config of `--model`; None without."""
     if args.model is None:
         return None
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(args.model).get_text_config()
+    return AutoConfig.from_pretrained(args.model)
 
 
 def cost_model(args: argparse.Namespace) -> "CostModel":
     """That of `--model`, else of a Llama of 7B."""
-    from .costs import LLAMA_7B, cost_model
+    from .counting import cost_model
 
-    config = model_config(args)
-    return LLAMA_7B if config is None else cost_model(config)
+    return cost_model(model_config(args))
 
 
 def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":

@@ -186,7 +186,7 @@ def packed_dataloader(
         overlong: "truncate", "split", "drop" or "raise"; None: what the strategy implies.
         gradient_accumulation_steps, rank, world_size: micro-batches per optimizer step; this data-parallel rank of all.
         synchronisation: "step" where ranks wait for each other only at the end of a step (DDP, ZeRO-1).
-        cost_model: of the model, `trl_packfix.costs.cost_model(config)`; the default is that of a Llama of 7B.
+        cost_model: of the model, `trl_packfix.counting.cost_model(config)`; the default is that of a Llama of 7B.
         collate: default `PackedDataCollator()`.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (`num_workers`, `pin_memory`, ...).
 

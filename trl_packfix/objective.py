@@ -23,6 +23,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from .collator import IGNORE_INDEX
 from .forwards import base_model
+from .routers import gives_router_logits
 from .totals import TrainingTotals
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PackedObjective(trl.SFTTrainer):
         config = kwargs["args"]
         self._check_weighting(config, compute_loss_func)
         super().__init__(compute_loss_func=compute_loss_func, **kwargs)
+        self._check_router_loss()
         if config.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
                 f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
@@ -205,6 +207,29 @@ class PackedObjective(trl.SFTTrainer):
             yield
         finally:
             handle.remove()
+
+    def _check_router_loss(self) -> None:
+        """No router loss for a model without a router: TRL goes by the fields of the config alone.
+
+        Raises:
+            ValueError: the arguments want one.
+        """
+        if not self.aux_loss_enabled:
+            return
+        model = base_model(self.model)
+        text = model.config.get_text_config()
+        if gives_router_logits(model):
+            if not hasattr(text, "num_experts"):  # where TRL's forward reads it; some types have the other name only
+                text.num_experts = text.num_local_experts
+            return
+        if self.args.router_aux_loss_coef:
+            raise ValueError(
+                f"`router_aux_loss_coef={self.args.router_aux_loss_coef}` was given with {type(model).__name__}. None "
+                "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
+                "leave it at its default."
+            )
+        self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
+        text.output_router_logits = False
 
     @contextmanager
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:

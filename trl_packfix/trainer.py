@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +27,8 @@ from .accounting import make_report, make_stream_report
 from .ahead import PlanAhead
 from .collator import PackedDataCollator
 from .config import SFTConfig, adopt
-from .costs import cost_model
+from .costs import CostModel
+from .counting import cost_model
 from .documents import drop_untrained
 from .epochs import EpochPlanner, Strategy
 from .evaluation import BeforeTraining, ExactEvaluation
@@ -120,9 +122,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         checks.check_rows(train_dataset, "train")
-        config = checks.model_config(model, args)
-        self._cost_model = cost_model(config)
-        self._vocab_size = getattr(config, "vocab_size", None)
+        self._vocab_size = getattr(checks.model_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
@@ -230,6 +230,11 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
+
+    @cached_property
+    def _cost_model(self) -> CostModel:  # type: ignore[override]  # declared as an attribute by the part that evaluates
+        model = base_model(self.model)
+        return cost_model(model.config, type(model))
 
     def _planner(self, documents: Documents, strategy: Strategy) -> EpochPlanner:
         args = self.args
