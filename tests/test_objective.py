@@ -36,6 +36,8 @@ def halves(num=24, seed=0):
 def first_step(run):
     """The micro-batches of the first optimizer step, and the count that transformers divides by."""
     run.model.train()
+    if run.args.packing:
+        run.packed_model.attend()
     accumulation = run.args.gradient_accumulation_steps
     run.current_gradient_accumulation_steps = accumulation
     return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)

@@ -21,7 +21,7 @@ ANSWER = [{"role": "assistant", "content": "four of them"}]
 TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
 
 
-def config(folder, **kwargs):
+def config(folder, config_class=SFTConfig, **kwargs):
     defaults = {
         "packing": True,
         "max_length": 64,
@@ -35,7 +35,9 @@ def config(folder, **kwargs):
         "packing_report": False,
         "disable_tqdm": True,
     }
-    return SFTConfig(str(folder), **(defaults | kwargs))
+    if config_class is not SFTConfig:
+        del defaults["packing_report"]
+    return config_class(str(folder), **(defaults | kwargs))
 
 
 def trainer(folder, dataset, model="llama", trainer_kwargs=None, **kwargs):

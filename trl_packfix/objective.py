@@ -27,6 +27,7 @@ from .totals import TrainingTotals
 
 if TYPE_CHECKING:
     from .config import SFTConfig
+    from .proving import PackedModel
 
 NUM_DUMMY_TOKENS = 2
 
@@ -39,6 +40,7 @@ class PackedObjective(trl.SFTTrainer):
 
     args: "SFTConfig"
     model: nn.Module
+    packed_model: "PackedModel"  # with packing
 
     def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
         config = kwargs["args"]
@@ -102,6 +104,7 @@ class PackedObjective(trl.SFTTrainer):
     ) -> Tensor | tuple[Tensor, Any]:
         if not (self.model.training and self._owns_objective):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._check_pack(inputs)
         inputs["use_cache"] = False
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
@@ -122,6 +125,10 @@ class PackedObjective(trl.SFTTrainer):
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
+
+    def _check_pack(self, inputs: dict[str, Any]) -> None:
+        if self.args.packing:
+            self.packed_model.check_attends(inputs)
 
     @property
     def _is_smoothed(self) -> bool:
