@@ -156,7 +156,8 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
         )
     has_sinks = _has_sinks(model)
     softcap = getattr(text_config(model), "attn_logit_softcapping", None)
-    drops_sinks = has_sinks and previous in ("flash_attention_2", "kernels-community/flash-attn2")
+    kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel of the hub
+    drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
     if "flash" in previous and not drops_sinks:
         return AttentionChoice(previous, True, previous, "the user's choice")
     if drops_sinks:
