@@ -40,9 +40,9 @@ def config(folder, config_class=SFTConfig, **kwargs):
     return config_class(str(folder), **(defaults | kwargs))
 
 
-def trainer(folder, dataset, model="llama", trainer_kwargs=None, **kwargs):
+def trainer(folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, **kwargs):
     model = build_tiny_model(model) if isinstance(model, str) else model
-    return SFTTrainer(
+    return trainer_class(
         model,
         config(folder, **kwargs),
         train_dataset=dataset,
