@@ -376,3 +376,21 @@ def test_deprecations_of_trl_are_passed_through(given, tmp_path):
         warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
     assert warned[0] == warned[1] and any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
     assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
+def test_a_sampler_of_a_subclass_is_refused(is_stream, tmp_path):
+    called = []
+
+    class Sampled(SFTTrainer):
+        def _get_train_sampler(self, train_dataset=None):
+            called.append(True)
+            return super()._get_train_sampler(train_dataset)
+
+    data = texts(12).to_iterable_dataset() if is_stream else texts(12)
+    message = r"`Sampled._get_train_sampler` was given with packing.*no sampler is called.*Set `packing=False`"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, data, trainer_class=Sampled, max_steps=1)
+    if not is_stream:
+        trainer(tmp_path, data, trainer_class=Sampled, max_steps=1, packing=False).train()
+        assert called

@@ -201,6 +201,7 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
             run.callback_handler.callbacks = [
                 c for c in run.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
             ]
+            run.packed_model.attend()
         run.train()
         assert (run.packing_report.isolation is not None) is probed
         results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))

@@ -19,7 +19,7 @@ from transformers import DeepseekV4Config, TrainerCallback
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trl_packfix import SFTConfig
+from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.objective import PackedObjective
 from trl_packfix.zoo import shrink
 
@@ -38,6 +38,8 @@ def halves(num=24, seed=0):
 def first_step(run):
     """The micro-batches of the first optimizer step, and the count that transformers divides by."""
     run.model.train()
+    if run.args.packing:
+        run.packed_model.attend()
     accumulation = run.args.gradient_accumulation_steps
     run.current_gradient_accumulation_steps = accumulation
     return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)
@@ -164,7 +166,8 @@ def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
     batches, num_items = first_step(run)
     read = documents_of_rows if settings.get("packing") is False else documents_of_pack
     documents = list(itertools.chain.from_iterable(map(read, batches)))
-    assert num_items == len(documents) > 8
+    assert len(documents) > 8
+    assert num_items == sum(label != -100 for _, labels in documents for label in labels[1:])  # as without weights
     losses, found = gradients(run, run.compute_loss, batches, num_items)
     dft = "loss_type" in settings
     loss, expected = by_hand(reference, documents, "document", dft)
@@ -217,6 +220,86 @@ def test_an_unknown_weighting_is_refused(tmp_path):
         SFTConfig(str(tmp_path), document_weighting="sequence", use_cpu=True, bf16=False)
 
 
+# A loss of a subclass: all that is not the loss itself is there
+
+
+class OwnLoss(SFTTrainer):
+    """Computes the loss as transformers' documentation shows it, without `super().compute_loss`."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.model.training:
+            self.num_items = num_items_in_batch
+        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = summed_loss(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def own_loss(tmp_path, data, **settings):
+    return trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
+    settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
+    run = own_loss(tmp_path, halves(), **settings)
+    start = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss` does not call.*no weights of documents.*Set"):
+        run.train()
+    assert all(torch.equal(value, start[name]) for name, value in run.model.state_dict().items())
+    plain = trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
+    assert run.num_items == first_step(plain)[1]  # trained tokens, and not documents
+
+    class Doubled(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    ends = [
+        trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
+        for kind in (SFTTrainer, Doubled)
+    ]
+    for each in ends:
+        each.train()
+    losses = [each.state.log_history[-1]["train_loss"] for each in ends]
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
+
+
+OF_OUTPUTS = {"entropy", "mean_token_accuracy"}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, tmp_path):
+    logs = []
+    for kind in (SFTTrainer, OwnLoss):
+        settings = {"packing": packing, "max_steps": 4, "logging_steps": 2, "learning_rate": 0.0}
+        run = trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
+        run.train()
+        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+    assert len(logs[0]) == len(logs[1]) == 2
+    for ours, theirs in zip(*logs, strict=True):
+        assert theirs.keys() == ours.keys() - OF_OUTPUTS
+        for name in ("num_tokens", "trained_tokens", "efficiency", "documents_per_step"):
+            assert theirs[name] == ours[name] > 0
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+
+
+def test_a_loss_of_a_subclass_has_noise(tmp_path):
+    run = own_loss(tmp_path, texts(12), neftune_noise_alpha=5.0, per_device_train_batch_size=6)
+    (batch,), num_items = first_step(run)
+    noise = Noise(run.model)
+    for _ in range(50):
+        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    for length, seen in zip(lengths, noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1), strict=True):
+        amplitude, error = 5.0 / (length * 32) ** 0.5, 0.447 / (50 * length * 32) ** 0.5
+        assert seen.square().mean().sqrt() * 3**0.5 / amplitude == pytest.approx(1, abs=5 * error)
+    losses = []
+    for alpha in (None, 500.0):
+        run = own_loss(tmp_path, texts(12), neftune_noise_alpha=alpha, max_steps=1)
+        run.train()
+        losses.append(run.state.log_history[-1]["train_loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
 # NEFTune
 
 
@@ -248,6 +331,7 @@ def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
         run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
     packed = noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1)
 
+    run.packed_model.rest()
     handle = activate_neftune(run.model, alpha)
     alone = []
     for tokens in batch["input_ids"][0].split(lengths):

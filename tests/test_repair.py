@@ -10,11 +10,12 @@ from conftest import build_tiny_model
 from equivalence import Case, assert_packed_equals_unpacked
 from peft import LoraConfig, get_peft_model
 from test_trainer import texts, trainer
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix import SFTConfig, check_isolation, zoo
 from trl_packfix.axes import ModuleAxes
 from trl_packfix.collator import PackedDataCollator
-from trl_packfix.forwards import PackedForward, carry_boundaries, packed_forwards
+from trl_packfix.forwards import PackedForward, packed_forwards
 from trl_packfix.judging import Judge
 from trl_packfix.proving import PackedModel
 from trl_packfix.repair import WAYS, RepairedModule
@@ -59,10 +60,10 @@ def test_what_leaks_is_repaired_and_nothing_else(model_type, tmp_path):
     assert judge.judge(model).right
     after = model.state_dict()
     assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
-    packed.release()
+    packed.rest()
     assert not packed_forwards
     again = check_isolation(model, max_length=64)
-    assert not (again.isolated and again.equal), "release gives the model back as it was"
+    assert not (again.isolated and again.equal), "rest gives the model back as it was"
 
 
 def test_restarted_positions_need_no_groups_of_documents(tmp_path, monkeypatch):
@@ -168,7 +169,6 @@ def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant, 
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    carry_boundaries(model)
     model.zero_grad()
     sum(model(**batch, labels=batch["input_ids"]).loss for batch in batches).backward()
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -179,10 +179,10 @@ def test_recomputation_without_its_boundaries_raises(tmp_path):
     model = build_tiny_model("falcon")
     packed_model(model, tmp_path).prove(model)
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # after the probe, and boundaries are not carried
+    model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])  # not transformers' checkpointing
     batch = pack([9, 4, 7])
     loss = model(**batch, labels=batch["input_ids"]).loss
-    with pytest.raises(ValueError, match="recomputed in backward.*carry_boundaries"):
+    with pytest.raises(ValueError, match="recomputed in backward.*not transformers' own.*activation_checkpointing"):
         loss.backward()
 
 

@@ -22,7 +22,7 @@ ANSWER = [{"role": "assistant", "content": "four of them"}]
 TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
 
 
-def config(folder, **kwargs):
+def config(folder, config_class=SFTConfig, **kwargs):
     defaults = {
         "packing": True,
         "max_length": 64,
@@ -36,12 +36,14 @@ def config(folder, **kwargs):
         "packing_report": False,
         "disable_tqdm": True,
     }
-    return SFTConfig(str(folder), **(defaults | kwargs))
+    if config_class is not SFTConfig:
+        del defaults["packing_report"]
+    return config_class(str(folder), **(defaults | kwargs))
 
 
-def trainer(folder, dataset, model="llama", trainer_kwargs=None, **kwargs):
+def trainer(folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, **kwargs):
     model = build_tiny_model(model) if isinstance(model, str) else model
-    return SFTTrainer(
+    return trainer_class(
         model,
         config(folder, **kwargs),
         train_dataset=dataset,

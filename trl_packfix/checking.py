@@ -128,7 +128,7 @@ def check_model(
         packed = PackedModel(model, args, found_dtype)
         as_it_is = in_training = packed.prove(model)
         if not packed.is_proved and wanted != "raise":
-            packed.release()
+            packed.rest()
             args.on_leak = wanted
             packed = PackedModel(model, args, found_dtype)
             in_training = packed.prove(model)

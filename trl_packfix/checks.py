@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
@@ -27,6 +28,16 @@ def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
     else:
         config = model.config
     return config.get_text_config()
+
+
+def check_overrides(trainer_class: type[trl.SFTTrainer]) -> None:
+    """Refuse a method of a subclass that packing never calls."""
+    if trainer_class._get_train_sampler is not trl.SFTTrainer._get_train_sampler:
+        raise ValueError(
+            f"`{trainer_class.__name__}._get_train_sampler` was given with packing. Packs are planned from the lengths "
+            "of all documents and no sampler is called, so yours would be ignored. Set `packing=False`, or bring the "
+            'dataset into your order, set `train_sampling_strategy="sequential"` and remove the method.'
+        )
 
 
 def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:

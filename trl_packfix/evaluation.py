@@ -122,9 +122,10 @@ class ExactEvaluation(PackedObjective):
         if not self.args.packing:
             return True  # the model hears of boundaries, and is proved, only while it is evaluated
         # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
-        if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             with self.packed_model.attending(), self.compute_loss_context_manager():
-                self.packed_model.prove(self.model)
+                if self.packed_model.isolation is None:
+                    self.packed_model.prove(self.model)
         return self.packed_model.is_proved
 
     def _evaluation_documents(self, reader: TokenReader) -> Documents:
@@ -235,12 +236,10 @@ class ExactEvaluation(PackedObjective):
                 yield
             return
         packed_model = self._packed_model()
-        try:
+        with packed_model.attending():
             with self.compute_loss_context_manager():
                 packed_model.prove(self.model).raise_if_leaking()
             yield
-        finally:
-            packed_model.release()
 
     @property
     def _is_exact(self) -> bool:
@@ -265,6 +264,7 @@ class ExactEvaluation(PackedObjective):
         if not self._is_exact:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        self._check_pack(inputs)
         inputs["use_cache"] = False
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:

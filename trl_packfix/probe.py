@@ -108,6 +108,13 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
+        if not caught:
+            raise ValueError(
+                f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. A deep copy of a "
+                "model that TRL has trained does that: its forward belongs to the original and computes with the "
+                "original's weights. Run `del model.forward` on the copy (of the model inside PEFT's) before a trainer "
+                "gets it."
+            )
         states = caught[-1]  # the outermost ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .attention import select_attention, set_attention
+from .attention import choose_attention, own_attention, set_attention
 from .compat import gather_lm_head_with_model
 from .config import SFTConfig
-from .forwards import base_model, carry_boundaries, mark_packed_forwards
+from .forwards import ModelHooks, PackedForwardGuard, base_model
 from .isolation import check_isolation
 from .probe import Probe
 from .publishing import metrics
@@ -24,22 +25,81 @@ from .unpacking import UnpackedForward
 from .verdict import IsolationReport
 
 
+class DocumentNoise(ModelHooks):
+    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d), L the length of the document.
+
+    In packed forwards in train mode, whoever calls the model. Probe, evaluation and generation have no noise.
+    """
+
+    def __init__(self, model: PreTrainedModel, alpha: float):
+        super().__init__()
+        self.model, self.alpha = model, alpha
+        # Lengths and documents of the tokens, of each forward of the whole model that is running; None: not packed
+        self._running: list[tuple[Tensor, Tensor] | None] = []
+        self._num_rows = 0  # that the last of them has embedded
+
+    def _register(self) -> list[RemovableHandle]:
+        return [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # always_call: a forward that raises must not leave its documents to the next one
+            self.model.register_forward_hook(self._leave, always_call=True),
+            self.model.get_input_embeddings().register_forward_hook(self._add_noise),
+        ]
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        bounds = kwargs.get("cu_seq_lens_q")
+        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"]))
+        self._num_rows = 0
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+    def _add_noise(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        running = self._running[-1] if self._running else None
+        if running is None or not module.training:
+            return output
+        lengths, index = running
+        if output.shape[:2] == index.shape:
+            length = lengths[index]
+        else:  # where documents are unpacked they come as rows, longest first
+            rows, first = lengths.sort(descending=True).values, self._num_rows % len(lengths)
+            self._num_rows += len(output)
+            length = rows[first : first + len(output), None]
+        amplitude = self.alpha / (length * output.shape[-1]).sqrt()
+        return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
+
+
 class PackedModel:
     """What packed batches of `model` run on.
 
+    Outside of packs the model is as its user gave it: `attend` sets the attention chosen and installs all hooks,
+    `rest` undoes both. So the model is free for other trainers, ours or not, before, between and after runs.
+
     Attributes:
         attention: the implementation chosen, and why.
+        attends: whether the model takes packs now.
         isolation: the verdict of the last probe; None before the first.
     """
 
     def __init__(self, model: nn.Module, args: SFTConfig, dtype: torch.dtype):
-        self.model, self.args = model, args
-        device_type = args.device.type  # the model may not be there yet
-        self.attention = select_attention(model, args.enforce_flash_attention, dtype, device_type=device_type)
+        self.model, self.args, self.dtype = model, args, dtype
+        self.attends = False
+        self._choose()
+
+    def _choose(self) -> None:
+        self.attention = choose_attention(
+            self.model,
+            self.args.enforce_flash_attention,
+            self.dtype,
+            device_type=self.args.device.type,  # the model may not be there yet
+        )
         self.isolation: IsolationReport | None = None
-        self._guard = mark_packed_forwards(model)
+        self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | None = None
+        alpha = self.args.neftune_noise_alpha
+        self._noise = None if alpha is None else DocumentNoise(base_model(self.model), alpha)
 
     @property
     def is_proved(self) -> bool:
@@ -57,9 +117,9 @@ class PackedModel:
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
+        """Attend, probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
+        self.attend()
         gather_lm_head_with_model(base_model(self.model))
-        carry_boundaries(base_model(self.model))
         self.isolation = found = self._check(wrapped)
         if not self.is_proved and self.args.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
@@ -81,11 +141,10 @@ class PackedModel:
             if name != self.attention.name:
                 set_attention(self.model, name)
             probe = Probe(wrapped)
-            search = RepairSearch(probe, self._guard, self.args.max_length)
+            self._search = search = RepairSearch(probe, self._guard, self.args.max_length)
             with probe.undisturbed():
                 found = search.run()
             if found.isolated and found.equal:
-                self._search = search
                 self.isolation = replace(found, repaired=search.repairs)
                 if name != self.attention.name:
                     reason = f"the model's own, for {self.attention.name} cannot say what its masks say"
@@ -95,46 +154,68 @@ class PackedModel:
                             f"attention {name!r} on packed batches is not flash attention: {reason}", stacklevel=2
                         )
                 return
-            search.remove()
+            search.give_up()
+        self._search = None
 
     def _unpack(self) -> None:
-        self._guard.remove()
+        for hooks in self._hooks:
+            hooks.remove()
+        self._search = None
         set_attention(self.model, self.attention.previous)
         self._unpacked = UnpackedForward(self.model)
+        for hooks in self._hooks:
+            hooks.install()
+
+    @property
+    def _hooks(self) -> list[ModelHooks]:
+        hooks: list[ModelHooks] = [] if self._noise is None else [self._noise]
+        if self._unpacked is not None:
+            return [*hooks, self._unpacked]
+        return [*hooks, self._guard, *([] if self._search is None else self._search.hooks)]
 
     def attend(self) -> None:
-        """Put the attention chosen on the model, after `rest`."""
-        self._guard.at_rest = None
+        """Make the model take packs; without effect where it does."""
+        if self.attends:
+            return
+        if own_attention(self.model) != self.attention.previous:  # set since the choice was made, which stood on it
+            self._choose()
+        self.attends = True
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
+        for hooks in self._hooks:
+            hooks.install()
 
     def rest(self) -> None:
-        """Give the model its own attention back, for what is not packed, and refuse packs until `attend`.
-
-        In train mode the attention chosen refuses what is not packed, and the model's own may not read boundaries.
-        """
+        """Give the model back as it was; without effect where it is."""
+        if not self.attends:
+            return
+        self.attends = False
+        for hooks in self._hooks:
+            hooks.remove()
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
-            self._guard.at_rest = self.attention.previous
+
+    def check_attends(self, batch: dict[str, Any]) -> None:
+        """Refuse a pack while the model rests: its own attention may not read the boundaries, nor is it repaired."""
+        if self.attends or "cu_seq_lens_q" not in batch:
+            return
+        raise ValueError(
+            f"A pack of {batch['cu_seq_lens_q'].numel() - 1} documents came to {type(base_model(self.model)).__name__} "
+            f"while no packs run: outside of training and evaluation it has its own attention "
+            f"({self.attention.previous}), which may not read the boundaries. Call `trainer.packed_model.attend()` "
+            "first and `rest()` after, or use `trainer.evaluate()`."
+        )
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """While it runs the model attends; then it rests again, if it did."""
-        rested = self._guard.at_rest is not None
+        attended = self.attends
         self.attend()
         try:
             yield
         finally:
-            if rested:
+            if not attended:
                 self.rest()
-
-    def release(self) -> None:
-        """Give the model back as it was."""
-        self._guard.remove()
-        for installed in (self._search, self._unpacked):
-            if installed is not None:
-                installed.remove()
-        self.rest()
 
 
 class BeforeFirstStep(TrainerCallback):
@@ -145,7 +226,6 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        trainer.packed_model.attend()
         with trainer.compute_loss_context_manager():
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         attention = trainer.packed_model.attention

@@ -120,6 +120,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args.packing, args.packing_strategy = True, "minibatch"
         if args.packing:
             args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
+            checks.check_overrides(type(self))
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         checks.check_rows(train_dataset, "train")
         self._vocab_size = getattr(checks.model_config(model, args), "vocab_size", None)
