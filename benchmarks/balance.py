@@ -46,8 +46,9 @@ from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
+from trl_packfix.data.model_costs import cost_model
 from trl_packfix.planning.balance import StepSettings
-from trl_packfix.planning.costs import LLAMA_7B, cost_model
+from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.planning.packs import PackPlan, plan_packs
 from trl_packfix.planning.schedule import Schedule, schedule_packs

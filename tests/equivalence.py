@@ -21,8 +21,10 @@ from trl_packfix.survey import zoo
 
 try:
     from conftest import build_tiny_model, build_tokenizer
+    from rounding import tolerance
 except ImportError:  # from outside pytest
     from tests.conftest import build_tiny_model, build_tokenizer
+    from tests.rounding import tolerance
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
 ZOO = ("mamba2", "kimi_linear")  # with sizes of their own
@@ -137,3 +139,12 @@ def errors(case: Case, trainer: str, reference: tuple[list[float], torch.Tensor]
     assert len(losses) == len(reference[0]) == NUM_STEPS
     loss_error = max(abs(a - b) for a, b in zip(losses, reference[0], strict=True))
     return loss_error, ((change - reference[1]).norm() / reference[1].norm()).item()
+
+
+def assert_packed_equals_unpacked(case: Case, least_change: float = 1e-2) -> None:
+    """The losses of every step and the weights after the last, up to the rounding that other micro-batches make."""
+    losses, change, _ = reference = train(case, "unpacked")
+    assert change.norm() > least_change, "nothing was trained, so nothing is compared"
+    rounding, found = (errors(case, trainer, reference) for trainer in ("regrouped", "packed"))
+    assert found[0] / max(losses) <= tolerance(rounding[0] / max(losses)), "losses"
+    assert found[1] <= tolerance(rounding[1]), "weights"

@@ -373,11 +373,14 @@ def test_precedence_on_cuda(model_type, users, flash_attn, expected, tiny_model,
     assert model.config._attn_implementation == expected
 
 
-def test_flash_attention_2_on_sinks_is_replaced_with_a_warning(tiny_model, cuda):
+@pytest.mark.parametrize("kernel", ["flash_attention_2", *(
+    f"kernels-community/flash-attn2{more}" for more in ("", "@v2", ":flash_attn_varlen_func", "@v2:flash_attn_func")
+)])  # fmt: skip
+def test_flash_attention_2_on_sinks_is_replaced_with_a_warning(kernel, tiny_model, cuda):
     cuda(True)
     model = tiny_model("gpt_oss")
-    model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.warns(UserWarning, match=r"'flash_attention_2' on GptOssForCausalLM.*drops them.*flash_attention_4"):
+    model.config._attn_implementation_internal = kernel
+    with pytest.warns(UserWarning, match=rf"'{kernel}' on GptOssForCausalLM.*drops them.*flash_attention_4"):
         assert select_attention(model, **BF16).name == ATTENTION_NAME
 
 

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import trl
 from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, load_from_disk
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import COMMANDS, main
+from trl_packfix.data.collator import MASKS
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,3 +108,53 @@ def test_prepare_writes_over_nothing(workplace, tmp_path, capsys):
     assert code == 2 and "is not empty" in printed.err
     assert main(["prepare", "x.jsonl", "--output", str(tmp_path / "new")]) == 2
     assert "No tokenizer was given" in capsys.readouterr().err
+
+
+def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, capsys):
+    """In `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that a training run trains."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
+    masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
+    tokenizer = ["--tokenizer", str(workplace / "tokenizer")]
+    counts = set()
+    for number, (names, flag) in enumerate(
+        [
+            (["assistant_masks"], None),
+            (["completion_mask"], True),
+            (["completion_mask"], None),  # TRL reads this mask only with `completion_only_loss`
+            (MASKS, True),
+            (MASKS, False),
+            ([], None),
+        ]
+    ):
+        data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
+        file, folder = str(tmp_path / f"{number}.jsonl"), str(tmp_path / f"table{number}")
+        data.to_json(file)
+        words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
+        args = SFTConfig(
+            str(tmp_path),
+            packing=False,
+            max_length=None,
+            completion_only_loss=flag,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+        )
+        stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=build_tokenizer())
+        trained = sum(label != -100 for labels in stock.train_dataset["labels"] for label in labels[1:])
+        capsys.readouterr()
+        assert main(["prepare", file, *tokenizer, "--output", folder, "--json", *words]) == 0
+        assert json.loads(capsys.readouterr().out)["trained_tokens"] == trained
+        table = load_from_disk(folder)
+        if "labels" in table.column_names:
+            assert table["labels"] == stock.train_dataset["labels"]
+        for source in (file, folder):
+            for given in ([], tokenizer):
+                main(["plan", source, *given, "--max-length", "64", "--json", *words])
+                assert json.loads(capsys.readouterr().out)["plans"][0]["ledger"]["given"]["trained_tokens"] == trained
+                assert main(["show", source, *given, "--max-length", "64", "--packs", "99", "--json", *words]) == 0
+                packs = json.loads(capsys.readouterr().out)
+                documents = [each for pack in packs for each in pack["documents"]]
+                assert sum(each["trained_tokens"] for each in documents) == trained
+        counts.add(trained)
+    assert len(counts) == 4, "the masks change what is trained"

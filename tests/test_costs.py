@@ -1,16 +1,20 @@
-"""The cost model counts what a real forward pass does, for any config; defaults and limits by hand."""
+"""The cost model counts what a real forward pass does, for any config; published sizes and limits by hand."""
 
+import json
+import logging
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, cost_model
+from trl_packfix.data.model_costs import cost_model
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, with_pairs_of
+from trl_packfix.survey.zoo import causal_types, image_text_types, shrink
 
 SIZE = {
     "vocab_size": 99,
@@ -61,9 +65,133 @@ def test_tokens_and_pairs_cost_what_torch_counts(name):
     per_pair = (two - 2 * one) / (long**2 - 2 * short**2)
     per_token = (one - per_pair * short**2) / short
     model = cost_model(config)
-    assert per_pair == model.per_pair + sum(flops for _, flops in model.windows)
-    assert model.per_token == pytest.approx(per_token, rel=0.002)  # qwen2_moe has a gate for its shared expert
+    assert per_pair == all_pairs(model)
+    assert per_token <= model.per_token <= 1.03 * per_token  # norms and biases are parameters, and no products
     assert bool(model.windows) == (name in ("gemma3_text", "mistral", "gpt_oss"))
+
+
+def all_pairs(model: CostModel) -> float:
+    return model.per_pair + sum(flops for _, flops in (*model.windows, *model.chunks))
+
+
+# Checkpoints whose sizes are the defaults of transformers: parameters that a token meets, without an embedding that is
+# only looked up, in 10^9, as published; FLOPs of a pair, layers x heads x (key + value) x 2.
+PUBLISHED = {
+    "llama": (6.61, 32 * 32 * 256 * 2),  # Llama 2 7B: 6.74 - 0.13
+    "gpt2": (0.124, 12 * 12 * 128 * 2),  # the embedding is the LM head, too
+    "gemma": (8.54, 28 * 16 * 512 * 2),  # 7B, likewise
+    "falcon": (6.92, 32 * 71 * 128 * 2),  # 7B, likewise
+    "mixtral": (12.75, 32 * 32 * 256 * 2),  # 8x7B: 12.88 - 0.13
+    "deepseek_v3": (36.63, 61 * 128 * 320 * 2),  # 37.55 - 0.93
+    "jamba": (11.84, 4 * 32 * 256 * 2),  # v0.1: 12 active, attention in 4 of 32 layers
+    "zamba": (11.53, 13 * 16 * 928 * 2),  # one block of attention is met in 13 layers
+    "phi4_multimodal": (3.82, 32 * 24 * 256 * 2),  # its text part, as Phi-4-mini: 3.84
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tokens_cost_two_operations_per_published_parameter(name):
+    billions, per_pair = PUBLISHED[name]
+    model = cost_model(AutoConfig.for_model(name))
+    assert model.per_token == pytest.approx(2e9 * billions, rel=0.01)
+    assert all_pairs(model) == per_pair
+
+
+# Configs without costs of their own, by `model_type`, and why: they get those of a Llama of 7B.
+WITHOUT_COSTS = {
+    **dict.fromkeys(("deepseek", "kimi_k2", "mimo", "minimax_m3", "nemotron-nas"), "remote code, which is not here"),
+    "ministral3": "with a text config of its own it is a `mistral3`; transformers reads no sizes from it",
+}
+# Parameters that a token meets, in 10^9, where a forward counts something else, by `model_type`.
+NOT_AS_RUN = {
+    "llama4": (16.14, "transformers runs all experts on all tokens; Scout as published: 17.17 - 1.03"),
+    "deepseek_v4": (13.27, "one projection is a batched product as those of pairs are; Flash as published: 13 active"),
+    "phimoe": (6.47, "its positions read values, which are not there; 3.5-MoE as published: 6.6 - 0.13"),
+}
+
+
+# What `met_parameters` counted for the checkpoints in the folder `configs/full` of `--data`, which takes minutes; one
+# that is not here is counted when the test runs.
+# fmt: off
+COUNTED = {
+    "apertus-8b": 7.516, "aya-23-8b": 8.028, "bloom-560m": 0.5589, "codellama-7b": 6.607, "deepseek-coder-1.3b": 1.28,
+    "deepseek-v2-lite": 2.494, "deepseek-v3.2": 37.48, "ernie-4.5-0.3b": 0.3607, "ernie-4.5-21b-a3b": 3.352,
+    "falcon-7b": 6.921, "falcon-h1-7b": 7.185, "falcon3-7b": 7.053, "gemma-2-27b": 27.23, "gemma-2-9b-it": 9.241,
+    "gemma-2b": 2.506, "gemma-3-27b-it": 27.01, "gemma-3-4b-it": 3.88, "gemma-4-26b-a4b": 3.822, "glm-4-9b-0414": 8.779,
+    "glm-4.5-air": 12.8, "glm-5": 40.83, "gpt-oss-20b": 3.607, "gpt2": 0.1235, "gpt_bigcode": 1.12,
+    "granite-3.3-2b-instruct": 2.533, "granite-4.0-h-350m": 0.34, "hunyuan-7b": 7.504, "hunyuan-a13b": 12.75,
+    "jamba-v0.1": 11.84, "kimi-k2.5": 31.69, "lfm2-1.2b": 1.17, "llama-3.1-8b-instruct": 7.505,
+    "llama-3.2-1b-instruct": 1.236, "llama-3.2-3b-mlc": 3.213, "llava-1.5-7b-hf": 6.607,
+    "mamba2-ish-falcon-mamba-7b": 6.994, "mimo-v2-flash": 14.82, "minimax-m2.5": 10.42, "minimax-text-01-hf": 47.17,
+    "mistral-7b-v0.1": 7.11, "mistral-small-24b-2501": 22.9, "nemotron-3-nano": 3.227, "nemotron-h-56b": 55.24,
+    "olmo-2-7b": 6.887, "olmo-3.1-32b": 31.72, "opt-1.3b": 1.311, "phi-2": 2.648, "phi-3-mini-128k": 3.722,
+    "phi-3-mini-4k": 3.722, "phi-3.5-mini": 3.722, "phi-4-mini": 3.836, "phi-4-mlc": 3.836, "phi-4": 14.15,
+    "qwen1.5-moe": 2.378, "qwen2-0.5b": 0.494, "qwen2.5-7b-instruct": 7.07, "qwen2.5-vl-7b": 7.07,
+    "qwen3-30b-a3b-fp8": 3.042, "qwen3-8b": 7.568, "qwen3-vl-8b": 7.568, "qwen3.5-27b": 25.62, "redpajama-3b": 2.646,
+    "seed-oss-36b": 35.36, "smollm3-3b": 3.075, "stablelm-2": 1.439, "starcoder2-3b": 3.029, "tinyllama": 1.034,
+}
+# fmt: on
+
+
+def test_every_config_costs_what_a_forward_at_its_size_does(data_dir):
+    files = sorted((data_dir / "configs/full").glob("*.json"))
+    assert len(files) > 40
+    wrong, num_compared = {}, 0
+    for file in files:
+        values = {key: value for key, value in json.loads(file.read_text()).items() if not key.startswith("_")}
+        values = {key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")}
+        model_type = values.pop("model_type")
+        if model_type in WITHOUT_COSTS:
+            continue
+        config = AutoConfig.for_model(model_type, **values)
+        known = NOT_AS_RUN[model_type][0] if model_type in NOT_AS_RUN else COUNTED.get(file.stem)
+        expected = met_parameters(config) if known is None else 1e9 * known
+        ratio = cost_model(config).per_token / 2 / expected
+        num_compared += 1
+        if not 0.99 < ratio < 1.01:
+            wrong[file.stem] = ratio
+    assert not wrong and num_compared > 40
+
+
+@pytest.mark.parametrize("name", ["qwen2-0.5b", "gpt-oss-20b", "granite-4.0-h-350m"])
+def test_what_was_counted_is_counted_again(name, data_dir):
+    values = json.loads((data_dir / f"configs/full/{name}.json").read_text())
+    config = AutoConfig.for_model(**{key: value for key, value in values.items() if not key.startswith("_")})
+    assert met_parameters(config) == pytest.approx(1e9 * COUNTED[name], rel=1e-3)
+
+
+def met_parameters(config, num_tokens: int = 8) -> float:
+    """What each token is multiplied with in a forward of the text part at its real size, on a device without memory."""
+    config = config.get_text_config()
+    config._attn_implementation, config._experts_implementation = "eager", "batched_mm"  # seen by the counter
+    with torch.device("meta"):
+        try:
+            model, head = AutoModelForCausalLM.from_config(config).eval(), 0
+        except ValueError:  # a text part without an LM head
+            model, head = AutoModel.from_config(config).eval(), config.hidden_size * config.vocab_size
+        tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens, use_cache=True)  # without a cache the mask is made from values
+    flops = 0
+    for module, counts in counter.get_flop_counts().items():
+        # batched products are those of pairs, except in experts
+        products = {"Global": ("mm", "addmm")}.get(module, ("bmm", "baddbmm") if module.endswith(".experts") else ())
+        flops += sum(number for op, number in counts.items() if str(op).removeprefix("aten.") in products)
+    return flops / num_tokens / 2 + head
+
+
+# Types that no tiny config can be made of here, or that are no model of text.
+NOT_BUILT = """blt diffusion_gemma evolla gemma4_assistant gemma4_unified_assistant granite4_vision molmo2 musicgen
+    musicgen_melody nemotron_h_omni pi0""".split()
+
+
+def test_every_type_has_costs_of_its_own():
+    types = sorted({*causal_types(), *image_text_types()} - set(NOT_BUILT))
+    assert len(types) > 200
+    state = torch.get_rng_state()
+    models = {name: cost_model(CONFIG_MAPPING[name](**shrink(CONFIG_MAPPING[name]()))) for name in types}
+    assert not [name for name, model in models.items() if model == LLAMA_7B]
+    assert torch.equal(state, torch.get_rng_state())  # a run draws what it would have drawn
 
 
 def test_pairs_by_hand():
@@ -77,24 +205,57 @@ def test_layers_by_kind():
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
     window, pair = 4096, 4.0 * 64
     kinds = ["linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
-    config = SimpleNamespace(**sizes, layer_types=kinds, sliding_window=window, attention_chunk_size=8192)
-    model = cost_model(config)
-    assert (model.per_pair, model.windows, model.chunks) == (pair, ((window, pair),), ((8192, pair),))
+    config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, attention_chunk_size=8192)
+    model = with_pairs_of(config, 7.0)
+    assert model == CostModel(7.0, pair, ((window, pair),), ((8192, pair),))
     # Qwen2 has a `sliding_window` that it does not use
-    config = SimpleNamespace(**sizes, sliding_window=window, use_sliding_window=False)
-    assert cost_model(config).per_pair == 4 * pair
+    config = LlamaConfig(**sizes, sliding_window=window, use_sliding_window=False)
+    assert with_pairs_of(config, 7.0) == CostModel(7.0, 4 * pair)
     # a state space model has no pairs at all
-    mamba = cost_model(SimpleNamespace(hidden_size=64, num_hidden_layers=4, vocab_size=99, expand=2))
-    assert mamba.per_pair == 0 and not mamba.windows and mamba.per_token > 0
+    config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=4)
+    assert with_pairs_of(config, 7.0) == CostModel(7.0, 0.0)
+    # a layer that selects the tokens that it sees scores every pair to do so
+    sparse = {"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["indexed_attention"] * 4}
+    assert with_pairs_of(LlamaConfig(**sizes, **sparse), 7.0).per_pair == 4 * (pair + 2 * 2 * (8 + 1))
+    # beyond its window a compressed layer sees one in 16 tokens
+    kinds = ["full_attention", "heavily_compressed_attention", "full_attention", "full_attention"]
+    rates = {"heavily_compressed_attention": 16}
+    config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, compress_rates=rates)
+    assert with_pairs_of(config, 7.0) == CostModel(7.0, (3 + 1 / 16) * pair, ((window, pair),))
 
 
 def test_without_a_config_it_is_a_llama_of_7b():
-    assert cost_model(SimpleNamespace()) == LLAMA_7B
-    llama = AutoConfig.for_model("llama")  # transformers' defaults are Llama 2 7B
-    assert cost_model(llama) == LLAMA_7B
+    assert cost_model(None) == LLAMA_7B
+    llama = cost_model(AutoConfig.for_model("llama"))  # transformers' defaults are Llama 2 7B
+    assert (llama.per_pair, llama.per_token) == (LLAMA_7B.per_pair, pytest.approx(LLAMA_7B.per_token, rel=1e-4))
     # attention costs as much as all matrices at 50,400 tokens
     n = np.array([50_400])
     assert LLAMA_7B(n)[0] == pytest.approx(2 * LLAMA_7B.per_token * n[0], rel=1e-3)
+
+
+def test_a_model_of_other_code_is_counted_by_its_class():
+    class OtherConfig(LlamaConfig):
+        model_type = "other"
+
+    class OtherModel(LlamaForCausalLM):
+        config_class = OtherConfig
+
+    config = OtherConfig(**{name: value for name, value in SIZE.items() if "implementation" not in name})
+    assert cost_model(config) == LLAMA_7B  # nothing says what it is made of
+    assert cost_model(config, OtherModel) == cost_model(LlamaConfig(**config.to_diff_dict()))
+
+
+def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
+    class BrokenModel(LlamaForCausalLM):
+        def __init__(self, config):
+            raise RuntimeError("needs a kernel that is not installed")
+
+    class BrokenConfig(LlamaConfig):
+        model_type = "broken"
+
+    with caplog.at_level(logging.WARNING, "trl_packfix"):
+        assert cost_model(BrokenConfig(), BrokenModel) == LLAMA_7B
+    assert "needs a kernel that is not installed" in caplog.text and "Llama of 7B" in caplog.text
 
 
 def test_planning_costs_and_balance_need_no_torch():

@@ -81,6 +81,8 @@ def never_read():
 
 
 STREAM = IterableDataset.from_generator(never_read)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
 INPUT = [
     ("vision", {"dataset": VISION}, r"column `images` and packing is on.*one row for many documents.*`packing=False`"),
@@ -203,6 +205,57 @@ def test_input_is_refused(given, message, tmp_path):
         trainer(tmp_path, **given)
 
 
+@pytest.mark.parametrize("column", MEDIA)
+@pytest.mark.parametrize("stream", [False, True])
+def test_columns_of_what_is_not_text_are_refused(column, stream, tmp_path):
+    rows = Dataset.from_dict({"messages": [PROMPT + ANSWER], column: [["x"]]})
+    rows = rows.to_iterable_dataset() if stream else rows
+    with pytest.raises(ValueError, match=f"has the column `{column}` and packing is on.*or remove the column"):
+        trainer(tmp_path, rows, max_steps=1)
+
+
+PREPARED = {
+    "vocabulary": (Dataset.from_dict({"input_ids": [[5, 6], [7, 300]]}), {}, "Row 1 of the {} dataset has token ids"),
+    "padding": (tokenised(attention_mask=[[1] * 3, [1, 1, 0]]), {}, "Row 1 of the {} dataset is padded"),
+    "packs": (
+        tokenised(labels=[[5, 6, 7]] * 2, seq_lengths=[[3], [1, 2]]),
+        {"packing": False},
+        "The {} dataset of 2 rows has `seq_lengths`",
+    ),
+    "no rows": (Dataset.from_dict({"input_ids": []}), {}, "The {} dataset has 0 rows"),
+}
+
+
+@pytest.mark.parametrize("data, settings, message", PREPARED.values(), ids=PREPARED)
+def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message, tmp_path):
+    settings = SKIP | settings
+    good = tokenised(labels=[[5, 6, 7]] * 2)
+    with pytest.raises(ValueError, match=message.format("train")):
+        trainer(tmp_path, data, **settings)
+    for sets, name in ((data, "eval"), ({"a": good, "b": data}, "b")):
+        with pytest.raises(ValueError, match=message.format(name)):
+            trainer(tmp_path, good, trainer_kwargs={"eval_dataset": sets}, **settings)
+    if len(data):  # `predict` prepares nothing
+        run = trainer(tmp_path, good, **settings)
+        for evaluate in (run.predict, run.evaluate):
+            with pytest.raises(ValueError, match=message.format("evaluation")):
+                evaluate(data)
+
+
+def no_rows():
+    yield from ()
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": False}, SKIP], ids=str)
+def test_a_stream_without_rows_is_refused(settings, tmp_path):
+    empty = IterableDataset.from_generator(no_rows)
+    with pytest.raises(ValueError, match="The train dataset is an `IterableDataset` of 0 rows.*Check the files"):
+        trainer(tmp_path, empty, max_steps=1, **settings)
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
+    with pytest.raises(ValueError, match="The eval dataset is an `IterableDataset` of 0 rows"):
+        trainer(tmp_path, data, trainer_kwargs={"eval_dataset": empty}, **settings)
+
+
 @pytest.mark.parametrize(
     "peft_config",
     [
@@ -278,7 +331,7 @@ def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_pa
     rows = Dataset.from_list(
         [{"prompt": PROMPT, "completion": ANSWER}, {"prompt": PROMPT, "completion": [{"role": "user", "content": "x"}]}]
     )
-    with pytest.raises(ValueError, match=r"rows \[1\] of the train dataset of 2 rows.*no assistant tokens"):
+    with pytest.raises(ValueError, match=r"1 of 2 rows of the train dataset .*\[1\]\. Row 1: no assistant tokens"):
         trainer(tmp_path, rows, assistant_only_loss=True)
 
 
@@ -323,3 +376,21 @@ def test_deprecations_of_trl_are_passed_through(given, tmp_path):
         warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
     assert warned[0] == warned[1] and any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
     assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
+def test_a_sampler_of_a_subclass_is_refused(is_stream, tmp_path):
+    called = []
+
+    class Sampled(SFTTrainer):
+        def _get_train_sampler(self, train_dataset=None):
+            called.append(True)
+            return super()._get_train_sampler(train_dataset)
+
+    data = texts(12).to_iterable_dataset() if is_stream else texts(12)
+    message = r"`Sampled._get_train_sampler` was given with packing.*no sampler is called.*Set `packing=False`"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, data, trainer_class=Sampled, max_steps=1)
+    if not is_stream:
+        trainer(tmp_path, data, trainer_class=Sampled, max_steps=1, packing=False).train()
+        assert called

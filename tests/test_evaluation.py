@@ -7,7 +7,7 @@ import pytest
 import torch
 import trl
 from conftest import build_tiny_model, build_tokenizer
-from datasets import Dataset
+from datasets import Dataset, Value
 from test_trainer import config, texts, trainer
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
@@ -245,3 +245,35 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     assert (run.state.best_metric, run.state.best_global_step) == (losses[best], best)
     run.args.per_device_eval_batch_size, run.args.eval_packing = 1, not eval_packing
     assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("labels", [None, "int32"])
+def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, tmp_path):
+    """`datasets` stores tokens as int32, and without `labels` the tokens are the labels."""
+    rng = np.random.default_rng(0)
+    data = Dataset.from_dict({"input_ids": [rng.integers(4, 260, n).tolist() for n in rng.integers(3, 30, 7)]})
+    if labels is not None:
+        data = data.add_column("labels", data["input_ids"]).cast_column("labels", [Value("int32")])
+    assert all(feature.feature.dtype == "int32" for feature in data.features.values())
+    found = []
+    for kind in (SFTTrainer, trl.SFTTrainer):
+        seen = {}
+
+        def metric(prediction, seen=seen):
+            seen["labels"] = prediction.label_ids
+            return {"right": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).sum())}
+
+        def loss(outputs, labels, num_items_in_batch=None):
+            return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+        given = {"train_dataset": data, "eval_dataset": data, "processing_class": build_tokenizer()}
+        args = config(tmp_path, packing=packing and kind is SFTTrainer, per_device_eval_batch_size=3)
+        run = kind(build_tiny_model(), args, **given, compute_metrics=metric)
+        evaluated, predicted = run.evaluate(), run.predict(data)
+        own = kind(build_tiny_model(), args, **given, compute_metrics=metric, compute_loss_func=loss).evaluate()
+        found.append((evaluated["eval_right"], own["eval_loss"], seen["labels"], predicted.label_ids))
+        assert np.isfinite(evaluated["eval_loss"]) and len(predicted.predictions) == 7
+    for ours, stock in zip(*found, strict=True):
+        assert np.asarray(ours).dtype == np.asarray(stock).dtype
+        np.testing.assert_allclose(ours, stock, rtol=1e-5)

@@ -11,14 +11,16 @@ import torch
 import trl
 from conftest import build_tiny_model
 from datasets import Dataset
-from test_trainer import texts, trainer
+from rounding import tolerance, weight_difference
+from test_trainer import start_weights, texts, trainer, weights
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import DeepseekV4Config, TrainerCallback
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trl_packfix import SFTConfig
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.survey.zoo import shrink
 from trl_packfix.training.objective import PackedObjective
 
 
@@ -36,6 +38,8 @@ def halves(num=24, seed=0):
 def first_step(run):
     """The micro-batches of the first optimizer step, and the count that transformers divides by."""
     run.model.train()
+    if run.args.packing:
+        run.packed_model.attend()
     accumulation = run.args.gradient_accumulation_steps
     run.current_gradient_accumulation_steps = accumulation
     return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)
@@ -162,7 +166,8 @@ def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
     batches, num_items = first_step(run)
     read = documents_of_rows if settings.get("packing") is False else documents_of_pack
     documents = list(itertools.chain.from_iterable(map(read, batches)))
-    assert num_items == len(documents) > 8
+    assert len(documents) > 8
+    assert num_items == sum(label != -100 for _, labels in documents for label in labels[1:])  # as without weights
     losses, found = gradients(run, run.compute_loss, batches, num_items)
     dft = "loss_type" in settings
     loss, expected = by_hand(reference, documents, "document", dft)
@@ -177,14 +182,15 @@ def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
 def test_document_weights_train(tmp_path):
     """Through the whole trainer: packed and unpacked runs end with the same weights."""
     ends = []
-    for settings in ({"packing": False}, {"packing_strategy": "minibatch"}, {"document_weighting": "token"}):
+    regrouped = {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    packed = {"packing_strategy": "minibatch"}
+    for settings in ({"packing": False}, regrouped, packed, {"document_weighting": "token"}):
         settings = {"document_weighting": "document", "gradient_accumulation_steps": 2, "seed": 3} | settings
         run = trainer(tmp_path, halves(), max_steps=4, optim="sgd", learning_rate=0.3, **settings)
         run.train()
-        ends.append(torch.cat([p.detach().double().flatten() for p in run.model.parameters()]))
-    start = torch.cat([p.detach().double().flatten() for p in build_tiny_model().parameters()])
-    change = (ends[0] - start).norm()
-    assert (ends[0] - ends[1]).norm() / change < 1e-5 < 1e-2 < (ends[0] - ends[2]).norm() / change
+        ends.append(weights(run))
+    rounding, found, by_token = (weight_difference(end, ends[0], start_weights()) for end in ends[1:])
+    assert found <= tolerance(rounding) < 1e-2 < by_token
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -212,6 +218,86 @@ def test_ranks_that_average_on_their_own_refuse_document_weights():
 def test_an_unknown_weighting_is_refused(tmp_path):
     with pytest.raises(ValueError, match="document_weighting='sequence'"):
         SFTConfig(str(tmp_path), document_weighting="sequence", use_cpu=True, bf16=False)
+
+
+# A loss of a subclass: all that is not the loss itself is there
+
+
+class OwnLoss(SFTTrainer):
+    """Computes the loss as transformers' documentation shows it, without `super().compute_loss`."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.model.training:
+            self.num_items = num_items_in_batch
+        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = summed_loss(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def own_loss(tmp_path, data, **settings):
+    return trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
+    settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
+    run = own_loss(tmp_path, halves(), **settings)
+    start = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss` does not call.*no weights of documents.*Set"):
+        run.train()
+    assert all(torch.equal(value, start[name]) for name, value in run.model.state_dict().items())
+    plain = trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})
+    assert run.num_items == first_step(plain)[1]  # trained tokens, and not documents
+
+    class Doubled(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    ends = [
+        trainer(tmp_path, halves(), max_steps=1, max_grad_norm=0, optim="sgd", trainer_class=kind, **settings)
+        for kind in (SFTTrainer, Doubled)
+    ]
+    for each in ends:
+        each.train()
+    losses = [each.state.log_history[-1]["train_loss"] for each in ends]
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
+
+
+OF_OUTPUTS = {"entropy", "mean_token_accuracy"}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, tmp_path):
+    logs = []
+    for kind in (SFTTrainer, OwnLoss):
+        settings = {"packing": packing, "max_steps": 4, "logging_steps": 2, "learning_rate": 0.0}
+        run = trainer(tmp_path, halves(), trainer_class=kind, gradient_accumulation_steps=2, **settings)
+        run.train()
+        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+    assert len(logs[0]) == len(logs[1]) == 2
+    for ours, theirs in zip(*logs, strict=True):
+        assert theirs.keys() == ours.keys() - OF_OUTPUTS
+        for name in ("num_tokens", "trained_tokens", "efficiency", "documents_per_step"):
+            assert theirs[name] == ours[name] > 0
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+
+
+def test_a_loss_of_a_subclass_has_noise(tmp_path):
+    run = own_loss(tmp_path, texts(12), neftune_noise_alpha=5.0, per_device_train_batch_size=6)
+    (batch,), num_items = first_step(run)
+    noise = Noise(run.model)
+    for _ in range(50):
+        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    for length, seen in zip(lengths, noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1), strict=True):
+        amplitude, error = 5.0 / (length * 32) ** 0.5, 0.447 / (50 * length * 32) ** 0.5
+        assert seen.square().mean().sqrt() * 3**0.5 / amplitude == pytest.approx(1, abs=5 * error)
+    losses = []
+    for alpha in (None, 500.0):
+        run = own_loss(tmp_path, texts(12), neftune_noise_alpha=alpha, max_steps=1)
+        run.train()
+        losses.append(run.state.log_history[-1]["train_loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3
 
 
 # NEFTune
@@ -245,6 +331,7 @@ def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
         run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
     packed = noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1)
 
+    run.packed_model.rest()
     handle = activate_neftune(run.model, alpha)
     alone = []
     for tokens in batch["input_ids"][0].split(lengths):
@@ -380,6 +467,39 @@ def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path
     assert values[True, 1] - values[True, 16] > 0.01
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_router_loss_is_equal_where_a_step_is_one_micro_batch(accumulation, tmp_path):
+    """With more of them it depends on which documents share one, in unpacked training of TRL alone, too."""
+    sizes = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    halved = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": 2 * accumulation}
+    ends = {}
+    for name, settings in {
+        "unpacked": {"packing": False, **sizes},
+        "regrouped": {"packing": False, **halved},
+        "packed": {"packing_strategy": "minibatch", **sizes},
+        "no router loss": {"packing_strategy": "minibatch", "router_aux_loss_coef": 0.0, **sizes},
+    }.items():
+        model = build_tiny_model("mixtral", dtype=torch.float64, router_aux_loss_coef=0.001)  # its default
+        model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight *= 20  # routers of a trained model have preferences
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        run = trainer(
+            tmp_path, texts(48), model=model, max_steps=5, optim="sgd", learning_rate=0.2, max_grad_norm=0, **settings
+        )
+        run.train()
+        ends[name] = weights(run)
+    unpacked = ends.pop("unpacked")
+    found = {name: weight_difference(end, unpacked, start) for name, end in ends.items()}
+    print(f"change of the weights against unpacked training, {accumulation} micro-batches per step:", found)
+    if accumulation == 1:
+        assert found["packed"] < 1e-6 < 1e-5 < found["regrouped"]
+    else:
+        assert 1e-5 < found["packed"] < 10 * found["regrouped"]
+        assert found["packed"] < found["no router loss"]
+
+
 # What is logged
 
 
@@ -482,3 +602,38 @@ def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
     assert len(at_checkpoint) == run.state.global_step > 3
     assert all(counted == expected > 0 for counted, expected in at_checkpoint)
     assert run.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], "the last line of a short run has them, too"
+
+
+# Configs with fields of a mixture, of models without one, and of a mixture under other names than TRL reads.
+EXPERTS_IN_CONFIG = {
+    "no experts": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 8},
+        False,
+    ),
+    "experts without a router": (
+        "deepseek_v4",
+        shrink(DeepseekV4Config()) | {"mlp_layer_types": ["hash_moe"] * 2, "vocab_size": 300},
+        False,
+    ),
+    "dense layers only": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "mlp_only_layers": [0, 1]}, False),
+    "experts by another name": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("name", EXPERTS_IN_CONFIG)
+def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
+    model_type, config, has_router = EXPERTS_IN_CONFIG[name]
+    model = build_tiny_model(model_type, **config)
+    assert model.config.router_aux_loss_coef > 0  # which TRL would weigh a router loss with
+    run = trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
+    run.train()
+    (log,) = [each for each in run.state.log_history if "loss" in each]
+    assert np.isfinite(log["loss"]) and ("aux_loss" in log) == has_router
+
+
+def test_a_router_loss_without_a_router_is_refused(tmp_path):
+    model = build_tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0.1.*None of its layers has a router.*=0.0"):
+        trainer(tmp_path, halves(), model=model, packing=False, router_aux_loss_coef=0.1)

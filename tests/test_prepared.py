@@ -85,6 +85,32 @@ def test_files_that_changed_or_broke_are_not_believed(tmp_path, caplog):
     assert prepared_documents(changed, 30).lengths.tolist() == [3]
 
 
+@pytest.mark.parametrize("name", ["spans", "range"])
+@pytest.mark.parametrize("damage", ["no arrays", "other arrays", "no text"])
+def test_a_file_without_its_arrays_is_made_again(tmp_path, name, damage, caplog):
+    saved(tmp_path)
+
+    def found():
+        reader = TokenReader(load_from_disk(tmp_path))
+        return prepared_documents(reader, 30) if name == "spans" else prepared_token_range(reader)
+
+    before = found()
+    (path,) = files(tmp_path, f"cache-packfix-{name}-*.npz")
+    whole = dict(np.load(path))
+    damaged = {
+        "no arrays": {},
+        "other arrays": {"start": np.arange(3), "x": np.arange(2)},
+        "no text": {key: np.array("") if values.dtype.kind == "U" else np.array(0) for key, values in whole.items()},
+    }
+    np.savez(path, **damaged[damage])
+    after = found()
+    assert "is made again" in caplog.text and dict(np.load(path)).keys() == whole.keys()
+    if name == "spans":
+        assert np.array_equal(before.stop, after.stop) and before.ledger == after.ledger
+    else:
+        assert before == after
+
+
 def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
     data = saved(tmp_path)
     before = files(tmp_path)

@@ -1,11 +1,14 @@
 """What the report says about losses and about the optimisation, and where it is kept."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
+import torch
+from conftest import build_tiny_model
 from datasets import Dataset
-from test_trainer import texts, trainer
+from test_trainer import texts, trainer, weights
 
 
 def table(lengths):
@@ -70,6 +73,44 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
     assert dict(full.lines())["against unpacked"] == (
         "about 2 documents per step, 32 steps per epoch instead of 32: no setting has to change"
     )
+
+
+@pytest.mark.parametrize("labels", ["all", "answers", "some answers"])
+def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_path):
+    """Of GPT-2 TRL counts first labels, too, which are no targets; packed training divides by targets."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(4, 260, length).tolist() for length in rng.integers(4, 12, 16)]
+    prompts = {"all": [0] * 16, "answers": [2] * 16, "some answers": [0, 3] * 8}[labels]
+    targets = [[-100] * num + row[num:] for num, row in zip(prompts, rows, strict=True)]
+    data, ends = Dataset.from_dict({"input_ids": rows, "labels": targets}), {}
+    for model in ("gpt2", "llama"):
+        model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for packing in (False, True):
+            run = trainer(
+                tmp_path,
+                data,
+                copy.deepcopy(model),
+                packing=packing,
+                packing_strategy="minibatch",
+                max_steps=1,
+                gradient_accumulation_steps=8,
+                optim="sgd",
+                learning_rate=0.1,
+                max_grad_norm=0,
+            )
+            run.train()
+            ends[packing] = run.state.log_history[-2]["loss"], (weights(run) - start).norm().item()
+        share = run.packing_report.unpacked_loss
+        rows_shown = dict(run.packing_report.lines())
+        for unpacked, packed in zip(ends[False], ends[True], strict=True):
+            assert unpacked / packed == pytest.approx(share, rel=1e-5)
+        if model.config.model_type == "llama" or labels == "answers":
+            assert share == 1 and "unpacked loss" not in rows_shown
+            assert rows_shown["against unpacked"].startswith("the same: 16 documents")
+        else:
+            assert 0.75 < share < 0.95 and rows_shown["unpacked loss"].startswith(f"{share:.3f} of this one")
+            assert rows_shown["against unpacked"].startswith("the same but for the loss: 16 documents")
 
 
 def test_the_ledger_lies_beside_every_checkpoint(tmp_path):

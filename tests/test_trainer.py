@@ -12,6 +12,7 @@ import transformers
 import trl
 from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
+from rounding import tolerance, weight_difference
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
@@ -21,7 +22,7 @@ ANSWER = [{"role": "assistant", "content": "four of them"}]
 TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
 
 
-def config(folder, **kwargs):
+def config(folder, config_class=SFTConfig, **kwargs):
     defaults = {
         "packing": True,
         "max_length": 64,
@@ -35,12 +36,14 @@ def config(folder, **kwargs):
         "packing_report": False,
         "disable_tqdm": True,
     }
-    return SFTConfig(str(folder), **(defaults | kwargs))
+    if config_class is not SFTConfig:
+        del defaults["packing_report"]
+    return config_class(str(folder), **(defaults | kwargs))
 
 
-def trainer(folder, dataset, model="llama", trainer_kwargs=None, **kwargs):
+def trainer(folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, **kwargs):
     model = build_tiny_model(model) if isinstance(model, str) else model
-    return SFTTrainer(
+    return trainer_class(
         model,
         config(folder, **kwargs),
         train_dataset=dataset,
@@ -56,6 +59,10 @@ def texts(num=40, seed=0):
 
 def weights(run):
     return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def start_weights(model="llama"):
+    return torch.cat([p.detach().flatten() for p in build_tiny_model(model).parameters()])
 
 
 def documents_of(batch):
@@ -330,15 +337,18 @@ def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packi
 @pytest.mark.parametrize("setting", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_other_losses_equal_the_unpacked_run(setting, tmp_path):
     results = []
-    for settings in ({"packing": False}, {"packing_strategy": "minibatch"}):
+    regrouped = {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    for settings in ({"packing": False}, regrouped, {"packing_strategy": "minibatch"}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             run = trainer(tmp_path, texts(), max_steps=5, optim="sgd", learning_rate=0.5, **setting, **settings)
             run.train()
-        results.append(weights(run).double())
-    start = torch.cat([p.flatten() for p in build_tiny_model().parameters()]).double()
-    error = (results[0] - results[1]).norm() / (results[0] - start).norm()
-    assert error < 1e-5
+        results.append(weights(run))
+    # dft weighs a token by its probability, 1/300 in an untrained model
+    rounding, found = (
+        weight_difference(result, results[0], start_weights(), least_change=1e-3) for result in results[1:]
+    )
+    assert found <= tolerance(rounding)
 
 
 def test_compute_loss_func_and_callbacks(tmp_path):

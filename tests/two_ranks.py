@@ -139,6 +139,14 @@ class Packed(Recorded, trl_packfix.SFTTrainer):
     pass
 
 
+class Reversed(Packed):
+    """Adds up the gradients of an optimizer step in the opposite order, which changes nothing but their rounding."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        return batches[::-1], num_items
+
+
 class Stock(Recorded, trl.SFTTrainer):
     pass
 
@@ -159,6 +167,10 @@ class Alternating(Packed):
                 if self.args.world_size == 1 or rank == self.args.process_index:
                     batches.append(PackedDataCollator()(batch))
         return DataLoader(batches, batch_size=None)
+
+
+class ReversedAlternating(Alternating, Reversed):
+    pass
 
 
 def make_trainer(
@@ -210,6 +222,7 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
     report = getattr(trainer, "packing_report", None)  # made when training starts; stock TRL has none
     isolation = report.isolation if report else None
     return {
+        "folder": trainer.args.output_dir,
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
@@ -275,12 +288,15 @@ def drop_last(folder: Path, name: str, **settings) -> dict:
     return results[0] | {"whole": results[1]}
 
 
-def five_steps(folder: Path, name: str, **settings) -> dict:
+def five_steps(folder: Path, name: str, evaluates_first: bool = False, **settings) -> dict:
     """Five optimizer steps of SGD; the model is saved as `folder / name` and evaluated."""
     trainer = make_trainer(folder, name, **FIVE_STEPS | settings)
+    if evaluates_first:
+        trainer.evaluate()
     trainer.train()
     trainer.save_model()
-    return outcome(trainer, evaluation=evaluation(trainer))
+    parameters = [float(p.detach().double().norm()) for p in trainer.model.parameters()]
+    return outcome(trainer, evaluation=evaluation(trainer), norms=gather_object([parameters]))
 
 
 def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
@@ -294,11 +310,11 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     return outcome(trainer)
 
 
-def alternating(folder: Path, name: str, model: str, **settings) -> dict:
+def alternating(folder: Path, name: str, model: str, cls: type = Alternating, **settings) -> dict:
     """Three optimizer steps on packs of 1, 3 and 20 documents; the model is saved as `folder / name`."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     settings = FIVE_STEPS | {"max_steps": 3, "num_documents": 97, "gradient_accumulation_steps": 4 // ranks} | settings
-    trainer = make_trainer(folder, name, Alternating, model=model, learning_rate=0.1, **settings)
+    trainer = make_trainer(folder, name, cls, model=model, learning_rate=0.1, **settings)
     trainer.train()
     trainer.save_model()
     return outcome(trainer, repaired=[repair.module for repair in trainer.packing_report.isolation.repaired])
@@ -429,6 +445,7 @@ KINDS = {
     "repaired": {"model": "leaking"},
 }
 BY_DOCUMENT = {"document_weighting": "document"}
+PADDED = {"packing": False}
 
 
 HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
@@ -446,6 +463,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
             name: found[name]
             for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_unpacked", "five_repaired")
         }
+    if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
+        found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
     for strategy in STRATEGIES:
         settings = {"packing_strategy": strategy, "engine": engine}
@@ -466,14 +485,16 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found["rounded"] = partial(rounded, engine=engine)
         found["leaking_bf16"] = partial(alternating, name=f"{engine}/leaking_bf16", **leaking)
     if engine == "ddp":
+        found["five_padded"] = partial(five_steps, name="ddp/five_padded", engine=engine, **PADDED)
+        for name, settings in {"full_evaluated": {}, "padded_evaluated": PADDED}.items():
+            settings = {"evaluates_first": True, "engine": engine} | settings
+            found[f"five_{name}"] = partial(five_steps, name=f"ddp/five_{name}", **settings)
         found["epochs_stock"] = partial(epochs, cls=Stock, engine=engine)
         found["kept"] = partial(kept, engine=engine)
         found["refused"] = partial(refused, engine=engine)
         for strategy in DROPPING:
             settings = {"packing_strategy": strategy, "engine": engine}
             found[f"drop_last_{strategy}"] = partial(drop_last, name=f"{engine}/drop_last_{strategy}", **settings)
-    if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
-        found["evaluate_first"] = partial(evaluate_first, engine=engine)
     return found
 
 

@@ -19,7 +19,14 @@ MAX_STEPS = 18
 SAVED = 13  # in the second pass
 
 
-def run(folder: Path, name: str, stream: int | IterableDataset, checkpoint: Path | None = None, **settings) -> Packed:
+def run(
+    folder: Path,
+    name: str,
+    stream: int | IterableDataset,
+    checkpoint: Path | None = None,
+    cls: type[Packed] = Packed,
+    **settings,
+) -> Packed:
     """A trainer that has trained on a stream, or on one of so many shards; `seen` is [micro-batch][document]."""
     if isinstance(stream, int):
         stream = documents(NUM_DOCUMENTS).to_iterable_dataset(stream)
@@ -42,7 +49,7 @@ def run(folder: Path, name: str, stream: int | IterableDataset, checkpoint: Path
         "ddp_timeout": 60,
     }
     args = SFTConfig(str(folder / name), **defaults | settings)
-    trainer = Packed(str(folder / "model"), args, train_dataset=stream, processing_class=TOKENIZER)
+    trainer = cls(str(folder / "model"), args, train_dataset=stream, processing_class=TOKENIZER)
     trainer.seen = []
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     return trainer

@@ -1,13 +1,19 @@
 """Every version branch: why it is there, a link, and when it can go. (That of Python's fork is `threads.py`.)"""
 
+from typing import Any
+
 import trl
+from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 TRL_FLOOR = "1.16.0"
+# What accelerate wraps in DistributedDataParallel
+DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
 def require_trl(installed: str = trl.__version__) -> None:
@@ -56,4 +62,20 @@ def state_is_exact(dataset: IterableDataset) -> bool:
             return False
         sources += getattr(source, "ex_iterables", [])
         sources += [source.ex_iterable] if hasattr(source, "ex_iterable") else []
+    return True
+
+
+def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
+    """Let accelerate wrap a `model` for DDP that it has prepared for an evaluation; whether it had.
+
+    accelerate marks what it has prepared and never prepares it again, so ranks that evaluate a model first would train
+    it without DDP, each for itself. Engines prepare a model for both at once. Can go when accelerate prepares a model
+    for training that it has prepared with `evaluation_mode=True`; see docs/upstream.md.
+    """
+    is_marked = "_is_accelerate_prepared" in vars(model)
+    if accelerator.distributed_type not in DDP or not is_marked:
+        return False
+    del model._is_accelerate_prepared
+    if "_original_forward" in vars(model):  # autocast is put around it again
+        model.forward = vars(model).pop("_original_forward")
     return True

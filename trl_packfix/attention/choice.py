@@ -1,6 +1,6 @@
 """Which attention implementation packed batches run on, and the guard at the top of the model.
 
-`select_attention` applies the precedence, `mark_packed_forwards` watches the forwards. On CUDA:
+`choose_attention` applies the precedence, `mark_packed_forwards` watches the forwards. On CUDA:
 
     the user's flash attention -> flash_attention_2, where flash-attn is installed and the model takes it
         -> packfix_varlen on the FlashAttention-2 kernels built into torch -> an error that says what to change
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .forwards import base_model, carry_boundaries, mark_packed_forwards, text_config
+from .forwards import base_model, mark_packed_forwards, text_config
 from .varlen import ATTENTION_NAME
 
 # What configs call the dropout of attention weights: attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
@@ -42,8 +42,8 @@ def prepare_for_packing(
     """Prepare a model for packed batches in a training loop of your own: call it once, before the first batch.
 
     Chooses attention that reads the boundaries of a pack and sets it on the model, watches the forwards so that no
-    (T, T) mask is built for packs, and carries the boundaries into layers that gradient checkpointing recomputes (so
-    enable that first). The trainer does all of this itself. Prove the result with `check_isolation(model)`.
+    (T, T) mask is built for packs, and carries the boundaries into layers that gradient checkpointing recomputes. The
+    trainer does all of this itself. Prove the result with `check_isolation(model)`.
 
     Args:
         model: a transformers causal LM, wrapped by PEFT or not, on the device on which it will train.
@@ -63,7 +63,6 @@ def prepare_for_packing(
     """
     choice = select_attention(model, enforce_flash_attention, dtype)
     mark_packed_forwards(model)
-    carry_boundaries(base_model(model))
     return choice
 
 
@@ -74,24 +73,41 @@ def select_attention(
     *,
     device_type: str | None = None,
 ) -> AttentionChoice:
-    """Choose the attention implementation for packed batches and set it on the model, or on its text part.
+    """Choose the attention implementation for packed batches (`choose_attention`) and set it on the model.
 
-    `model` is a transformers model, wrapped by PEFT or not. `dtype` is the one that reaches the kernel: that of
-    autocast or of the engine, where it is not the weights'. `device_type` ("cuda", "cpu") is where the model will
-    train, if it is not there yet. A model whose own attention code never asks transformers' interface is left as it
-    is, with the reason; whether its documents stay apart is for the leak probe to say.
-
-    Raises ValueError where no kernel fits, with what to change. Undo with `set_attention(model, choice.previous)`.
+    Undo with `set_attention(model, choice.previous)`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
     >>> select_attention(LlamaForCausalLM(tiny)).name
     'packfix_varlen'
     """
+    choice = choose_attention(model, enforce_flash_attention, dtype, device_type=device_type)
+    if choice.name != choice.previous:
+        set_attention(model, choice.name)
+    return choice
+
+
+def choose_attention(
+    model: nn.Module,
+    enforce_flash_attention: bool = True,
+    dtype: torch.dtype | None = None,
+    *,
+    device_type: str | None = None,
+) -> AttentionChoice:
+    """The attention implementation for packed batches of the model, or of its text part; nothing is changed.
+
+    `model` is a transformers model, wrapped by PEFT or not. `dtype` is the one that reaches the kernel: that of
+    autocast or of the engine, where it is not the weights'. `device_type` ("cuda", "cpu") is where the model will
+    train, if it is not there yet. A model whose own attention code never asks transformers' interface is left as it
+    is, with the reason; whether its documents stay apart is for the leak probe to say.
+
+    Raises ValueError where no kernel fits, with what to change.
+    """
     model = base_model(model)
     device_type = model.device.type if device_type is None else device_type
     dtype = model.dtype if dtype is None else dtype
-    previous = text_config(model)._attn_implementation or "eager"
+    previous = own_attention(model)
     user_flash = "flash" in previous
 
     if not _asks_the_interface(model):
@@ -108,16 +124,18 @@ def select_attention(
         on_kernel = user_flash or (previous == ATTENTION_NAME and device_type == "cuda")
         return AttentionChoice(previous, on_kernel, previous, "kept: enforce_flash_attention=False")
     if device_type == "cpu":
-        choice = AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU: no mask")
-    elif device_type == "cuda":
-        choice = _choose_on_cuda(model, previous, dtype)
-    else:
-        raise ValueError(
-            f"packed training on device type {device_type!r}: {ATTENTION_NAME} has kernels for cpu and cuda only. Set "
-            "enforce_flash_attention=False with an attn_implementation that the device has, or packing=False."
-        )
-    set_attention(model, choice.name)
-    return choice
+        return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU: no mask")
+    if device_type == "cuda":
+        return _choose_on_cuda(model, previous, dtype)
+    raise ValueError(
+        f"packed training on device type {device_type!r}: {ATTENTION_NAME} has kernels for cpu and cuda only. Set "
+        "enforce_flash_attention=False with an attn_implementation that the device has, or packing=False."
+    )
+
+
+def own_attention(model: nn.Module) -> str:
+    """The implementation that the model, or its text part, has now."""
+    return text_config(base_model(model))._attn_implementation or "eager"
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -168,7 +186,8 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
         )
     has_sinks = _has_sinks(model)
     softcap = getattr(text_config(model), "attn_logit_softcapping", None)
-    drops_sinks = has_sinks and previous in ("flash_attention_2", "kernels-community/flash-attn2")
+    kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel of the hub
+    drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
     if "flash" in previous and not drops_sinks:
         return AttentionChoice(previous, True, previous, "the user's choice")
     if drops_sinks:

@@ -4,6 +4,7 @@ Many models do not hand boundaries on to the modules that need them. So the guar
 while the forward runs, and checkpointed layers carry them into their recomputation.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .rows import DocumentRows, Group
@@ -123,15 +125,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def carry_boundaries(model: nn.Module) -> None:
-    """Make checkpointed layers recompute in the packed forward that they first ran in; calling it again is harmless.
+def carry_boundaries(model: nn.Module, carry: bool = True) -> None:
+    """Make checkpointed layers recompute in the packed forward that they first ran in, or no longer.
 
-    Call after gradient checkpointing was enabled: transformers gives each layer its checkpoint function then.
+    transformers gives each layer its checkpoint function when gradient checkpointing is enabled, which may happen at
+    any time: a guard calls this in every packed forward.
     """
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
-        if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
-            vars(module)["_gradient_checkpointing_func"] = CarryingCheckpoint(checkpoint)
+        if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
+            carrying = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
+            vars(module)["_gradient_checkpointing_func"] = carrying
 
 
 class CarryingCheckpoint:
@@ -155,6 +159,25 @@ class _InForward:
             return self.function(*args, **kwargs)
 
 
+class ModelHooks(ABC):
+    """Hooks on a model for its packs: `install()` adds them, `remove()` gives the model back, in turns."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    @abstractmethod
+    def _register(self) -> list[RemovableHandle]: ...
+
+    def install(self) -> None:
+        assert not self._handles
+        self._handles = self._register()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     """Watch the model's forwards: those that get `cu_seq_lens_q` are packed, and no (T, T) mask is built in them.
 
@@ -162,35 +185,35 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     config's default counts where none is given), more than one row, or boundaries that do not belong together. It
     works with every attention implementation; `remove()` on the result ends it.
     """
-    return PackedForwardGuard(base_model(model))
+    guard = PackedForwardGuard(base_model(model))
+    guard.install()
+    return guard
 
 
-class PackedForwardGuard:
+class PackedForwardGuard(ModelHooks):
     """The pair of hooks behind `mark_packed_forwards`."""
 
     def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
         self.ignores_masks = False
-        self.at_rest: str | None = None  # attention on which packs are refused
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
-        self._handles = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+
+    def _register(self) -> list[RemovableHandle]:
+        return [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             # always_call: a forward that raises must not leave the next one marked
-            model.register_forward_hook(self._leave, always_call=True),
+            self.model.register_forward_hook(self._leave, always_call=True),
         ]
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        super().remove()
+        carry_boundaries(self.model, False)
 
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
-            if self.at_rest is not None and self.at_rest == model.config._attn_implementation:
-                raise ValueError(
-                    f"A pack of {kwargs['cu_seq_lens_q'].numel() - 1} documents came to {type(model).__name__} while "
-                    f"no packs run: it has its own attention back ({self.at_rest}), which may not read the boundaries. "
-                    "Call `trainer.packed_model.attend()` first and `rest()` after, or use `trainer.evaluate()`."
-                )
+            carry_boundaries(model)
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard was here
                 running = _check_packed_batch(model, args, kwargs)

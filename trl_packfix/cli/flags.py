@@ -38,6 +38,13 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
     as_trained.add_argument("--eos-token", "--eos_token", metavar="TOKEN")
     as_trained.add_argument("--chat-template-path", "--chat_template_path", metavar="FILE")
     as_trained.add_argument("--text-field", "--dataset_text_field", default="text", metavar="COLUMN")
+    as_trained.add_argument(
+        "--bad-rows",
+        "--bad_rows",
+        choices=("raise", "drop"),
+        default="raise",
+        help="rows that cannot be tokenised (default: raise)",
+    )
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
 
 
@@ -89,24 +96,24 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         chat_template_path=args.chat_template_path,
         dataset_text_field=args.text_field,
         dataset_num_proc=args.num_proc,
+        bad_rows=args.bad_rows,
     )
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """The text config of `--model`; None without."""
+    """The config of `--model`; None without."""
     if args.model is None:
         return None
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(args.model).get_text_config()
+    return AutoConfig.from_pretrained(args.model)
 
 
 def cost_model(args: argparse.Namespace) -> "CostModel":
     """That of `--model`, else of a Llama of 7B."""
-    from ..planning.costs import LLAMA_7B, cost_model
+    from ..data.model_costs import cost_model
 
-    config = model_config(args)
-    return LLAMA_7B if config is None else cost_model(config)
+    return cost_model(model_config(args))
 
 
 def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from .forecast import MOST_LOST, candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
-    positions = getattr(flags.model_config(args), "max_position_embeddings", None)
+    config = flags.model_config(args)
+    positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     for length in args.max_length or ():
         if positions is not None and length > positions:
             raise ValueError(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-from ..data.reader import TokenReader
+from ..data.collator import IGNORE_INDEX
+from ..data.reader import BAD_ROW, TokenReader, applied_masks
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 LENGTHS = (".txt", ".npy", ".csv", ".json")
@@ -34,6 +35,7 @@ class Tokenisation:
     chat_template_path: str | None = None
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
+    bad_rows: Literal["raise", "drop"] = "raise"
 
 
 class LengthsReader(TokenReader):
@@ -54,6 +56,9 @@ class LengthsReader(TokenReader):
         return self._lengths
 
     def seq_lengths(self) -> None:
+        return None
+
+    def bad_rows(self) -> None:
         return None
 
     def count_trained(
@@ -154,13 +159,15 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
     `datasets` keeps the result in its cache: the training run, with the same tokenizer and settings, finds it there.
 
     Args:
-        dataset: in any form that TRL takes; a tokenised one comes back with these two columns.
-        tokenizer: object, local path or name on the hub; may be None for a tokenised dataset with labels.
+        dataset: in any form that TRL takes. A tokenised one comes back with these columns, its `labels` made of the
+            masks that apply; `labels` are left out where every token is trained. Rows that are to be dropped have no
+            tokens, and the reason in a column (`without_bad_rows`).
+        tokenizer: object, local path or name on the hub; may be None for a tokenised dataset.
 
     Raises:
         ValueError: rows that are not tokenised, and no tokenizer.
     """
-    columns = ["input_ids", "labels"]
+    settings = settings or Tokenisation()
     if tokenizer is None:
         if "input_ids" not in dataset.column_names:
             raise ValueError(
@@ -168,7 +175,7 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
                 "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
                 "or the folder of the one that you will train with."
             )
-        return dataset.select_columns([name for name in (*columns, "seq_lengths") if name in dataset.column_names])
+        return _with_labels(dataset, settings)
 
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -187,7 +194,6 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
             max_position_embeddings=2**40,
         )
     )
-    settings = settings or Tokenisation()
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             folder, packing=True, max_length=2**40, use_cpu=True, bf16=False, report_to=[], **vars(settings)
@@ -195,7 +201,28 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
         trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     found = trainer.train_dataset
     assert isinstance(found, Dataset)
-    return found.select_columns([name for name in (*columns, "seq_lengths") if name in found.column_names])
+    return _with_labels(found, settings)
+
+
+def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
+    """The columns of tokenised rows that say what is trained, with the masks that apply written as `labels`."""
+    masks = [] if "labels" in dataset.column_names else applied_masks(dataset, settings.completion_only_loss)
+    for name in masks:
+        TokenReader(dataset.select_columns(["input_ids", name]))  # refuses one of another length
+    if masks:
+        dataset = dataset.map(
+            _labels,
+            fn_kwargs={"masks": masks},
+            num_proc=settings.dataset_num_proc,
+            desc=f"Building labels of {' and '.join(masks)}",
+        )
+    names = ("input_ids", "labels", "seq_lengths", BAD_ROW)
+    return dataset.select_columns([name for name in names if name in dataset.column_names])
+
+
+def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
+    bits = zip(*(row[name] for name in masks), strict=True)
+    return {"labels": [i if all(each) else IGNORE_INDEX for i, each in zip(row["input_ids"], bits, strict=True)]}
 
 
 def open_tables(

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from datasets import is_caching_enabled
@@ -28,6 +28,7 @@ VERSION = 2  # to be raised when the same settings give other spans, or files of
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 Arrays = dict[str, np.ndarray]
+Made = TypeVar("Made")
 
 
 def prepared_documents(
@@ -51,14 +52,20 @@ def prepared_documents(
         documents = make_documents(reader, **settings)
         return replace(documents, fingerprint=_fingerprint(reader, documents)).to_arrays()
 
-    arrays, file = _found_or_made(reader, "spans", settings, make)
-    return Documents.from_arrays(arrays, file)
+    return _found_or_made(reader, "spans", settings, make, Documents.from_arrays)
 
 
 def prepared_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or what an earlier start found in the same table."""
-    low, high = _found_or_made(reader, "range", {}, lambda: {"range": np.array(reader.token_range())})[0]["range"]
-    return int(low), int(high)
+
+    def made() -> Arrays:
+        return {"range": np.array(reader.token_range())}
+
+    def read(arrays: Arrays, file: Path | None) -> tuple[int, int]:
+        low, high = arrays["range"]
+        return int(low), int(high)
+
+    return _found_or_made(reader, "range", {}, made, read)
 
 
 def _fingerprint(reader: TokenReader, documents: Documents) -> str:
@@ -78,23 +85,27 @@ def _fingerprint(reader: TokenReader, documents: Documents) -> str:
 
 
 def _found_or_made(
-    reader: TokenReader, name: str, settings: dict[str, Any], make: Callable[[], Arrays]
-) -> tuple[Arrays, Path | None]:
-    """The arrays, and the file that has them."""
+    reader: TokenReader,
+    name: str,
+    settings: dict[str, Any],
+    make: Callable[[], Arrays],
+    read: Callable[[Arrays, Path | None], Made],
+) -> Made:
+    """What `read` makes of the arrays, given with the file that has them, if one has."""
     files = reader.files
     if not files or not is_caching_enabled():
-        return make(), None
+        return read(make(), None)
     # Sizes and times, too: a fingerprint does not see that a file was written again by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
-        return read_arrays(path), path
+        return read(read_arrays(path), path)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("%s cannot be read (%s) and is made again.", path, error)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
         remove(path)
     arrays = make()
-    is_kept = write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
-    return arrays, path if is_kept else None
+    is_cached = write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    return read(arrays, path if is_cached else None)

@@ -1,14 +1,11 @@
 """Settings and datasets that packing refuses: used by the config, the trainer, `packed_dataloader` and streams."""
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import trl
 from datasets import Dataset, IterableDataset
 
 from ..planning.strategies import STRATEGIES, Strategy
@@ -76,7 +73,13 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
 
 
 def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuse a table without rows, of which TRL reads the first."""
+    """Refuse a dataset without rows, of which TRL reads the first."""
+    if isinstance(dataset, IterableDataset) and next(iter(dataset), None) is None:
+        raise ValueError(
+            f"The {name} dataset is an `IterableDataset` of 0 rows. There is nothing to train or evaluate. Check the "
+            "files, the split and the filters that it comes from, and that its generator makes new rows each time it "
+            "is called."
+        )
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(
             f"The {name} dataset has 0 rows and the columns {dataset.column_names}. There is nothing to train or "
@@ -84,10 +87,10 @@ def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
         )
 
 
-def check_raw_dataset(
-    dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig, is_formatted: bool = False
-) -> None:
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: Any, is_formatted: bool = False) -> None:
     """What can be refused in a dataset that is not tokenised yet; `is_formatted`: a function will make its text.
+
+    With `bad_rows="drop"` single rows are not looked at.
 
     Raises:
         ValueError: no rows, nothing to tokenise, or missing values there; plain text and no EOS token;
@@ -96,7 +99,7 @@ def check_raw_dataset(
     check_rows(dataset, name)
     columns = dataset.column_names
     if not is_formatted and dataset.format["type"] != "custom":  # TRL refuses transforms, and a look would run them
-        _check_text(dataset, name, args.dataset_text_field)
+        _check_text(dataset, name, args)
     conversational = "messages" in columns or "conversations" in columns
     if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
         raise ValueError(
@@ -104,7 +107,7 @@ def check_raw_dataset(
             "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
             "`eos_token` in the config, or `tokenizer.eos_token`."
         )
-    if args.assistant_only_loss and "messages" in columns:
+    if args.assistant_only_loss and args.bad_rows == "raise" and "messages" in columns:
         silent = _rows_without_assistant(dataset)
         if len(silent):
             raise ValueError(
@@ -114,8 +117,9 @@ def check_raw_dataset(
             )
 
 
-def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
+def _check_text(dataset: Dataset, name: str, args: Any) -> None:
     """Refuse a dataset in which TRL would find nothing to tokenise, and stop with an error of Python's."""
+    text_field = args.dataset_text_field
     columns = _text_columns(dataset, text_field)
     if not columns:
         found = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
@@ -125,7 +129,7 @@ def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
             f"text in `{text_field}`, and none of them is there. Rename or reshape a column, or set "
             "`dataset_text_field` to the one that holds the text."
         )
-    for column in columns:
+    for column in columns if args.bad_rows == "raise" else ():
         if dataset.data.column(column).null_count:  # of all rows of the table, selected or not, without a copy
             values = dataset.select_columns(column).with_format("arrow")[:][column]
             missing = np.flatnonzero(values.is_null().to_numpy())
@@ -174,8 +178,16 @@ def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
     return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
 
 
-def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """What can be refused in a dataset that the user tokenised.
+def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, packing: bool) -> None:
+    """What can be refused in a dataset that the user tokenised, where it is packed and where it is not."""
+    if packing:
+        check_tokens(dataset, name, vocab_size)
+    else:
+        _check_not_packed(dataset, name)
+
+
+def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
+    """What packing refuses in tokenised rows.
 
     Raises:
         ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
@@ -196,47 +208,11 @@ def check_tokenised_dataset(dataset: Dataset, name: str, vocab_size: int | None)
             )
 
 
-def check_not_packed(dataset: Dataset, name: str, packing: bool) -> None:
-    """Refuse rows that are packs already (`seq_lengths`) where boundaries would not be kept."""
-    if not packing and "seq_lengths" in dataset.column_names:
+def _check_not_packed(dataset: Dataset, name: str) -> None:
+    """Refuse rows that are packs already (`seq_lengths`): without packing their boundaries are lost."""
+    if "seq_lengths" in dataset.column_names:
         raise ValueError(
             f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, and packing is off "
             "for it. A padded batch has no boundaries, and the documents of a row would see each other. Set "
             "`packing=True` (and `eval_packing`), or remove the column."
         )
-
-
-@contextmanager
-def naming_silent_rows(
-    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: trl.SFTConfig
-) -> Iterator[None]:
-    """Turn TRL's refusal of a row without assistant tokens into one that names the rows.
-
-    TRL stops at the first such row and does not say which. Only then the rows are looked through again.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not args.assistant_only_loss or "assistant_only_loss" not in str(error) or not isinstance(dataset, Dataset):
-            raise
-        silent = []
-        for row, example in enumerate(dataset):
-            messages = example.get("messages") or [*example.get("prompt", []), *example.get("completion", [])]
-            tools = example.get("tools")
-            tokens = tokenizer.apply_chat_template(
-                messages,
-                tools=json.loads(tools) if isinstance(tools, str) else tools,
-                chat_template=chat_template,
-                return_assistant_tokens_mask=True,
-                return_dict=True,
-            )
-            if 1 not in tokens["assistant_masks"]:
-                silent.append(row)
-            if len(silent) == NUM_SHOWN:
-                break
-        raise ValueError(
-            f"`assistant_only_loss=True` was given and rows {silent} of the {name} dataset of {len(dataset)} rows "
-            "(at most the first ten are named) have no assistant tokens under the chat template. Such a row has "
-            "nothing to train on. Remove these rows (`dataset.select`), check the template's `{% generation %}` "
-            "markers, or set `assistant_only_loss=False`."
-        ) from error

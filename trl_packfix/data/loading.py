@@ -6,6 +6,7 @@ loader alone.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers import PreTrainedConfig
 
 from ..planning.balance import Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
+from . import model_costs
 from .cache import prepared_documents
 from .checks import (
     check_choice,
@@ -113,6 +116,16 @@ class PaddedBatchSampler:
             yield [i if i < self.num_documents else EMPTY for i in range(first, first + self.batch_size)]
 
 
+@dataclass
+class PaddedCollator:
+    """TRL's collator for rows that the reader made: it keeps their dtype, and losses take labels of int64 only."""
+
+    collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]
+
+    def __call__(self, documents: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        return self.collate([{name: values.astype(np.int64) for name, values in row.items()} for row in documents])
+
+
 def document_loader(
     dataset: DocumentDataset,
     batch_sampler: PackedBatchSampler | PaddedBatchSampler,
@@ -157,7 +170,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     seed: int = 0,
     shuffle: bool = True,
     synchronisation: Synchronisation = "micro",
-    cost_model: CostModel = LLAMA_7B,
+    cost_model: CostModel | PreTrainedConfig = LLAMA_7B,
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     **dataloader_kwargs: Any,
 ) -> DataLoader:
@@ -174,7 +187,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         overlong: "truncate", "split", "drop" or "raise"; None: what the strategy implies.
         gradient_accumulation_steps, rank, world_size: micro-batches per optimizer step; this data-parallel rank of all.
         synchronisation: "step" where ranks wait for each other only at the end of a step (DDP, ZeRO-1).
-        cost_model: of the model, `trl_packfix.planning.costs.cost_model(config)`; the default is that of a Llama of 7B.
+        cost_model: the config of the model, from which costs follow; the default is the costs of a Llama of 7B.
         collate: default `PackedDataCollator()`.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (`num_workers`, `pin_memory`, ...).
 
@@ -216,7 +229,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         seed,
         shuffle,
         synchronisation=synchronisation,
-        cost_model=cost_model,
+        cost_model=cost_model if isinstance(cost_model, CostModel) else model_costs.cost_model(cost_model),
         keeps=rank == 0,
     )
     return document_loader(

@@ -25,6 +25,7 @@ from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.exact_fill import pack_arrivals
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
+from .collator import IGNORE_INDEX
 from .documents import Ledger
 from .loading import dummy_document, left_alone
 from .spans import Overlong, refuse_nothing
@@ -34,26 +35,23 @@ from .threads import wait_for_threads_before_forks
 logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
-STATE_VERSION = 1
+STATE_VERSION = 2  # to be raised when the state has other contents
 Pack = list[DocumentTokens]
 
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Of all passes: the ledger of what was read, and the packs that were trained with their documents and tokens."""
+    """Of all passes: the ledger of what was read, and the packs that were trained, with what they held."""
 
     ledger: Ledger = field(default_factory=Ledger)
     packs: int = 0
     documents: int = 0
     tokens: int = 0
+    trained_tokens: int = 0
 
     def __add__(self, other: "StreamCounts") -> "StreamCounts":
-        return StreamCounts(
-            self.ledger + other.ledger,
-            self.packs + other.packs,
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return StreamCounts(*(mine + theirs for mine, theirs in pairs))
 
 
 class PackedStream(torch.utils.data.IterableDataset):
@@ -82,7 +80,7 @@ class PackedStream(torch.utils.data.IterableDataset):
     num_passes: int
     _num_arrived: int
     _ledger: Ledger
-    _packed: np.ndarray  # packs, documents and tokens so far
+    _packed: np.ndarray  # packs, documents, tokens and trained tokens so far
     _readers: list[ReaderState]
     _snapshots: dict[int, dict[str, Any]]
 
@@ -169,7 +167,9 @@ class PackedStream(torch.utils.data.IterableDataset):
                 return
             step = [self._closed.popleft() for _ in range(min(slots, len(self._closed)))]
             documents = [document for pack in step for document in pack]
-            self._packed += (len(step), len(documents), sum(len(document["input_ids"]) for document in documents))
+            tokens = sum(len(document["input_ids"]) for document in documents)
+            trained = sum(np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents)
+            self._packed += (len(step), len(documents), tokens, trained)
             yield self._micro_batches(step)
 
     def _arrivals(self) -> Iterator[int]:
@@ -258,7 +258,8 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._waiting = dict(enumerate(documents))
         self._readers = list(state["readers"])
         counts, self._num_arrived = state["counts"], state["num_arrived"]
-        self._ledger, self._packed = counts.ledger, np.array([counts.packs, counts.documents, counts.tokens])
+        packed = (counts.packs, counts.documents, counts.tokens, counts.trained_tokens)
+        self._ledger, self._packed = counts.ledger, np.array(packed)
         self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
         self._snapshots = {self.num_steps: state}
 

@@ -19,15 +19,15 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
-from .checks import check_tokenised_dataset
+from .checks import check_tokens
 from .documents import Ledger
-from .reader import TokenReader
+from .reader import BAD_ROW, TokenReader
 from .spans import Overlong, make_documents
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 128  # examples that are read, cut and sent together
-COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask")
+COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
 MANY_RANKS = 8
 
 DocumentTokens = dict[str, np.ndarray]
@@ -143,7 +143,7 @@ class StreamReader(torch.utils.data.IterableDataset):
     def _documents(self, table: Dataset, first: int) -> tuple[list[DocumentTokens], Ledger]:
         try:
             if "input_ids" in table.column_names:
-                check_tokenised_dataset(table, "train", self.vocab_size)
+                check_tokens(table, "train", self.vocab_size)
             reader = TokenReader(table)
             spans = make_documents(reader, self.max_length, self.overlong, self.truncation_mode, may_be_empty=True)
         except ValueError as error:
@@ -163,7 +163,7 @@ def as_table(batch: dict[str, Any]) -> Dataset:
     columns = {}
     for name in COLUMNS:
         if name in batch:
-            rows = [row if isinstance(row, list | None) else np.asarray(row) for row in batch[name]]
+            rows = [row if isinstance(row, list | str | None) else np.asarray(row) for row in batch[name]]
             columns[name] = pa.array(rows)
     return Dataset(pa.table(columns), fingerprint="chunk")  # its hash would take longer than all the rest
 

@@ -7,16 +7,18 @@ another must be exactly zero.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import inf
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..attention.forwards import mark_packed_forwards, text_config
 from ..attention.varlen import ATTENTION_NAME
 from .probe import CannotRun, Probe, distance
 from .report import IsolationReport
+from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
@@ -37,7 +39,7 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
 
     Args:
         model: a transformers causal LM, wrapped by PEFT, DDP or an engine or not.
-        max_length: the longest document of the run, in tokens; None tests every threshold of the model.
+        max_length: the longest document of the run, in tokens; None is the longest that the model has positions for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -60,7 +62,8 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
 
 def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
     """The verdict, and the pair of runs that shows best what is wrong; None if nothing is. Raises `CannotRun`."""
-    reach, unreachable = probe.thresholds(max_length, min(LENGTHS))
+    probe.silence_draws()
+    reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     lengths = [min(n, max_length or n) for n in LENGTHS]
     documents = [probe.tokens(n) for n in lengths]
     everyone = range(len(documents))
@@ -69,7 +72,10 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     rounding = tolerance = 8 * distance(base, repeat, everyone) / scale + probe.rounding(documents)
     if rounding > COARSE:
         # A deep model adds roundings up, and a router sends a token elsewhere for one.
-        moved_by = [distance(base, probe.rounded_otherwise(documents, draw), everyone) for draw in range(DRAWS)]
+        moved_by = []
+        for draw in range(DRAWS):
+            with probe.rounded_otherwise(draw):
+                moved_by.append(distance(base, probe.packed(documents), everyone))
         tolerance = max(rounding, min(3 * max(moved_by) / scale, MOST_NOISE))
 
     seen: list[tuple[float, Evidence]] = []  # changes of documents that were not changed themselves
@@ -95,12 +101,16 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         seen.append((gap, Evidence(long, short, large=True)))
 
     gradient = None if probe.has_engine else probe.gradient(documents)
+    if not probe.on_any_rank(gradient):  # else the verdict stands
+        _explain(probe, seen, tolerance, scale)
+        _explain(probe, unequal, tolerance, scale)
     change = max(gap for gap, _ in seen)
     if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in unequal)) > tolerance):
         far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
         last = probe.packed(far, large=True)[-1:]
         gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
         unequal.append((gap, Evidence(far, alone=len(FAR), large=True)))
+        _explain(probe, unequal, tolerance, scale)
     # Where tokens alone show it, nothing else has moved, and the place can be seen best.
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
@@ -124,6 +134,44 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     if report.isolated and report.equal:
         return report, None
     return report, leak if not report.isolated else odd
+
+
+def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float, scale: float) -> None:
+    """Replace the largest gaps by what other roundings leave of them, until one above the tolerance stays there.
+
+    A router or an indexer that picks the largest of nearly equal scores picks another one for one rounding, and what
+    follows is as large as a leak. But then the two runs agree under some of their roundings, token by token.
+    """
+    for _ in seen:
+        largest = max(range(len(seen)), key=lambda i: seen[i][0])
+        gap, evidence = seen[largest]
+        if not probe.on_any_rank(gap > tolerance):
+            return
+        left = _smallest_gap(probe, evidence) / scale
+        seen[largest] = (left, evidence)
+        if probe.on_any_rank(left > tolerance):
+            return
+
+
+def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
+    """Of each token the smallest gap between the two runs, each under several roundings; of these the largest."""
+    documents, variant, alone = evidence.documents, evidence.variant, evidence.alone
+    same = [i for i, ids in enumerate(documents) if (i == alone if variant is None else ids is variant[i])]
+
+    def run(pack: list[Tensor] | None, draw: int | None) -> Tensor:
+        with nullcontext() if draw is None else probe.rounded_otherwise(draw):
+            if pack is None:
+                return probe.alone(documents[same[0]], evidence.large)
+            states = probe.packed(pack, evidence.large)
+        return torch.cat([states[i] for i in same])
+
+    first = [run(documents, draw) for draw in (None, *range(DRAWS))]
+    smallest = torch.full((len(first[0]),), inf, dtype=torch.double, device=first[0].device)
+    for draw in (None, *range(DRAWS, 2 * DRAWS)):
+        second = run(variant, draw).double()
+        for one in first:
+            smallest = torch.minimum(smallest, (one.double() - second).abs().amax(-1).nan_to_num(inf))
+    return smallest.max().item()
 
 
 def _origins(probe: Probe, seen: list[tuple[float, Evidence]], rounding: float) -> tuple[list[Leak], Evidence]:

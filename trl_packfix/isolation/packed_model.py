@@ -1,16 +1,16 @@
 """A model and its packs: attention is chosen, isolation is proved, and what leaks is unpacked."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..attention.choice import select_attention, set_attention
-from ..attention.forwards import base_model, carry_boundaries, mark_packed_forwards
+from ..attention.choice import choose_attention, own_attention, set_attention
+from ..attention.forwards import ModelHooks, PackedForwardGuard, base_model
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
 from .probe import Probe
@@ -25,8 +25,18 @@ OnLeak = Literal["repair", "raise", "unpack"]
 class PackedModel:
     """What packed batches of `model` run on.
 
+    Outside of packs the model is as its user gave it: `attend` sets the attention chosen and installs all hooks,
+    `rest` undoes both. So the model is free for other trainers, ours or not, before, between and after runs.
+
+    Args:
+        dtype: the one that reaches the attention kernel: that of autocast or of the engine, else that of the weights.
+        device_type: "cpu" or "cuda", where the model will train; it may not be there yet.
+        max_length: longest document of the run, in tokens; None: every threshold of the model is probed.
+        own_hooks: hooks that are installed while the model takes packs, such as the noise of NEFTune.
+
     Attributes:
         attention: the implementation chosen, and why.
+        attends: whether the model takes packs now.
         isolation: the verdict of the last probe; None before the first.
     """
 
@@ -38,12 +48,21 @@ class PackedModel:
         max_length: int | None,
         on_leak: OnLeak = "repair",
         enforce_flash_attention: bool = True,
+        own_hooks: Sequence[ModelHooks] = (),
     ):
-        self.model, self.max_length, self.on_leak = model, max_length, on_leak
-        self.wants_flash = enforce_flash_attention and device_type == "cuda"  # the model may not be there yet
-        self.attention = select_attention(model, enforce_flash_attention, dtype, device_type=device_type)
+        self.model, self.dtype, self.device_type = model, dtype, device_type
+        self.max_length, self.on_leak = max_length, on_leak
+        self.enforce_flash_attention = enforce_flash_attention
+        self.own_hooks = own_hooks
+        self.attends = False
+        self._choose()
+
+    def _choose(self) -> None:
+        self.attention = choose_attention(
+            self.model, self.enforce_flash_attention, self.dtype, device_type=self.device_type
+        )
         self.isolation: IsolationReport | None = None
-        self._guard = mark_packed_forwards(model)
+        self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | None = None
 
@@ -63,9 +82,9 @@ class PackedModel:
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
+        """Attend, probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
+        self.attend()
         gather_lm_head_with_model(base_model(self.model))
-        carry_boundaries(base_model(self.model))
         self.isolation = found = self._check(wrapped)
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
@@ -87,57 +106,77 @@ class PackedModel:
             if name != self.attention.name:
                 set_attention(self.model, name)
             probe = Probe(wrapped)
-            search = RepairSearch(probe, self._guard, self.max_length)
+            self._search = search = RepairSearch(probe, self._guard, self.max_length)
             with probe.undisturbed():
                 found = search.run()
             if found.isolated and found.equal:
-                self._search = search
                 self.isolation = replace(found, repaired=search.repairs)
                 if name != self.attention.name:
                     reason = f"the model's own, for {self.attention.name} cannot say what its masks say"
                     self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)
-                    if self.wants_flash:
+                    if self.enforce_flash_attention and self.device_type == "cuda":
                         warnings.warn(
                             f"attention {name!r} on packed batches is not flash attention: {reason}", stacklevel=2
                         )
                 return
-            search.remove()
+            search.give_up()
+        self._search = None
 
     def _unpack(self) -> None:
-        self._guard.remove()
+        for hooks in self._hooks:
+            hooks.remove()
+        self._search = None
         set_attention(self.model, self.attention.previous)
         self._unpacked = UnpackedForward(self.model)
+        for hooks in self._hooks:
+            hooks.install()
+
+    @property
+    def _hooks(self) -> list[ModelHooks]:
+        if self._unpacked is not None:
+            return [*self.own_hooks, self._unpacked]
+        return [*self.own_hooks, self._guard, *([] if self._search is None else self._search.hooks)]
 
     def attend(self) -> None:
-        """Put the attention chosen on the model, after `rest`."""
-        self._guard.at_rest = None
+        """Make the model take packs; without effect where it does."""
+        if self.attends:
+            return
+        if own_attention(self.model) != self.attention.previous:  # set since the choice was made, which stood on it
+            self._choose()
+        self.attends = True
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
+        for hooks in self._hooks:
+            hooks.install()
 
     def rest(self) -> None:
-        """Give the model its own attention back, for what is not packed, and refuse packs until `attend`.
-
-        In train mode the attention chosen refuses what is not packed, and the model's own may not read boundaries.
-        """
+        """Give the model back as it was; without effect where it is."""
+        if not self.attends:
+            return
+        self.attends = False
+        for hooks in self._hooks:
+            hooks.remove()
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
-            self._guard.at_rest = self.attention.previous
+
+    def check_attends(self, batch: dict[str, Any]) -> None:
+        """Refuse a pack while the model rests: its own attention may not read the boundaries, nor is it repaired."""
+        if self.attends or "cu_seq_lens_q" not in batch:
+            return
+        raise ValueError(
+            f"A pack of {batch['cu_seq_lens_q'].numel() - 1} documents came to {type(base_model(self.model)).__name__} "
+            f"while no packs run: outside of training and evaluation it has its own attention "
+            f"({self.attention.previous}), which may not read the boundaries. Call `trainer.packed_model.attend()` "
+            "first and `rest()` after, or use `trainer.evaluate()`."
+        )
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """While it runs the model attends; then it rests again, if it did."""
-        rested = self._guard.at_rest is not None
+        attended = self.attends
         self.attend()
         try:
             yield
         finally:
-            if rested:
+            if not attended:
                 self.rest()
-
-    def release(self) -> None:
-        """Give the model back as it was."""
-        self._guard.remove()
-        for installed in (self._search, self._unpacked):
-            if installed is not None:
-                installed.remove()
-        self.rest()

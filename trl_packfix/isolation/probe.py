@@ -4,7 +4,6 @@
 """
 
 import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..attention.forwards import all_in_one_batch, backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
-
-# Fields of a config that name a length at which the model begins to treat a document in another way
-THRESHOLD = re.compile(
-    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
-    r"|conv_L_cache|original_max_position_embeddings"
-)
+from .randomness import DrawWatcher
 
 
 class CannotRun(Exception):
@@ -51,12 +45,14 @@ class Probe:
         self.attention = self.config._attn_implementation or "its own"
         self._collate = PackedDataCollator()
         self._generator = torch.Generator().manual_seed(0)
-        special = {getattr(self.config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
-        self._low = max([t for t in special if isinstance(t, int) and t < self.config.vocab_size // 2], default=0) + 1
+        special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
+        num_tokens = self.config.vocab_size
+        low = max((token for token in special if token < num_tokens // 2), default=0) + 1
+        self._words = torch.tensor([token for token in range(low, num_tokens) if token not in special])
 
     def tokens(self, length: int) -> Tensor:
-        """A random document, on the CPU; the same on all ranks."""
-        return torch.randint(self._low, self.config.vocab_size, (length,), generator=self._generator)
+        """A random document without special tokens, on the CPU; the same on all ranks."""
+        return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each; `CannotRun` if the model raises."""
@@ -112,11 +108,35 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
+        if not caught:
+            raise ValueError(
+                f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. A deep copy of a "
+                "model that TRL has trained does that: its forward belongs to the original and computes with the "
+                "original's weights. Run `del model.forward` on the copy (of the model inside PEFT's) before a trainer "
+                "gets it."
+            )
         states = caught[-1]  # the outermost ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
+    def silence_draws(self) -> None:
+        """Put in eval mode what still draws random numbers: routers with jitter or sampling, NEFTune's noise.
+
+        All modules of the class, seen in a small pack, as far as the model runs it. `undisturbed` gives their modes
+        back.
+        """
+        watcher = DrawWatcher(self.inner, self.device)
+        try:
+            self.packed([self.tokens(n) for n in (3, 5)])
+        except CannotRun:
+            pass  # whoever asks next meets it, too
+        finally:
+            watcher.remove()
+        for module in self.inner.modules():
+            if type(module) in watcher.kinds:
+                module.training = False  # its own mode only: what is inside it may not draw
+
     def _draw_again(self) -> None:
-        """Let a router that draws lots draw the same in every run: on the devices that `undisturbed` restores."""
+        """Let what draws in eval mode, too, draw the same in every run: on the devices that `undisturbed` restores."""
         torch.default_generator.manual_seed(0)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -178,18 +198,20 @@ class Probe:
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return (4 if eps > 1e-4 else 32) * eps
 
-    def rounded_otherwise(self, documents: list[Tensor], draw: int) -> list[Tensor]:
-        """`packed`, every number in half precision that a module puts out moved by half an ulp, up or down at random.
+    @contextmanager
+    def rounded_otherwise(self, draw: int) -> Iterator[None]:
+        """While it runs, every number that a module puts out is moved by half an ulp, up or down at random.
 
         Other kernels, and the same for other shapes, round otherwise; this is about the most that they may.
         """
         generator = torch.Generator().manual_seed(draw)
 
         def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-            return (value.float() * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            exact = torch.promote_types(value.dtype, torch.float32 if value.element_size() < 4 else torch.float64)
+            return (value.to(exact) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
         def move(module: nn.Module, args: tuple, output: Any) -> Any:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
@@ -198,7 +220,7 @@ class Probe:
         leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
         handles = [module.register_forward_hook(move) for module in leaves]
         try:
-            return self.packed(documents)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -214,24 +236,9 @@ class Probe:
         dist.all_gather_object(found, bool(condition))
         return any(found)
 
-    def thresholds(self, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Lengths at which the model changes what it does: those below `max_length` and at least `shortest`, the rest.
-
-        None tests all.
-        """
-        found = {}
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for name, value in [*vars(self.config).items(), *(rope.items() if isinstance(rope, dict) else ())]:
-            if THRESHOLD.search(name) and isinstance(value, int) and value > 1:
-                found[name] = value
-        if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
-            found["max_position_embeddings"] = self.config.max_position_embeddings
-        reach = {k: v for k, v in found.items() if max_length is None or v < max_length}
-        return {k: v for k, v in reach.items() if v >= shortest}, {k: v for k, v in found.items() if k not in reach}
-
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Train mode, dropout and NEFTune's noise off; buffers, random state and modes as before afterwards.
+        """Train mode, dropout at rate 0; buffers, random state and modes as before afterwards.
 
         Nor does a parameter stay gathered under FSDP2, whose root otherwise waits for a backward pass.
         """
@@ -249,7 +256,6 @@ class Probe:
         with torch.random.fork_rng(devices=devices), all_in_one_batch():
             try:
                 inner.train()
-                inner.get_input_embeddings().eval()  # NEFTune's noise, under which no document is what it was
                 for module, name, _ in rates:
                     setattr(module, name, 0.0)
                 yield
@@ -275,6 +281,13 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
 def uncompiled(model: nn.Module) -> nn.Module:
     """What `torch.compile(model)` was given."""
     return getattr(model, "_orig_mod", model)
+
+
+def _special_tokens(config: Any) -> Iterator[int]:
+    """Ids that a config gives a meaning: the end of a text (several, of some models), an image, padding."""
+    for name, value in vars(config).items():
+        if name.endswith(("token_id", "token_ids", "token_index")):
+            yield from (token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None)
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import DocumentBatch, DocumentBatches, PackedForward, in_backward, packed_forwards
+from ..attention.forwards import DocumentBatch, DocumentBatches, ModelHooks, PackedForward, in_backward, packed_forwards
 from ..attention.rows import Axes
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
@@ -53,8 +54,8 @@ class Repair:
         return f"{self.count} {self.module} ({self.first}) {self.way}"
 
 
-class RepairedModule:
-    """Makes `module` see documents by themselves in packed forwards, and only there; `remove()` ends it.
+class RepairedModule(ModelHooks):
+    """Makes `module` see documents by themselves in packed forwards, and only there, while it is installed.
 
     Raises ValueError if the way is a loop over documents and the module's parameters are sharded: ranks that hold other
     numbers of documents would gather parameters at other times.
@@ -67,18 +68,17 @@ class RepairedModule:
                 "(ZeRO-3 or FSDP): ranks with other numbers of documents would wait for each other forever. Set "
                 'on_leak="unpack".'
             )
-        self.axes, self.way = axes, way
+        super().__init__()
+        self.module, self.axes, self.way = module, axes, way
         self._is_sharded = is_sharded(module)
         self._running: list[tuple[DocumentBatches, tuple, dict[str, Any]] | None] = []
-        self._handles = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: a forward that raises must not leave its documents to the next one
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _register(self) -> list[RemovableHandle]:
+        return [
+            self.module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # always_call: a forward that raises must not leave its documents to the next one
+            self.module.register_forward_hook(self._leave, always_call=True),
+        ]
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         running = _running(module)
@@ -148,18 +148,18 @@ class RepairedModule:
         return documents.rows.join(values, axes)
 
 
-class RestartedPositions:
+class RestartedPositions(ModelHooks):
     """Makes positions that `module` is given at `place` start with `first` at each document, in packed forwards.
 
     For models that count positions over the whole pack (bart), or from another number than the batch does (roberta).
     """
 
     def __init__(self, module: nn.Module, place: str, axis: int, first: int):
-        self.place, self.axis, self.first = place, axis, first
-        self._handle = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        super().__init__()
+        self.module, self.place, self.axis, self.first = module, place, axis, first
 
-    def remove(self) -> None:
-        self._handle.remove()
+    def _register(self) -> list[RemovableHandle]:
+        return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         running = _running(module)
@@ -182,8 +182,8 @@ def _running(module: nn.Module) -> PackedForward | None:
     if running is None and module.training and in_backward():
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward, but the packed forward it "
-            "belongs to was not carried there: gradient checkpointing was enabled after the leak probe had run. Call "
-            "trl_packfix.prepare_for_packing(model) after enabling it."
+            "belongs to was not carried there: the checkpointing is not transformers' own. Switch it off, and set "
+            "`activation_checkpointing=True` or call `model.activation_checkpointing_enable()`."
         )
     return None if running is None or running.rows is not None else running
 

@@ -6,13 +6,13 @@ parent takes its place, up to the backbone.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.utils import gather_object
 from torch import nn
 
-from ..attention.forwards import PackedForwardGuard
+from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.varlen import OwnMaskError
 from .axes import ModuleAxes, NotLearned, learn_axes
 from .check import LENGTHS, judge, refused
@@ -31,16 +31,16 @@ class _Site:
     names: list[str]
     ways: Iterator[Way]
     way: Way | None = None
-    repaired: list[RepairedModule] | None = None
+    repaired: list[RepairedModule] = field(default_factory=list)
 
     def remove(self) -> None:
-        for module in self.repaired or []:
+        for module in self.repaired:
             module.remove()
-        self.repaired = None
+        self.repaired = []
 
 
 class RepairSearch:
-    """Repairs the model of a probe; `remove()` gives it back as it was.
+    """Repairs the model of a probe; `give_up()` removes the repairs, `hooks` are what they consist of.
 
     Args:
         probe: of the model as it trains; call inside `probe.undisturbed()`.
@@ -77,7 +77,7 @@ class RepairSearch:
                 break
         return report
 
-    def remove(self) -> None:
+    def give_up(self) -> None:
         for site in self._sites.values():
             site.remove()
         self._sites.clear()
@@ -85,6 +85,12 @@ class RepairSearch:
             restarted.remove()
         self._restarted.clear()
         self.guard.ignores_masks = False
+
+    @property
+    def hooks(self) -> list[ModelHooks]:
+        """All that is repaired now, in the order in which it was installed."""
+        restarted: list[ModelHooks] = [each for each, _ in self._restarted]
+        return restarted + [module for site in self._sites.values() for module in site.repaired]
 
     @property
     def repairs(self) -> list[Repair]:
@@ -109,7 +115,9 @@ class RepairSearch:
         for each in find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS]):
             module = self._modules[each.name]
             repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
-            self._restarted.append((RestartedPositions(module, each.place, each.axis, each.first), repair))
+            restarted = RestartedPositions(module, each.place, each.axis, each.first)
+            restarted.install()
+            self._restarted.append((restarted, repair))
         return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
@@ -158,10 +166,12 @@ class RepairSearch:
                     return False
                 # A run that raises ends before the last of them: those are called as the others of their class.
                 known = next(iter(axes.values()))
-                site.repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
+                repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
             except (NotLearned, ValueError):
                 continue
-            site.way = way
+            site.way, site.repaired = way, repaired
+            for module in repaired:
+                module.install()
             return True
         return False
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import BOUNDARIES, backbone, base_model, undivided
+from ..attention.forwards import BOUNDARIES, ModelHooks, backbone, base_model, undivided
 from ..attention.rows import Axes, DocumentRows, Group
 from .repair import is_sharded
 
@@ -18,8 +19,8 @@ DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 
-class UnpackedForward:
-    """Makes the backbone of `model` see each document of a packed row as a row of its own; `remove()` ends it.
+class UnpackedForward(ModelHooks):
+    """Makes the backbone of `model` see each document of a packed row as a row of its own, while it is installed.
 
     A forward without boundaries is left alone. Documents of similar length go together, in calls of no more padded
     tokens than the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents go in one call, so that
@@ -30,22 +31,21 @@ class UnpackedForward:
     """
 
     def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = base_model(model)
         self.num_tokens = self.num_padded = 0
         self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
         self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # its calls
-        inner = base_model(model)
-        rows = backbone(inner)
+
+    def _register(self) -> list[RemovableHandle]:
+        rows = backbone(self.model)
         # always_call: a forward that raises must not leave its documents to the next one
-        self._handles = [
-            inner.register_forward_pre_hook(self._hear, with_kwargs=True),
-            inner.register_forward_hook(self._forget, always_call=True),
+        return [
+            self.model.register_forward_pre_hook(self._hear, with_kwargs=True),
+            self.model.register_forward_hook(self._forget, always_call=True),
             rows.register_forward_pre_hook(self._enter, with_kwargs=True),
             rows.register_forward_hook(self._leave, always_call=True),
         ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # Many models do not hand boundaries on to their backbone.

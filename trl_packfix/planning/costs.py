@@ -55,105 +55,61 @@ LLAMA_7B = CostModel(per_token=2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4
 """Where no config is known: Llama 2 7B. Attention costs as much as the matrices in a document of 50,400 tokens."""
 
 
-def cost_model(config: Any) -> CostModel:
+# Kinds of layers in which no token sees another, by the names of `layer_types` in configs. All others have attention.
+_WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
+
+
+def with_pairs_of(config: Any, per_token: float) -> CostModel:
     """The cost model of a decoder with this config, read by the names that transformers' configs share.
 
-    Counted are attention (grouped, latent, sliding, chunked), feed-forward layers (the active experts of a mixture and
-    its shared ones), and the LM head; of recurrent layers (linear attention, mamba) the projections only, for their
-    state costs little beside them. What a config does not say is taken from Llama: a feed-forward layer is gated unless
-    its activation is a plain GELU or ReLU.
+    Counted are attention (grouped, latent, sliding, chunked, compressed) and the scores of its indexer, if it has one.
+    The state of a recurrent layer costs little beside its projections.
 
     Args:
-        config: an object with attributes, such as a text config of transformers. Without `hidden_size` and
-            `num_hidden_layers`, `LLAMA_7B` comes back.
+        config: of transformers, the text config where a model has several.
+        per_token: FLOPs of one token in all matrices.
     """
-    hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
-    if not hidden or not layers:
-        return LLAMA_7B
-    matrices = 0.0
     full = 0.0
     windows: dict[int, float] = {}
     chunks: dict[int, float] = {}
-    attention, pair = _attention(config, hidden)
-    for index, kind in enumerate(_layer_kinds(config, layers)):
-        matrices += _feed_forward(config, hidden, index)
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-            matrices += _recurrent(config, hidden)
+    for layer, kind in zip(config.per_layer_config, _layer_kinds(config), strict=False):
+        if kind in _WITHOUT_PAIRS:
             continue
-        matrices += attention
-        if kind == "sliding_attention":
-            windows[config.sliding_window] = windows.get(config.sliding_window, 0) + pair
+        pair, scores = _attention(layer), _indexer(layer, kind)
+        rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # tokens beyond the window are one of so many
+        window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
+        full += (pair + scores) / rate if rate else scores
+        if window:
+            windows[window] = windows.get(window, 0) + pair
         elif kind == "chunked_attention":
-            chunks[config.attention_chunk_size] = chunks.get(config.attention_chunk_size, 0) + pair
+            chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair
         else:
             full += pair
-    matrices += hidden * getattr(config, "vocab_size", 0)
-    return CostModel(2 * matrices, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())))
+    return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())))
 
 
-def _layer_kinds(config: Any, layers: int) -> list[str]:
+def _layer_kinds(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds:
-        return ["full_attention" if kind in ("attention", "hybrid") else kind for kind in kinds]
+        return list(kinds)
     if not getattr(config, "num_attention_heads", None):
-        return ["recurrent"] * layers
+        return ["recurrent"] * config.num_hidden_layers
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return ["sliding_attention" if sliding else "full_attention"] * layers
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def _attention(config: Any, hidden: int) -> tuple[float, float]:
-    """Weights of the projections of one layer, and FLOPs of one pair of tokens."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head = getattr(config, "head_dim", None) or hidden // heads
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent:  # multi-head latent attention
-        query, value, rope = (
-            config.qk_nope_head_dim + config.qk_rope_head_dim,
-            config.v_head_dim,
-            config.qk_rope_head_dim,
-        )
-        low = getattr(config, "q_lora_rank", None)
-        weights = low * (hidden + heads * query) if low else hidden * heads * query
-        weights += (
-            hidden * (latent + rope) + latent * heads * (config.qk_nope_head_dim + value) + heads * value * hidden
-        )
-        return weights, 2.0 * heads * (query + value)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    return 2.0 * hidden * head * (heads + groups), 4.0 * heads * head
+def _attention(layer: Any) -> float:
+    """FLOPs of one pair of tokens in one layer: of a key and a value, by every head."""
+    heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention
+        key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    else:
+        key = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2.0 * heads * (key + (getattr(layer, "v_head_dim", None) or key))
 
 
-def _feed_forward(config: Any, hidden: int, layer: int) -> float:
-    """Weights that one token meets in the feed-forward part of a layer."""
-    width = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * hidden
-    if isinstance(width, list | tuple):
-        width = width[layer]
-    activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
-    plain = (
-        activation is not None and activation.startswith(("gelu", "relu")) and "hidden_activation" not in vars(config)
-    )
-    dense = (2.0 if plain else 3.0) * hidden * width
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for n in (getattr(config, name, None) for name in names) if n), 0)
-    active = getattr(config, "num_experts_per_tok", None) or 0
-    every = getattr(config, "decoder_sparse_step", None) or 1
-    if (
-        not (experts and active)
-        or layer in (getattr(config, "mlp_only_layers", None) or ())
-        or layer < (getattr(config, "first_k_dense_replace", None) or 0)
-        or (layer + 1) % every
-    ):
-        return dense
-    expert = getattr(config, "moe_intermediate_size", None) or width
-    shared = (getattr(config, "n_shared_experts", None) or 0) * expert
-    shared += getattr(config, "shared_expert_intermediate_size", None) or 0
-    return 3.0 * hidden * (active * expert + shared) + hidden * experts
-
-
-def _recurrent(config: Any, hidden: int) -> float:
-    """Weights of the projections of one layer of linear attention or of a state space model."""
-    if getattr(config, "linear_num_value_heads", None):
-        key = config.linear_num_key_heads * config.linear_key_head_dim
-        value = config.linear_num_value_heads * config.linear_value_head_dim
-        return hidden * (2.0 * key + 3.0 * value + 2.0 * config.linear_num_value_heads)
-    expand = getattr(config, "mamba_expand", None) or getattr(config, "expand", None) or 2
-    return 3.0 * expand * hidden**2
+def _indexer(layer: Any, kind: str) -> float:
+    """FLOPs of the score of one pair, by which a layer of sparse attention selects tokens."""
+    if kind not in ("indexed_attention", "compressed_sparse_attention"):
+        return 0.0
+    return 2.0 * getattr(layer, "index_n_heads", 0) * (getattr(layer, "index_head_dim", 0) + 1)

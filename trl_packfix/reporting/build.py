@@ -12,8 +12,13 @@ from .sample import length_histogram, plan_sample
 NUM_DRAWN = 100_000  # documents, for the efficiency of padded batches
 
 
-def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> PackingReport:
-    """The report of a run that trains with this planner on documents of this table."""
+def make_report(
+    planner: EpochPlanner, overlong: str, reader: TokenReader, unpacked_counts_first: bool = False
+) -> PackingReport:
+    """The report of a run that trains with this planner on documents of this table.
+
+    `unpacked_counts_first`: unpacked, TRL would divide the loss of this model by the first labels of rows, too.
+    """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
     plan = planner.first_plan
@@ -21,6 +26,10 @@ def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> Pa
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
+    trained = int(documents.trained.sum())
+    divisor = trained
+    if unpacked_counts_first:
+        divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
         strategy=planner.strategy,
         overlong=overlong,
@@ -32,7 +41,8 @@ def make_report(planner: EpochPlanner, overlong: str, reader: TokenReader) -> Pa
         num_rows=len(reader),
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
-        num_trained_tokens=int(documents.trained.sum()),
+        num_trained_tokens=trained,
+        unpacked_loss=trained / divisor,
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
         efficiency=plan.efficiency if plan else None,
@@ -66,7 +76,7 @@ def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCount
         num_rows=None,
         num_documents=counts.documents,
         num_tokens=counts.tokens,
-        num_trained_tokens=counts.ledger.kept.trained_tokens,
+        num_trained_tokens=counts.trained_tokens,
         num_packs=counts.packs,
         lower_bound=None,
         efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,

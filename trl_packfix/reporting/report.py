@@ -27,6 +27,9 @@ class PackingReport:
     modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no schedule of the same
     steps can beat.
 
+    `unpacked_loss` is what TRL's unpacked loss, and each gradient, would be as a share of the packed one: below 1 for
+    models such as GPT-2, of which TRL divides the loss by the first label of each document, too.
+
     Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
     passes, and the report is made again when training ends.
 
@@ -60,6 +63,7 @@ class PackingReport:
     ledger: Ledger
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
+    unpacked_loss: float = 1.0
     imbalance: float | None = None
     imbalance_bound: float | None = None
     lengths: LengthHistogram | None = None
@@ -143,6 +147,15 @@ class PackingReport:
             )
         )
         rows.append(("against unpacked", self._against_unpacked()))
+        if self.unpacked_loss != 1:
+            rows.append(
+                (
+                    "unpacked loss",
+                    f"{self.unpacked_loss:.3f} of this one, and so are its gradients: for this model TRL divides by "
+                    "the first label of each document, too, which is no target; with SGD or max_grad_norm steps are "
+                    "smaller there",
+                )
+            )
         if self.world_size > 1:
             rows.append(
                 (
@@ -173,7 +186,11 @@ class PackingReport:
                 ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
             )
             rows.append(
-                ("trained", f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_packs:,} packs")
+                (
+                    "trained",
+                    f"{self.num_documents:,} documents, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
+                    f"trained) in {self.num_packs:,} packs",
+                )
             )
             rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
         return rows
@@ -211,7 +228,8 @@ class PackingReport:
         documents = self.batch_size * self.accumulation * self.world_size
         steps = -(-self.num_documents // documents)
         if STRATEGIES[self.strategy].keeps_steps:
-            return f"the same: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+            same = "the same" if self.unpacked_loss == 1 else "the same but for the loss"
+            return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
         assert self.documents_per_step is not None  # of a table it is known
         ratio = self.documents_per_step / documents
         if ratio < 1.1:  # a learning rate 1.05 times as high

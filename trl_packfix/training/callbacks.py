@@ -39,7 +39,6 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        trainer.packed_model.attend()
         with trainer.compute_loss_context_manager():
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         attention = trainer.packed_model.attention

@@ -2,16 +2,19 @@
 
 from typing import Any
 
+import trl
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..compat import DDP
+from ..data.checks import check_rows, check_tokenised
 from ..planning.balance import Synchronisation
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
 
-WAITS_ONCE_PER_STEP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
 
 
 def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
@@ -24,6 +27,16 @@ def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
     else:
         config = model.config
     return config.get_text_config()
+
+
+def check_overrides(trainer_class: type[trl.SFTTrainer]) -> None:
+    """Refuse a method of a subclass that packing never calls."""
+    if trainer_class._get_train_sampler is not trl.SFTTrainer._get_train_sampler:
+        raise ValueError(
+            f"`{trainer_class.__name__}._get_train_sampler` was given with packing. Packs are planned from the lengths "
+            "of all documents and no sampler is called, so yours would be ignored. Set `packing=False`, or bring the "
+            'dataset into your order, set `train_sampling_strategy="sequential"` and remove the method.'
+        )
 
 
 def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:
@@ -55,11 +68,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)
     if isinstance(train_dataset, Dataset | IterableDataset):
-        vision = [name for name in ("image", "images") if name in (train_dataset.column_names or ())]
-        if vision:
+        media = [name for name in train_dataset.column_names or () if name in MEDIA]
+        if media:
             raise ValueError(
-                f"The dataset has the column `{vision[0]}` and packing is on. Images belong to rows, and a pack has "
-                "one row for many documents. Set `packing=False` and `padding_free=False` for vision data."
+                f"The dataset has the column `{media[0]}` and packing is on. Images, video and audio belong to rows, "
+                "and a pack has one row for many documents. Set `packing=False` and `padding_free=False` for such "
+                "data, or remove the column where the text alone is to be trained."
             )
     for config in _peft_configs(model, peft_config):
         if config.is_prompt_learning:
@@ -104,6 +118,19 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
     return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
 
 
+def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
+    """With `skip_prepare_dataset`, what is checked else when TRL prepares a set."""
+    if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
+        return
+    eval_packing = args.packing if args.eval_packing is None else args.eval_packing
+    eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    sets = [("train", train_dataset, args.packing), *((name, each, eval_packing) for name, each in eval_sets.items())]
+    for name, dataset, packing in sets:
+        check_rows(dataset, name)
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+            check_tokenised(dataset, name, vocab_size, packing)
+
+
 # Engines
 
 
@@ -115,7 +142,7 @@ def synchronisation(accelerator: Any) -> Synchronisation:
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
-    return "step" if accelerator.distributed_type in WAITS_ONCE_PER_STEP else "micro"
+    return "step" if accelerator.distributed_type in DDP else "micro"
 
 
 def check_parallelism(accelerator: Any) -> None:

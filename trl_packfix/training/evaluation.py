@@ -25,12 +25,13 @@ from ..data.cache import prepared_documents
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
+from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
+from .checks import check_tokenised
 from .objective import PackedObjective
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class ExactEvaluation(PackedObjective):
     eval_dataset: Any
     _has_said_whose_loss = False
     _cost_model: CostModel
+    _vocab_size: int | None
     _padded_collator: Any  # what an unpacked run collates with
     _packed_collator: Callable[[], PackedDataCollator]
     _packed_model: Callable[[], PackedModel]
@@ -119,9 +121,10 @@ class ExactEvaluation(PackedObjective):
         if not self.args.packing:
             return True  # the model hears of boundaries, and is proved, only while it is evaluated
         # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
-        if self.packed_model.isolation is None and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             with self.packed_model.attending(), self.compute_loss_context_manager():
-                self.packed_model.prove(self.model)
+                if self.packed_model.isolation is None:
+                    self.packed_model.prove(self.model)
         return self.packed_model.is_proved
 
     def _evaluation_documents(self, reader: TokenReader) -> Documents:
@@ -162,12 +165,16 @@ class ExactEvaluation(PackedObjective):
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
+        # Sets for `predict`, or with `skip_prepare_dataset`, were not looked at before.
+        check_tokenised(
+            dataset, "evaluation", self._vocab_size, args.packing if args.eval_packing is None else args.eval_packing
+        )
         reader = TokenReader(dataset)
         documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._loader(rows, sampler, self._padded_collator)
+            return self._loader(rows, sampler, PaddedCollator(self._padded_collator))
         planner = EpochPlanner(
             documents,
             "bfd",
@@ -228,12 +235,10 @@ class ExactEvaluation(PackedObjective):
                 yield
             return
         packed_model = self._packed_model()
-        try:
+        with packed_model.attending():
             with self.compute_loss_context_manager():
                 packed_model.prove(self.model).raise_if_leaking()
             yield
-        finally:
-            packed_model.release()
 
     @property
     def _is_exact(self) -> bool:
@@ -258,6 +263,7 @@ class ExactEvaluation(PackedObjective):
         if not self._is_exact:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        self._check_pack(inputs)
         inputs["use_cache"] = False
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:

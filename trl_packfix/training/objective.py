@@ -8,6 +8,9 @@ NEFTune's noise has on each document of a pack the amplitude that it has on the 
 statistic of mixtures of experts sees neither padding nor the dummy of an empty rank. Numbers for the log are summed on
 the device (`totals.py`); ranks meet once per logging step and per checkpoint, and no micro-batch waits for its numbers.
 
+A subclass may compute the loss in its own way: it is given the count of tokens that transformers documents, noise is a
+hook of the model, and tokens and documents are counted when batches are fetched.
+
 Where sums need documents, a document is one with a trained token: training drops the others, so what has none in a
 batch is padding or a dummy.
 """
@@ -19,17 +22,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..attention.forwards import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
+from .routers import gives_router_logits
 from .totals import TrainingTotals
 
 if TYPE_CHECKING:
+    from ..isolation.packed_model import PackedModel
     from .config import SFTConfig
 
 NUM_DUMMY_TOKENS = 2
+
+
+class DocumentsAreWeighted(TrainerCallback):
+    """Refuses, before the first optimizer step, a loss of a subclass in which documents have no weight."""
+
+    def __init__(self, trainer: "PackedObjective"):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer._totals_of_training.is_scored:
+            raise ValueError(
+                f'`document_weighting="document"` was given and `{type(self.trainer).__name__}.compute_loss` does not '
+                "call `super().compute_loss`. What it computes has no weights of documents, so the setting would be "
+                'ignored. Set `document_weighting="token"`, or change what `super().compute_loss` returns.'
+            )
 
 
 class PackedObjective(trl.SFTTrainer):
@@ -40,11 +61,13 @@ class PackedObjective(trl.SFTTrainer):
 
     args: "SFTConfig"
     model: nn.Module
+    packed_model: "PackedModel"  # with packing
 
     def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
         config = kwargs["args"]
         self._check_weighting(config, compute_loss_func)
         super().__init__(compute_loss_func=compute_loss_func, **kwargs)
+        self._check_router_loss()
         if config.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
                 f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
@@ -53,10 +76,13 @@ class PackedObjective(trl.SFTTrainer):
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
-        self._noise_alpha: float | None = None
+        # TRL's divisor of an unpacked loss then holds the first label of each row, which is no target
+        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         if config.packing:
             # transformers' hook would give every document of a pack the noise of one document of T tokens
-            self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+            self.neftune_noise_alpha = None
+        if config.document_weighting == "document":
+            self.add_callback(DocumentsAreWeighted(self))
         if config.packing or config.document_weighting == "document":
             # The mean is over the whole optimizer step, also for models that transformers would not hand its count
             self.model_accepts_loss_kwargs = True
@@ -103,10 +129,11 @@ class PackedObjective(trl.SFTTrainer):
     ) -> Tensor | tuple[Tensor, Any]:
         if not (self.model.training and self._owns_objective):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._check_pack(inputs)
         inputs["use_cache"] = False
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        with self._noise_per_document(inputs), self._router_logits(inputs) as router_logits:
+        with self._router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, and DDP averages gradients over them
@@ -118,11 +145,16 @@ class PackedObjective(trl.SFTTrainer):
             if not self._is_smoothed and self.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self.router_aux_loss_coef * aux_loss / steps
-        self._count(outputs, inputs, trained, aux_loss)
+        sums = [outputs.entropy.sum(), outputs.is_top1.sum(), trained.new_zeros(()) if aux_loss is None else aux_loss]
+        self._totals_of_training.add_outputs([*sums, outputs.label_mask.new_ones(())])
         if return_outputs:  # as in TRL: whoever asks wants logits, which the fused LM head does not make
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
+
+    def _check_pack(self, inputs: dict[str, Any]) -> None:
+        if self.args.packing:
+            self.packed_model.check_attends(inputs)
 
     @property
     def _is_smoothed(self) -> bool:
@@ -150,22 +182,32 @@ class PackedObjective(trl.SFTTrainer):
             index, trained = _documents_of(outputs.label_mask, inputs)
             per_token_loss = per_token_loss / trained.clamp(min=1)[index]
             count = (trained > 0).sum()
+            num_items = None if num_items is None else self._num_documents
         count = count if num_items is None else num_items
         return per_token_loss.sum() / torch.as_tensor(count).clamp(min=1), outputs
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
+        if self.args.packing and self.state.global_step >= self.state.max_steps:
+            # Resumed behind its end: transformers looks at `max_steps` only after a step
+            self.control.should_training_stop = True
+            return [], None
         self._totals_of_training.start_fetch()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
-        """What the loss of an optimizer step is divided by, over all ranks: trained tokens, or documents."""
+        """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
+
+        What else our loss is divided by is remembered until the step is over: documents, and micro-batches with any.
+        """
         self._totals_of_training.start_step()
         batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
         if not batches:
             return super()._get_num_items_in_batch(batch_samples, device)
         trained = [_documents_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch)[1] for batch in batches]
+        for batch, counts in zip(batches, trained, strict=True):
+            self._count(batch, counts)
         if self.aux_loss_enabled:
             # A statistic per micro-batch with documents; TRL's number of micro-batches where none is empty
             filled = torch.stack([(counts > 0).any().float() for counts in trained]).sum().to(device)
@@ -173,37 +215,34 @@ class PackedObjective(trl.SFTTrainer):
         if self.args.document_weighting == "document":
             # One label per document is counted like a token, whatever transformers does about ranks
             marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in trained]
-            batch_samples = [{"labels": mark, "shift_labels": mark} for mark in marks]
+            documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
+            self._num_documents = super()._get_num_items_in_batch(documents, device)
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # Auxiliary terms
 
-    @contextmanager
-    def _noise_per_document(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d), L the length of the document."""
-        if self._noise_alpha is None or "cu_seq_lens_q" not in inputs:
-            yield
+    def _check_router_loss(self) -> None:
+        """No router loss for a model without a router: TRL goes by the fields of the config alone.
+
+        Raises:
+            ValueError: the arguments want one.
+        """
+        if not self.aux_loss_enabled:
             return
-        lengths, index = inputs["cu_seq_lens_q"].diff(), inputs["seq_idx"]
-        rows = lengths.sort(descending=True).values  # where documents are unpacked they come as rows, longest first
-        num_seen = 0
-
-        def add_noise(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            nonlocal num_seen
-            if output.shape[:2] == index.shape:
-                length = lengths[index]
-            else:
-                first, num_seen = num_seen % len(rows), num_seen + len(output)
-                length = rows[first : first + len(output), None]
-            amplitude = self._noise_alpha / (length * output.shape[-1]).sqrt()
-            return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
-
-        # Registered for this forward only: probe, evaluation and generation never hear of it
-        handle = base_model(self.model).get_input_embeddings().register_forward_hook(add_noise)
-        try:
-            yield
-        finally:
-            handle.remove()
+        model = base_model(self.model)
+        text = model.config.get_text_config()
+        if gives_router_logits(model):
+            if not hasattr(text, "num_experts"):  # where TRL's forward reads it; some types have the other name only
+                text.num_experts = text.num_local_experts
+            return
+        if self.args.router_aux_loss_coef:
+            raise ValueError(
+                f"`router_aux_loss_coef={self.args.router_aux_loss_coef}` was given with {type(model).__name__}. None "
+                "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
+                "leave it at its default."
+            )
+        self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
+        text.output_router_logits = False
 
     @contextmanager
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
@@ -236,16 +275,15 @@ class PackedObjective(trl.SFTTrainer):
 
     # Numbers for the log
 
-    def _count(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, aux_loss: Tensor | None) -> None:
-        mask, is_document = outputs.label_mask, trained > 0
-        rows = mask.new_full((), inputs["labels"].numel(), dtype=torch.long)  # `torch.tensor` would wait for the device
+    def _count(self, inputs: dict[str, Any], trained: Tensor) -> None:
+        is_document = trained > 0
+        # `torch.tensor` would wait for the device
+        rows = trained.new_full((), inputs["labels"].numel())
         if "cu_seq_lens_q" in inputs:
             tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
         else:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
-        sums = [outputs.entropy.sum(), outputs.is_top1.sum(), mask.sum(), tokens, rows]
-        sums += [is_document.sum(), is_document.any(), mask.new_zeros(()) if aux_loss is None else aux_loss]
-        self._totals_of_training.add(sums)
+        self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any()])
 
     def _gather_totals(self) -> None:
         """Bring `_total_train_tokens` and `num_input_tokens_seen` up to date; all ranks must call."""
@@ -267,7 +305,7 @@ class PackedObjective(trl.SFTTrainer):
             if totals.num_steps:
                 logs |= totals.metrics(self._pack_capacity)
                 if not self.aux_loss_enabled:
-                    del logs["aux_loss"]
+                    logs.pop("aux_loss", None)
                 logs["num_tokens"] = self._total_train_tokens
                 totals.start_window()
             if is_end and logs["train_runtime"]:

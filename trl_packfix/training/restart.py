@@ -194,6 +194,16 @@ class ExactRestart(trl.SFTTrainer):
                 "the run as before, or give the checkpoint as `model` to begin a new run with its weights."
             )
 
+        now = self.args.document_weighting
+        # An earlier checkpoint does not say
+        if state is not None and (before := state.get("document_weighting", now)) != now:
+            raise ValueError(
+                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `document_weighting` was {before!r} and is "
+                f"{now!r}. From step {state['global_step']} on another loss would be minimised, under the same "
+                f"optimizer state and schedule. Set `document_weighting={before!r}`, or give the checkpoint as "
+                "`model` to begin a new run with its weights."
+            )
+
     @property
     def _engine(self) -> str:
         """Whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
@@ -217,7 +227,12 @@ class ExactRestart(trl.SFTTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         step, planner = self.state.global_step, self._train_planner
-        state = {"global_step": step, "num_tokens": self._total_train_tokens, "engine": self._engine}
+        state = {
+            "global_step": step,
+            "num_tokens": self._total_train_tokens,
+            "engine": self._engine,
+            "document_weighting": self.args.document_weighting,
+        }
         stream = getattr(self.callback_handler.train_dataloader, "dataset", None)
         if isinstance(stream, PackedStream):
             torch.save(stream.state_dict(step), stream_file(output_dir, stream.rank))

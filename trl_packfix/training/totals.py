@@ -11,15 +11,21 @@ from transformers import TrainerCallback
 class TrainingTotals(TrainerCallback):
     """Sums over what was trained; reset when training begins.
 
+    What batches say of themselves is counted when they are fetched, so that it is right under any loss; what outputs
+    say is there only where our loss was computed.
+
     Attributes:
-        pending: sums of this rank that no other rank has heard of, on the device, shape (len(NAMES),); None: nothing.
         window: sums over all ranks since the last log.
         num_steps: optimizer steps since the last log.
+        is_scored: whether outputs were added in this optimizer step.
         waited: seconds in which this rank had no batch, since the last log; `data_wait` is their share.
         num_documents: over all ranks since training began.
     """
 
-    NAMES = ("entropy", "correct", "trained_tokens", "tokens", "row_tokens", "documents", "micro_batches", "aux_loss")
+    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches")
+    OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
+    GROUPS = (OF_BATCHES, OF_OUTPUTS)
+    NAMES = OF_BATCHES + OF_OUTPUTS
 
     def __init__(self) -> None:
         self.reset()
@@ -28,8 +34,10 @@ class TrainingTotals(TrainerCallback):
         self.reset()
 
     def reset(self) -> None:
-        self.pending: Tensor | None = None
+        # Sums of this rank that are not gathered yet, on the device, by the names that they belong to
+        self._pending: dict[tuple[str, ...], Tensor] = {}
         self.num_documents = 0
+        self.is_scored = False
         self.start_window()
 
     def start_window(self) -> None:
@@ -48,37 +56,53 @@ class TrainingTotals(TrainerCallback):
     def start_step(self) -> None:
         """They are there."""
         self.num_steps += 1
+        self.is_scored = False
         self.waited += time.perf_counter() - self._fetching
 
-    def add(self, values: list[Tensor]) -> None:
-        """Sums of one micro-batch on this rank, scalars in the order of `NAMES`."""
+    def add_batch(self, values: list[Tensor]) -> None:
+        """Sums of one micro-batch on this rank, scalars in the order of `OF_BATCHES`."""
+        self._add(self.OF_BATCHES, values)
+
+    def add_outputs(self, values: list[Tensor]) -> None:
+        """Sums over the outputs of one micro-batch on this rank, scalars in the order of `OF_OUTPUTS`."""
+        self._add(self.OF_OUTPUTS, values)
+        self.is_scored = True
+
+    def _add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
         dtype = torch.float32 if values[0].device.type == "mps" else torch.float64
         sums = torch.stack([value.detach().to(dtype) for value in values])
-        self.pending = sums if self.pending is None else self.pending + sums
+        self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def gather(self, accelerator: Any) -> dict[str, float]:
         """What all ranks have added since the last call, which also enters the window; all ranks must call."""
-        if self.pending is None:
+        if not self._pending:
             return dict.fromkeys(self.NAMES, 0.0)
-        sums = accelerator.reduce(self.pending, reduction="sum").tolist()
-        self.pending = None
-        gathered = dict(zip(self.NAMES, sums, strict=True))
+        dtype = next(iter(self._pending.values())).dtype
+        parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self.GROUPS]
+        sums = torch.cat([part.to(accelerator.device) for part in parts])
+        gathered = dict(zip(self.NAMES, accelerator.reduce(sums, reduction="sum").tolist(), strict=True))
+        self._pending = {}
         self.window = {name: self.window[name] + value for name, value in gathered.items()}
         self.num_documents += round(gathered["documents"])
         return gathered
 
     def metrics(self, capacity: int | None) -> dict[str, float]:
-        """What is logged about the window. `capacity`: most tokens of a pack; None: rows are as long as they are."""
+        """What is logged about the window, as far as it is known.
+
+        `capacity`: most tokens of a pack; None: rows are as long as they are.
+        """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
         trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
         room = sums["row_tokens"] if capacity is None else micro_batches * capacity
-        return {
+        of_outputs = {
             "entropy": sums["entropy"] / trained,
             "mean_token_accuracy": sums["correct"] / trained,
+            "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
+        }
+        return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
             "efficiency": round(sums["tokens"] / max(room, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
-            "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
         }

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +23,7 @@ from transformers import (
 from trl.trainer.utils import get_config_model_id
 
 from ..attention.forwards import base_model
+from ..compat import forget_evaluation
 from ..data import checks as dataset_checks
 from ..data.cache import prepared_documents
 from ..data.collator import PackedDataCollator
@@ -33,19 +35,21 @@ from ..data.loading import (
     PaddedBatchSampler,
     document_loader,
 )
-from ..data.reader import TokenReader, mask_columns
+from ..data.model_costs import cost_model
+from ..data.reader import TokenReader, applied_masks, mask_columns
 from ..data.spans import drop_untrained
 from ..data.stream import PackedStream, resume, stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
-from ..planning.costs import cost_model
+from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES, Strategy
 from ..reporting.build import make_report, make_stream_report
 from ..reporting.report import PackingReport, add_to_card
-from . import checks
+from . import bad_rows, checks
 from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import ExactEvaluation
+from .noise import DocumentNoise
 from .restart import ExactRestart
 
 if TYPE_CHECKING:
@@ -117,11 +121,11 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args.packing, args.packing_strategy = True, "minibatch"
         if args.packing:
             args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
+            checks.check_overrides(type(self))
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         dataset_checks.check_rows(train_dataset, "train")
-        config = checks.model_config(model, args)
-        self._cost_model = cost_model(config)
-        self._vocab_size = getattr(config, "vocab_size", None)
+        self._vocab_size = getattr(checks.model_config(model, args), "vocab_size", None)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
@@ -174,21 +178,21 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         self,
         dataset: AnyDataset,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: trl.SFTConfig,
+        args: SFTConfig,  # type: ignore[override]  # that of this trainer
         packing: bool,
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        dataset_checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
-                if packing:
-                    dataset_checks.check_tokenised_dataset(dataset, dataset_name, self._vocab_size)
-                dataset_checks.check_not_packed(dataset, dataset_name, packing)
+                dataset_checks.check_tokenised(dataset, dataset_name, self._vocab_size, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    if not self.completion_only_loss and "completion_mask" in dataset.column_names:
+                    masks = applied_masks(dataset, self.completion_only_loss)
+                    if masks != mask_columns(dataset):
                         dataset = dataset.remove_columns("completion_mask")
-                    if len(mask_columns(dataset)) < 2:
+                    if len(masks) < 2:
                         # TRL would write all tokens once more as labels, row by row; the reader makes them
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
@@ -200,8 +204,13 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args = copy.copy(args)
             # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
             args.max_length = None
-        with dataset_checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
-            dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+
+        def prepare(rows: Any, args: SFTConfig, is_formatted: bool = True) -> Any:
+            function = formatting_func if is_formatted else None
+            return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
+
+        # Where documents are counted, rows that are dropped stay as documents without tokens.
+        dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset
@@ -218,9 +227,16 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             return self._stream_loader()
         planner = self._planner(self._documents, self.args.packing_strategy)
         self._check_restart(planner)
-        self.packing_report = make_report(planner, self.args.effective_overlong, self._reader)
+        self.packing_report = make_report(
+            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+        )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
         return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
+
+    @cached_property
+    def _cost_model(self) -> CostModel:  # type: ignore[override]  # declared as an attribute by the part that evaluates
+        model = base_model(self.model)
+        return cost_model(model.config, type(model))
 
     def _planner(self, documents: Documents, strategy: Strategy) -> EpochPlanner:
         args = self.args
@@ -295,6 +311,8 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
+        if forget_evaluation(self.accelerator, self.model):
+            self.model_wrapped = self.model
         # The only place that knows the checkpoint and the loader: a stream goes on from the state saved there.
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         stream = getattr(train_dataloader, "dataset", None)
@@ -322,6 +340,9 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args.max_length,
             args.on_leak,
             args.enforce_flash_attention,
+            []
+            if args.neftune_noise_alpha is None
+            else [DocumentNoise(base_model(self.model), args.neftune_noise_alpha)],
         )
 
     def _compute_dtype(self) -> torch.dtype:

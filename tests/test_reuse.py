@@ -1,0 +1,125 @@
+"""One model, several trainers: each trains as on a fresh model, whatever was built or trained on it before."""
+
+import copy
+
+import pytest
+import torch
+import trl
+from conftest import build_tiny_model, build_tokenizer
+from test_trainer import config, texts, trainer, weights
+from transformers import TrainerCallback
+
+from trl_packfix import PackingLeakError, check_isolation
+from trl_packfix.attention.forwards import CarryingCheckpoint
+
+MODELS = ["llama", "mpt", "bloom", "falcon", "mamba"]
+KINDS = ["packed", "unpacked", "stock", "stock packed"]
+
+
+def build(kind, model, folder, **settings):
+    settings = {"max_steps": 2, "learning_rate": 1e-2, "packing": "unpacked" not in kind and kind != "stock"} | settings
+    if not kind.startswith("stock"):
+        return trainer(folder, texts(12), model, **settings)
+    args = config(folder, trl.SFTConfig, **settings)
+    return trl.SFTTrainer(model, args, train_dataset=texts(12), processing_class=build_tokenizer())
+
+
+def checkpointing(reentrant):
+    on = reentrant is not None
+    return {"gradient_checkpointing": on, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if on else None}
+
+
+def our_hooks(model):
+    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return [hook for hook in hooks if hook.__module__.startswith("trl_packfix")]
+
+
+@pytest.mark.parametrize("built_first, reentrant", [(True, None), (True, False), (False, True)])
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, reentrant, tmp_path):
+    model = build_tiny_model(model_type)
+    own, start = model.config._attn_implementation, copy.deepcopy(model.state_dict())
+    settings = checkpointing(reentrant)
+    kinds = ["packed", *KINDS]
+    runs = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
+    for kind, run in zip(kinds, runs, strict=True):
+        assert model.config._attn_implementation == own
+        run = run or build(kind, model, tmp_path, **settings)
+        model.load_state_dict(start)
+        run.train()
+        fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
+        fresh.train()
+        assert run.model is model and torch.equal(weights(run), weights(fresh)), kind
+        assert not torch.equal(weights(run), torch.cat([start[name].flatten() for name, _ in model.named_parameters()]))
+        if kind == "packed":
+            assert bool(run.packed_model.repaired) is (model_type != "llama") and not run.packed_model.is_unpacked
+            assert not our_hooks(model)
+            run.packed_model.attend()
+            assert our_hooks(model), "there is nothing to remove"
+            run.packed_model.rest()
+        checkpoints = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+        assert not any(isinstance(checkpoint, CarryingCheckpoint) for checkpoint in checkpoints)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("model_type", ["llama", "mpt", "mamba"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
+def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant, tmp_path):
+    class Enable(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+
+    runs = [build("packed", build_tiny_model(model_type), tmp_path, max_steps=3) for _ in range(2)]
+    runs[1].add_callback(Enable())
+    for run in runs:
+        run.train()
+    assert runs[1].model.is_activation_checkpointing and not runs[0].model.is_activation_checkpointing
+    torch.testing.assert_close(*map(weights, runs), rtol=1e-5, atol=1e-6)
+
+
+def test_attention_set_between_trainers_is_what_the_model_gets_back(tmp_path):
+    """The choice for packs stands on the model's own attention, which may change after a trainer was built."""
+    model = build_tiny_model()
+    first, second = (build("packed", model, tmp_path) for _ in range(2))
+    with first.packed_model.attending():  # built, proved and used while another trainer's packs run
+        third = build("packed", model, tmp_path)
+        assert third.packed_model.attention.previous == first.packed_model.attention.name
+        third.evaluate(texts(5))
+        assert model.config._attn_implementation == first.packed_model.attention.name
+    model.set_attn_implementation("eager")
+    for run in (first, second, third):
+        run.train()
+        assert run.packed_model.attention.previous == model.config._attn_implementation == "eager"
+        assert run.packed_model.attention.name == run.packing_report.isolation.attention == "packfix_varlen"
+
+
+def test_a_run_that_fails_gives_the_model_back(tmp_path):
+    model = build_tiny_model("falcon")
+    run = build("packed", model, tmp_path, on_leak="raise")
+    with pytest.raises(PackingLeakError):
+        run.train()
+    assert not our_hooks(model) and not run.packed_model.attends
+    run = build("packed", model, tmp_path, on_leak="unpack")
+    run.train()
+    assert run.packed_model.is_unpacked and not our_hooks(model)
+    assert not check_isolation(model, max_length=64).isolated
+
+
+@pytest.mark.parametrize("model_type", ["llama", "falcon"])
+def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
+    """TRL binds the copy's forward to the original, so that it computes with the original's weights."""
+    first = build("packed", build_tiny_model(model_type), tmp_path)
+    first.train()
+    copied, fresh = copy.deepcopy(first.model), build_tiny_model(model_type)
+    fresh.load_state_dict(copied.state_dict())
+    with pytest.raises(ValueError, match=r"ran and did not call its LM head.*deep copy.*`del model"):
+        build("packed", copied, tmp_path).train()
+    assert not our_hooks(copied)
+    del copied.forward
+    runs = [build("packed", each, tmp_path) for each in (copied, fresh)]
+    for run in runs:
+        run.train()
+    assert torch.equal(*map(weights, runs)) and not torch.equal(weights(runs[0]), weights(first))

@@ -1,0 +1,103 @@
+"""The cost model of a config: its tokens from the model itself, built without memory, its pairs from the config.
+
+A token costs two operations per parameter that it meets. On torch's meta device the model of any config is built at
+its real size within a second, so the parameters are counted, and no architecture is known by name.
+"""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ..planning.costs import LLAMA_7B, CostModel, with_pairs_of
+
+logger = logging.getLogger(__name__)
+
+# By the names that configs share; after the first line those of DBRX, Gemma 4, Aria
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_topk")
+
+
+def cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) -> CostModel:
+    """The cost model of a causal language model with this config, on text alone.
+
+    Args:
+        config: of transformers. Any other has the costs of a Llama of 7B.
+        model_class: built with `config` where transformers knows no model for it, as with remote code. Without it such
+            a config has the costs of a Llama of 7B.
+    """
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    known: tuple[tuple[Any, Any], ...] = (
+        (text, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (text, MODEL_MAPPING),  # for the text parts of models for images; their LM head lies outside
+        (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (config, {type(config): model_class}),
+    )
+    given, found = next((given, mapping[type(given)]) for given, mapping in known if type(given) in mapping)
+    if found is None or not hasattr(text, "num_hidden_layers"):
+        return LLAMA_7B
+    try:
+        return with_pairs_of(text, 2.0 * active_parameters(_built(found, given)))
+    except Exception as error:  # of any model's own code; costs only decide how even the ranks are, and stop no run
+        logger.warning(
+            f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
+            "its costs are taken to be those of a Llama of 7B. Packs may be balanced worse between ranks."
+        )
+        return LLAMA_7B
+
+
+def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # needs nothing installed, and the parameters are the same
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return model_class(config)
+
+
+def active_parameters(model: PreTrainedModel) -> float:
+    """Parameters that one token of text meets; those of a module that several layers share count in each.
+
+    Embeddings are looked up and count nothing, experts count by the share of them that a token is sent to, and a model
+    inside with a config of its own (a tower for images or sound) is left out. A model without an LM head gets one.
+    """
+    text = model.config.get_text_config()
+    num_experts, share = _experts(text)
+    total = 0.0 if model.get_output_embeddings() is not None else float(text.hidden_size * text.vocab_size)
+    shares = {"": 1.0}  # of each module, by name
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, child = name.rpartition(".")
+        shares[name] = shares[parent] * (share if child == "experts" else 1.0)
+        if isinstance(module, PreTrainedModel) and type(module.config) not in (type(model.config), type(text)):
+            shares[name] = 0.0
+        if isinstance(module, nn.Embedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            are_experts = parameter.ndim == 3 and len(parameter) == num_experts and shares[name] == 1
+            total += parameter.numel() * (share if are_experts else shares[name])
+    return total
+
+
+def _experts(config: PreTrainedConfig) -> tuple[float, float]:
+    """Experts of a layer, and the share of them that a token is sent to: (0, 1) without experts."""
+    num_experts, active = _setting(config, _EXPERTS), _setting(config, _EXPERTS_PER_TOKEN)
+    if not num_experts or not active:
+        return 0.0, 1.0
+    return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))
+
+
+def _setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
+    """The first of these that is set, in the config or in one inside it; the mean where each layer has its own."""
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        for name in names:
+            value = getattr(part, name, None)
+            if value:
+                return sum(value) / len(value) if isinstance(value, list | tuple) else value
+    return 0.0

@@ -1,0 +1,55 @@
+"""NEFTune's noise, of which each document of a pack gets as much as alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..attention.forwards import ModelHooks
+
+
+class DocumentNoise(ModelHooks):
+    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d), L the length of the document.
+
+    In packed forwards in train mode, whoever calls the model. Probe, evaluation and generation have no noise.
+    """
+
+    def __init__(self, model: PreTrainedModel, alpha: float):
+        super().__init__()
+        self.model, self.alpha = model, alpha
+        # Lengths and documents of the tokens, of each forward of the whole model that is running; None: not packed
+        self._running: list[tuple[Tensor, Tensor] | None] = []
+        self._num_rows = 0  # that the last of them has embedded
+
+    def _register(self) -> list[RemovableHandle]:
+        return [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # always_call: a forward that raises must not leave its documents to the next one
+            self.model.register_forward_hook(self._leave, always_call=True),
+            self.model.get_input_embeddings().register_forward_hook(self._add_noise),
+        ]
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        bounds = kwargs.get("cu_seq_lens_q")
+        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"]))
+        self._num_rows = 0
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+    def _add_noise(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        running = self._running[-1] if self._running else None
+        if running is None or not module.training:
+            return output
+        lengths, index = running
+        if output.shape[:2] == index.shape:
+            length = lengths[index]
+        else:  # where documents are unpacked they come as rows, longest first
+            rows, first = lengths.sort(descending=True).values, self._num_rows % len(lengths)
+            self._num_rows += len(output)
+            length = rows[first : first + len(output), None]
+        amplitude = self.alpha / (length * output.shape[-1]).sqrt()
+        return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
