@@ -75,6 +75,18 @@ def test_snippets_run(page, code, capsys):
     assert not expected or printed.splitlines() == expected
 
 
+def test_the_readme_is_short():
+    """About 1,000 words: everything else is in docs."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1100
+
+
+def test_the_readme_shows_five_rows_of_the_results():
+    def rows(page: str) -> list[str]:
+        return re.findall(r"^\| .* \|.*\| `[^|]+` \|$", (ROOT / page).read_text(), re.MULTILINE)
+
+    assert len(rows("README.md")) == 5 and len(rows("docs/results.md")) > 15
+
+
 def test_there_are_snippets():
     assert {page for page, _ in SNIPPETS} >= {"README.md", "packing.md", "isolation.md", "strategies.md"}
 
@@ -206,8 +218,9 @@ SHELL = [
     if line.strip()
 ]
 TABLE = [
-    ("README.md", command)
-    for row in re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (page.name, command)
+    for page in (ROOT / "README.md", ROOT / "docs" / "results.md")
+    for row in re.findall(r"^\|.*\|$", page.read_text(), re.MULTILINE)
     for command in re.findall(r"`((?:python|pytest|make) [^`]+)`", row)
 ]
 LAUNCHERS = {"deepspeed": ("--num_gpus=8",), "accelerate": ("launch", "--config_file"), "python": ()}
