@@ -7,7 +7,6 @@ from .report import PackingReport
 
 def metrics(report: PackingReport) -> dict[str, float]:
     """The numbers for a logger, by the names they have there; what is not known is left out."""
-    given = report.ledger.given.trained_tokens
     found = {
         "documents": report.num_documents,
         "packs": report.num_packs,
@@ -17,7 +16,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "documents_per_step": report.documents_per_step,
         "steps_per_epoch": None if report.num_rows is None else report.num_steps,
         "imbalance": report.imbalance,
-        "lost_trained_share": report.ledger.lost_trained_tokens / given if given else None,
+        "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}
 
