@@ -4,6 +4,7 @@ Rope, windows, multipliers, noise and the kinds of layers are those of the real 
 vocabulary and the number of layers are small. Layers are the first ones, as many as it takes to have one of each kind.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -125,8 +126,12 @@ def _num_kinds(model: PreTrainedModel) -> int:
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             layers = [_features(layer) for layer in module]
-            counters = [key for key in layers[0] if len({layer.get(key) for layer in layers}) == num_layers]
-            kinds = [{key: value for key, value in layer.items() if key not in counters} for layer in layers]
+            offsets = defaultdict(set)  # of a number that counts the layers there is one
+            for index, layer in enumerate(layers):
+                for key, value in layer.items():
+                    offsets[key].add(value - index if type(value) is int else None)
+            counts = {key for key, found in offsets.items() if len(found) == 1 and found != {None}}
+            kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
             return max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
     return num_layers
 
