@@ -331,7 +331,7 @@ def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_pa
     rows = Dataset.from_list(
         [{"prompt": PROMPT, "completion": ANSWER}, {"prompt": PROMPT, "completion": [{"role": "user", "content": "x"}]}]
     )
-    with pytest.raises(ValueError, match=r"rows \[1\] of the train dataset of 2 rows.*no assistant tokens"):
+    with pytest.raises(ValueError, match=r"1 of 2 rows of the train dataset .*\[1\]\. Row 1: no assistant tokens"):
         trainer(tmp_path, rows, assistant_only_loss=True)
 
 

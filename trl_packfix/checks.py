@@ -1,14 +1,10 @@
 """Bad input, found before work starts: what packing cannot do with this model, tokenizer, dataset or collator."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
@@ -127,10 +123,10 @@ def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
         )
 
 
-def check_raw_dataset(
-    dataset: Dataset, name: str, tokenizer: Any, args: trl.SFTConfig, is_formatted: bool = False
-) -> None:
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: SFTConfig, is_formatted: bool = False) -> None:
     """What can be refused in a dataset that is not tokenised yet; `is_formatted`: a function will make its text.
+
+    With `bad_rows="drop"` single rows are not looked at.
 
     Raises:
         ValueError: no rows, nothing to tokenise, or missing values there; plain text and no EOS token;
@@ -139,7 +135,7 @@ def check_raw_dataset(
     check_rows(dataset, name)
     columns = dataset.column_names
     if not is_formatted and dataset.format["type"] != "custom":  # TRL refuses transforms, and a look would run them
-        _check_text(dataset, name, args.dataset_text_field)
+        _check_text(dataset, name, args)
     conversational = "messages" in columns or "conversations" in columns
     if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
         raise ValueError(
@@ -147,7 +143,7 @@ def check_raw_dataset(
             "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
             "`eos_token` in the config, or `tokenizer.eos_token`."
         )
-    if args.assistant_only_loss and "messages" in columns:
+    if args.assistant_only_loss and args.bad_rows == "raise" and "messages" in columns:
         silent = _rows_without_assistant(dataset)
         if len(silent):
             raise ValueError(
@@ -157,8 +153,9 @@ def check_raw_dataset(
             )
 
 
-def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
+def _check_text(dataset: Dataset, name: str, args: SFTConfig) -> None:
     """Refuse a dataset in which TRL would find nothing to tokenise, and stop with an error of Python's."""
+    text_field = args.dataset_text_field
     columns = _text_columns(dataset, text_field)
     if not columns:
         found = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
@@ -168,7 +165,7 @@ def _check_text(dataset: Dataset, name: str, text_field: str) -> None:
             f"text in `{text_field}`, and none of them is there. Rename or reshape a column, or set "
             "`dataset_text_field` to the one that holds the text."
         )
-    for column in columns:
+    for column in columns if args.bad_rows == "raise" else ():
         if dataset.data.column(column).null_count:  # of all rows of the table, selected or not, without a copy
             values = dataset.select_columns(column).with_format("arrow")[:][column]
             missing = np.flatnonzero(values.is_null().to_numpy())
@@ -268,39 +265,3 @@ def _check_not_packed(dataset: Dataset, name: str) -> None:
             "for it. A padded batch has no boundaries, and the documents of a row would see each other. Set "
             "`packing=True` (and `eval_packing`), or remove the column."
         )
-
-
-@contextmanager
-def naming_silent_rows(
-    dataset: Any, name: str, tokenizer: Any, chat_template: str | None, args: trl.SFTConfig
-) -> Iterator[None]:
-    """Turn TRL's refusal of a row without assistant tokens into one that names the rows.
-
-    TRL stops at the first such row and does not say which. Only then the rows are looked through again.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not args.assistant_only_loss or "assistant_only_loss" not in str(error) or not isinstance(dataset, Dataset):
-            raise
-        silent = []
-        for row, example in enumerate(dataset):
-            messages = example.get("messages") or [*example.get("prompt", []), *example.get("completion", [])]
-            tools = example.get("tools")
-            tokens = tokenizer.apply_chat_template(
-                messages,
-                tools=json.loads(tools) if isinstance(tools, str) else tools,
-                chat_template=chat_template,
-                return_assistant_tokens_mask=True,
-                return_dict=True,
-            )
-            if 1 not in tokens["assistant_masks"]:
-                silent.append(row)
-            if len(silent) == NUM_SHOWN:
-                break
-        raise ValueError(
-            f"`assistant_only_loss=True` was given and rows {silent} of the {name} dataset of {len(dataset)} rows "
-            "(at most the first ten are named) have no assistant tokens under the chat template. Such a row has "
-            "nothing to train on. Remove these rows (`dataset.select`), check the template's `{% generation %}` "
-            "markers, or set `assistant_only_loss=False`."
-        ) from error

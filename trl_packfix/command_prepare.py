@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from datasets import concatenate_datasets
     from transformers import AutoTokenizer
 
+    from .bad_rows import without_bad_rows
     from .documents import make_documents
     from .reader import TokenReader
     from .sources import load_rows, tokenised
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     settings = flags.tokenisation(args)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     parts = [tokenised(load_rows(name, args.split, args.name), tokenizer, settings) for name in args.data]
-    table = concatenate_datasets(parts)
+    given = sum(map(len, parts))
+    table = concatenate_datasets([without_bad_rows(part) for part in parts])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
     table.save_to_disk(output, num_proc=args.num_proc)
     manifest = {
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "vocabulary": len(tokenizer),
         "settings": vars(settings),
         "rows": len(table),
+        "bad_rows_dropped": given - len(table),
         "documents": ledger.given.documents,
         "tokens": ledger.given.tokens,
         "trained_tokens": ledger.given.trained_tokens,
@@ -81,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
+    if given > len(table):
+        print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are left out")
     print(
         f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `examples/train.py --dataset_name {output}`"

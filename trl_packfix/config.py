@@ -14,7 +14,10 @@ from .scheduling import Balance
 
 OnLeak = Literal["repair", "raise", "unpack"]
 Weighting = Literal["token", "document"]
-STRATEGIES, OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS = map(get_args, (Strategy, Overlong, Balance, OnLeak, Weighting))
+BadRows = Literal["raise", "drop"]
+STRATEGIES, OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(
+    get_args, (Strategy, Overlong, Balance, OnLeak, Weighting, BadRows)
+)
 
 
 @dataclass
@@ -33,6 +36,10 @@ class SFTConfig(trl.SFTConfig):
             What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
             says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
             `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
+        bad_rows (`str`, *optional*, defaults to `"raise"`):
+            What happens to rows that the tokenizer or its chat template cannot take: `"raise"` stops and names them,
+            `"drop"` leaves them out, of training counted in the report. With or without packing, of tables and
+            streams.
         on_leak (`str`, *optional*, defaults to `"repair"`):
             What to do when the probe finds, before the first step, that documents influence each other on this model:
             `"repair"` makes the modules where information crosses see each document by itself, and unpacks where that
@@ -72,6 +79,14 @@ class SFTConfig(trl.SFTConfig):
             "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
             "Unset: 'split' for 'bfd_split' and 'wrapped', else 'truncate'.",
             "choices": list(OVERLONG),
+        },
+    )
+    bad_rows: BadRows = field(
+        default="raise",
+        metadata={
+            "help": "What happens to rows that the tokenizer or its chat template cannot take: 'raise' stops and names "
+            "them, 'drop' leaves them out and counts them.",
+            "choices": list(BAD_ROWS),
         },
     )
     on_leak: OnLeak = field(
@@ -156,6 +171,7 @@ def check_config(args: SFTConfig) -> None:
         "packing_strategy": STRATEGIES,
         "overlong": (None, *OVERLONG),
         "truncation_mode": get_args(TruncationMode),
+        "bad_rows": BAD_ROWS,
         "on_leak": ON_LEAK,
         "balance": BALANCE,
         "document_weighting": WEIGHTINGS,

@@ -71,6 +71,9 @@ def make_documents(
     """
     spans = _table_spans(reader)
     ledger = Ledger(given=spans.count())
+    bad = reader.bad_rows()
+    if bad is not None:
+        spans = _drop(spans, bad[spans.row], "bad_row", ledger)
     spans = _drop(spans, spans.lengths == 0, "empty", ledger)
     if not keep_untrained:
         # Before cutting: a document that never had a target is not a victim of the cut.

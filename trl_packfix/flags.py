@@ -38,6 +38,13 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
     as_trained.add_argument("--eos-token", "--eos_token", metavar="TOKEN")
     as_trained.add_argument("--chat-template-path", "--chat_template_path", metavar="FILE")
     as_trained.add_argument("--text-field", "--dataset_text_field", default="text", metavar="COLUMN")
+    as_trained.add_argument(
+        "--bad-rows",
+        "--bad_rows",
+        choices=("raise", "drop"),
+        default="raise",
+        help="rows that cannot be tokenised (default: raise)",
+    )
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
 
 
@@ -89,6 +96,7 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         chat_template_path=args.chat_template_path,
         dataset_text_field=args.text_field,
         dataset_num_proc=args.num_proc,
+        bad_rows=args.bad_rows,
     )
 
 

@@ -33,7 +33,8 @@ class Ledger:
 
     `truncated` and `split` count the documents concerned and what they lost; a split document loses no token, but the
     first token of each later fragment is no longer a target. `fragments` is the number of documents that splitting
-    made. `dropped` has one entry per reason: `empty`, `overlong`, `untrained`.
+    made. `dropped` has one entry per reason: `bad_row` (it could not be tokenised), `empty`,
+    `overlong`, `untrained`.
     """
 
     given: Count = field(default_factory=Count)

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from .collator import IGNORE_INDEX, MASKS
 
+BAD_ROW = "packfix_bad_row"  # column: why a row has no tokens; empty where it has
 # Masks may be booleans, and of a column without values Arrow does not know the type.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
@@ -23,6 +25,14 @@ _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 def mask_columns(dataset: Dataset) -> list[str]:
     """The columns of 0 and 1 that say which tokens are trained where there are no `labels`."""
     return [name for name in MASKS if name in dataset.column_names]
+
+
+def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
+    """Which rows could not be tokenised, shape (R,): those with a reason in `BAD_ROW`. None without this column."""
+    if BAD_ROW not in dataset.column_names:
+        return None
+    reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
+    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
 
 def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:
@@ -149,7 +159,7 @@ class TokenReader:
                 "and only one mask is read. Add `labels` (-100 where a token is not trained), or leave "
                 "`skip_prepare_dataset` unset so that they are built."
             )
-        names = [column, *targets, *(name for name in ("seq_lengths",) if name in dataset.column_names)]
+        names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW) if name in dataset.column_names)]
         self._dataset = dataset.select_columns(names)
         self._open()
         self._check_labels()
@@ -159,7 +169,8 @@ class TokenReader:
         # A selected or shuffled dataset keeps its table and remembers which rows it means; there is no public accessor.
         mapping = self._dataset._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
-        columns = {name: _ListColumn(name, table.column(name), indices) for name in self._dataset.column_names}
+        names = [name for name in self._dataset.column_names if name != BAD_ROW]
+        columns = {name: _ListColumn(name, table.column(name), indices) for name in names}
         self._tokens = columns[self._dataset.column_names[0]]
         self._has_labels = "labels" in columns
         # what says which tokens are trained; None: all
@@ -211,6 +222,10 @@ class TokenReader:
         if self._seq_lengths is None:
             return None
         return self._seq_lengths.lengths, self._seq_lengths.flat().astype(np.int64)
+
+    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
+        """Rows that could not be tokenised, shape (R,); None where no row was marked."""
+        return bad_rows(self._dataset)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """One span as `input_ids` and `labels`, shape (stop - start,): views on the dataset's own memory.

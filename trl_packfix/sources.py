@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.exceptions import DatasetGenerationError
 
 from .collator import IGNORE_INDEX
-from .reader import TokenReader, applied_masks
+from .reader import BAD_ROW, TokenReader, applied_masks
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 LENGTHS = (".txt", ".npy", ".csv", ".json")
@@ -35,6 +35,7 @@ class Tokenisation:
     chat_template_path: str | None = None
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
+    bad_rows: Literal["raise", "drop"] = "raise"
 
 
 class LengthsReader(TokenReader):
@@ -55,6 +56,9 @@ class LengthsReader(TokenReader):
         return self._lengths
 
     def seq_lengths(self) -> None:
+        return None
+
+    def bad_rows(self) -> None:
         return None
 
     def count_trained(
@@ -156,7 +160,8 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
 
     Args:
         dataset: in any form that TRL takes. A tokenised one comes back with these columns, its `labels` made of the
-            masks that apply; `labels` are left out where every token is trained.
+            masks that apply; `labels` are left out where every token is trained. Rows that are to be dropped have no
+            tokens, and the reason in a column (`without_bad_rows`).
         tokenizer: object, local path or name on the hub; may be None for a tokenised dataset.
 
     Raises:
@@ -211,7 +216,7 @@ def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
             num_proc=settings.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
         )
-    names = ("input_ids", "labels", "seq_lengths")
+    names = ("input_ids", "labels", "seq_lengths", BAD_ROW)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
 

@@ -22,12 +22,12 @@ from . import checks
 from .compat import state_is_exact
 from .documents import Overlong, make_documents
 from .ledger import Ledger
-from .reader import TokenReader
+from .reader import BAD_ROW, TokenReader
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 128  # examples that are read, cut and sent together
-COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask")
+COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
 MANY_RANKS = 8
 
 DocumentTokens = dict[str, np.ndarray]
@@ -163,7 +163,7 @@ def as_table(batch: dict[str, Any]) -> Dataset:
     columns = {}
     for name in COLUMNS:
         if name in batch:
-            rows = [row if isinstance(row, list | None) else np.asarray(row) for row in batch[name]]
+            rows = [row if isinstance(row, list | str | None) else np.asarray(row) for row in batch[name]]
             columns[name] = pa.array(rows)
     return Dataset(pa.table(columns), fingerprint="chunk")  # its hash would take longer than all the rest
 

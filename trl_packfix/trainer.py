@@ -21,7 +21,7 @@ from transformers import (
 )
 from trl.trainer.utils import get_config_model_id
 
-from . import checks
+from . import bad_rows, checks
 from .accounting import make_report, make_stream_report
 from .ahead import PlanAhead
 from .collator import PackedDataCollator
@@ -176,7 +176,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
         self,
         dataset: AnyDataset,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: trl.SFTConfig,
+        args: SFTConfig,  # type: ignore[override]  # that of this trainer
         packing: bool,
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
@@ -202,8 +202,13 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             args = copy.copy(args)
             # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
             args.max_length = None
-        with checks.naming_silent_rows(dataset, dataset_name, processing_class, self.chat_template, args):
-            dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+
+        def prepare(rows: Any, args: SFTConfig, is_formatted: bool = True) -> Any:
+            function = formatting_func if is_formatted else None
+            return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
+
+        # Where documents are counted, rows that are dropped stay as documents without tokens.
+        dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset

@@ -1,0 +1,265 @@
+"""Rows that the chat template or the tokenizer cannot take: named and refused, or dropped and counted."""
+
+import json
+import logging
+from itertools import islice
+
+import pytest
+import trl
+from conftest import build_tiny_model, build_tokenizer
+from datasets import Dataset, IterableDataset, load_from_disk
+from test_trainer import ANSWER, PROMPT, config, documents_of, trainer
+
+from trl_packfix.cli import main
+from trl_packfix.stream_reader import CHUNK
+
+SILENT = [{"role": "user", "content": "x"}]
+NO_CONTENT = [{"role": "user", "content": None}, *ANSWER]
+# What a good row is, what a bad one is, settings, and what the message says of the bad one
+FORMS = {
+    "messages": (
+        {"messages": PROMPT + ANSWER},
+        {"messages": NO_CONTENT},
+        {},
+        r"`messages\[0\]` \(user\) has no `content`; UndefinedError: ",
+    ),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}]},
+        {"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": "so"}]},
+        {},
+        r"`conversations\[0\]` \(human\) has no `value`",
+    ),
+    "no messages": ({"messages": PROMPT + ANSWER}, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
+    "prompts": (
+        {"prompt": PROMPT, "completion": ANSWER},
+        {"prompt": NO_CONTENT[:1], "completion": ANSWER},
+        {},
+        r"`prompt\[0\]` \(user\) has no `content`",
+    ),
+    "tools": (
+        {"messages": PROMPT + ANSWER, "tools": "[]"},
+        {"messages": PROMPT + ANSWER, "tools": "[{"},
+        {},
+        "Row 3: JSONDecodeError: Expecting property name",
+    ),
+    "silent": (
+        {"prompt": PROMPT, "completion": ANSWER},
+        {"prompt": PROMPT, "completion": SILENT},
+        {"assistant_only_loss": True},
+        "Row 3: no assistant tokens under the chat template .*assistant_only_loss",
+    ),
+}
+BAD = [3, 8]
+
+
+def rows(name, bad=BAD, num=12):
+    good, wrong, *_ = FORMS[name]
+    return [wrong if i in bad else good | {"id": i} for i in range(num)]
+
+
+def all_documents(run):
+    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, packing, tmp_path, caplog):
+    *_, settings, said = FORMS[name]
+    data = Dataset.from_list(rows(name))
+    settings = settings | {"packing": packing}
+    named = rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{said}.*`bad_rows="
+    with pytest.raises(ValueError, match=named.format("train")) as raised:
+        trainer(tmp_path, data, **settings)
+    assert raised.value.__cause__ is None and raised.value.__context__ is None  # none of the lines of jinja2
+    good = data.select([i for i in range(12) if i not in BAD])
+    with pytest.raises(ValueError, match=named.format("eval")):
+        trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
+
+    with caplog.at_level(logging.WARNING):
+        run = trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
+    for each in ("train", "eval"):
+        assert (
+            f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
+            in caplog.text
+        )
+    args = config(tmp_path, **(settings | {"packing": False}))
+    stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=good, processing_class=build_tokenizer())
+    expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
+    assert len(expected) == 10 and all(tokens for tokens, _ in expected)
+    assert [(row["input_ids"], row["labels"]) for row in run.eval_dataset] == expected
+    if not packing:
+        assert [(row["input_ids"], row["labels"]) for row in run.train_dataset] == expected
+        assert run.train_dataset["id"] == good["id"]
+        return
+    assert all_documents(run) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
+    ledger = run.packing_report.ledger
+    assert ledger.dropped["bad_row"].documents == 2 and ledger.given.documents == 12 and ledger.kept.documents == 10
+    assert dict(run.packing_report.lines())["dropped, bad_row"] == "2 documents, 0 tokens"
+
+
+TEXTS = {
+    "missing": ({"text": ["a", None, "c"]}, r"`text` is None; AttributeError", [1]),
+    "number": ({"text": [1, 2, 3]}, r"`text` is of type int; AttributeError", [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_no_text_is_bad(name, tmp_path):
+    columns, said, bad = TEXTS[name]
+    data = Dataset.from_dict(columns)
+    if len(bad) == 3:  # with "drop", too: no row remains
+        for choice in ("raise", "drop"):
+            with pytest.raises(ValueError, match=rf"3 of 3 rows of the train dataset .*\[0, 1, 2\]\. Row 0: {said}"):
+                trainer(tmp_path, data, bad_rows=choice)
+        return
+    with pytest.raises(ValueError, match=r"1 of 3 rows of the train dataset hold None in `text`"):
+        trainer(tmp_path, data)  # seen before anything is tokenised
+    run = trainer(tmp_path, data, bad_rows="drop")
+    assert len(all_documents(run)) == 2 and run.packing_report.ledger.dropped["bad_row"].documents == 1
+
+
+def test_only_ten_rows_are_named_and_the_number_of_processes_makes_no_difference(tmp_path):
+    data = Dataset.from_list(rows("messages", bad=range(20, 50), num=60))
+    with pytest.raises(ValueError, match=rf"30 of 60 rows .* the first are \{list(range(20, 30))}\. Row 20: "):
+        trainer(tmp_path, data, dataset_num_proc=2)
+    documents = [all_documents(trainer(tmp_path, data, bad_rows="drop", dataset_num_proc=n)) for n in (None, 2)]
+    assert documents[0] == documents[1] and len(documents[0]) == 30
+
+
+def test_an_error_that_is_about_no_row_is_that_of_trl(tmp_path, monkeypatch):
+    prepare = trl.SFTTrainer._prepare_dataset
+
+    def full_disk(self, dataset, *args):
+        if isinstance(dataset, Dataset):
+            raise OSError("no space is left")
+        return prepare(self, dataset, *args)
+
+    monkeypatch.setattr(trl.SFTTrainer, "_prepare_dataset", full_disk)
+    with pytest.raises(OSError, match="no space is left"):
+        trainer(tmp_path, Dataset.from_list(rows("messages", bad=[])))
+
+
+def test_a_good_table_takes_the_way_of_trl_and_a_second_start_tokenises_nothing(tmp_path, monkeypatch):
+    """No row is looked at twice where all are good; with "drop" the tokens are found again."""
+    maps = []
+    run_map = Dataset.map
+
+    def counted(self, *args, **kwargs):
+        maps.append(kwargs.get("desc"))
+        return run_map(self, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", counted)
+    Dataset.from_list(rows("messages", bad=[])).save_to_disk(tmp_path / "good")
+    trainer(tmp_path, load_from_disk(tmp_path / "good"))
+    assert maps == ["Tokenizing train dataset", "Building labels for train dataset"]
+    Dataset.from_list(rows("messages")).save_to_disk(tmp_path / "bad")
+    left, ledgers = [], []
+    for _ in range(2):
+        run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
+        ledgers.append(run._documents.ledger)
+        left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
+    assert left[0] == left[1] and len(left[0]) > 1 and ledgers[0] == ledgers[1]
+    assert maps[2:] == ["Tokenizing train dataset"] * 2
+
+
+# Streams
+
+
+def stream(num=300, bad=(3, 200)):
+    return IterableDataset.from_generator(lambda: iter(rows("messages", bad, num)))
+
+
+def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
+    run = trainer(tmp_path, stream(bad=(200,)), max_steps=2)
+    with pytest.raises(ValueError, match=r"Row 200 of the train stream cannot be tokenised: `messages\[0\]` \(user\)"):
+        run.train()
+    assert CHUNK < 200, "training reads beyond the first chunk"
+    with pytest.raises(ValueError, match="Row 0 of the train stream"):
+        trainer(tmp_path, stream(bad=(0,)), max_steps=2)
+    with pytest.raises(ValueError, match="Row 3 of the eval stream"):
+        trainer(tmp_path, stream(bad=()), max_steps=1, trainer_kwargs={"eval_dataset": stream(12)}).evaluate()
+    with pytest.raises(ValueError, match=r"1000 of 1000 rows of the train dataset cannot be tokenised"):
+        trainer(tmp_path, stream(2000, bad=range(2000)), max_steps=1, bad_rows="drop")
+    unpacked = trainer(tmp_path, stream(), packing=False, max_steps=4)
+    with pytest.raises(ValueError, match="Row 3 of the train stream"):
+        unpacked.train()
+
+
+@pytest.mark.parametrize("bad", [(), (0, 3), tuple(range(0, 40, 3))], ids=len)
+def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
+    settings = {"max_steps": 4, "per_device_train_batch_size": 8, "max_length": 128, "save_steps": 2}
+    settings["save_strategy"] = "steps"
+    documents = Dataset.from_list(rows("messages", bad, 40))
+    run = trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", **settings)
+    good = documents.select([i for i in range(40) if i not in bad])
+    expected = trainer(tmp_path / "good", good.to_iterable_dataset(), **settings)
+    seen = [[documents_of(batch) for batch in islice(each.get_train_dataloader(), 6)] for each in (run, expected)]
+    assert seen[0] == seen[1]
+    run.train()
+    ledger = run.packing_report.ledger
+    passes = ledger.given.documents // 40
+    assert passes >= 1 and ledger.given.documents == passes * 40
+    dropped = ledger.dropped["bad_row"].documents if bad else 0
+    assert dropped == passes * len(bad) == ledger.given.documents - ledger.kept.documents
+    resumed = trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.packing_report.ledger == ledger
+    # not packed, and of an evaluation set: the rows are left out
+    unpacked = trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", packing=False, max_steps=1)
+    stock = trl.SFTTrainer(
+        build_tiny_model(),
+        config(tmp_path, packing=False, max_steps=1),
+        train_dataset=good.to_iterable_dataset(),
+        processing_class=build_tokenizer(),
+    )
+    tokens = [[(row["input_ids"], row["labels"]) for row in each.train_dataset] for each in (unpacked, stock)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 40 - len(bad)
+    kwargs = {"eval_dataset": documents.to_iterable_dataset()}
+    assert len(list(trainer(tmp_path, good, bad_rows="drop", trainer_kwargs=kwargs).eval_dataset)) == 40 - len(bad)
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+    for name, bad in (("bad", BAD), ("good", ())):
+        Dataset.from_list(rows("messages", bad)).to_json(folder / f"{name}.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "prepare"])
+def test_commands_name_bad_rows_or_leave_them_out(command, workplace, tmp_path, capsys):
+    words = ["--tokenizer", str(workplace / "tokenizer"), "--json"]
+    words += ["--output", str(tmp_path / "table")] if command == "prepare" else ["--max-length", "64"]
+    found = {}
+    assert main([command, str(workplace / "bad.jsonl"), *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"trl-packfix {command}: 2 of 12 rows of the train dataset cannot be tokenised; the first")
+    for name in ("bad", "good"):
+        assert main([command, str(workplace / f"{name}.jsonl"), *words, "--bad-rows", "drop"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+        words[-1] += "2" if command == "prepare" else ""
+    if command == "prepare":
+        assert [found[name]["bad_rows_dropped"] for name in ("bad", "good")] == [2, 0]
+        assert [found[name]["documents_without_a_trained_token"] for name in ("bad", "good")] == [0, 0]
+        table = load_from_disk(tmp_path / "table")
+        assert table.column_names == ["input_ids", "labels"] and len(table) == 10 and all(table["input_ids"])
+    elif command == "plan":
+        ledgers = [found[name]["plans"][0]["ledger"] for name in ("bad", "good")]
+        assert ledgers[0]["dropped"]["bad_row"]["documents"] == 2 and not ledgers[1]["dropped"]
+        assert ledgers[0]["given"]["documents"] == ledgers[1]["given"]["documents"] == 12
+    else:
+        shown = [{each["row"] for pack in found[name] for each in pack["documents"]} for name in ("bad", "good")]
+        assert shown == [set(range(12)) - set(BAD), set(range(12))]  # rows have the numbers that they have in the file
+
+
+def test_tool_calls_without_content_under_a_template_that_wants_it(data_dir, capsys):
+    """Real data: 60 lines of jinja2 before."""
+    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--max-length", "2048"]
+    assert main(["plan", str(data_dir / "sgd_tools_train1200.jsonl"), *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "1200 of 1200 rows of the train dataset cannot be tokenised; the first are [0, 1, 2" in said
+    assert "Row 0: `messages[9]` (assistant) has no `content`; UndefinedError: 'dict object' has no attribute" in said

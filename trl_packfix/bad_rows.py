@@ -1,0 +1,261 @@
+"""Rows that cannot be tokenised, found with TRL's own preparation of one row at a time: refused, or left out.
+
+A table goes through TRL's maps as it is, and is looked through only after these have failed. With `bad_rows="drop"`,
+and of a stream always, TRL's functions run in one map that gives a row without tokens the reason (column `BAD_ROW`).
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.utils import global_then_local_main_first
+
+from .config import SFTConfig
+from .reader import BAD_ROW, bad_rows
+
+logger = logging.getLogger(__name__)
+
+NUM_SHOWN = 10  # rows that a message names
+NUM_TRIED = 1000  # rows of a stream that are tried to find one that can be tokenised
+CHATML = ("role", "content")
+TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A `map` of TRL's preparation: a function of one row, its keyword arguments, and the columns that it removes."""
+
+    function: Callable[..., dict[str, Any]]
+    kwargs: dict[str, Any]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Stands in for a stream while TRL prepares it: `map` records a step, iterating tries all steps on each row.
+
+    It gives the rows that can be prepared, as TRL looks at the first of them to choose its steps.
+
+    Raises:
+        ValueError: when it is iterated, no row can be prepared.
+    """
+
+    rows: Iterable[dict[str, Any]]
+    name: str
+    text_field: str
+    steps: tuple[Step, ...] = ()
+    column_names = None  # not known before a row is read, as of a stream
+
+    def map(
+        self,
+        function: Callable[..., dict[str, Any]],
+        fn_kwargs: dict[str, Any] | None = None,
+        remove_columns: str | list[str] | None = None,
+        batched: bool = False,
+    ) -> "Preparation":
+        assert not batched, "TRL maps rows one by one"
+        removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
+        steps = (*self.steps, Step(function, fn_kwargs or {}, removed))
+        return Preparation(self.rows, self.name, self.text_field, steps)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        problems: list[tuple[int, str]] = []
+        number, num_good = -1, 0
+        for number, row in enumerate(self.rows):
+            try:
+                made = _applied(self.steps, row)
+            except Exception as error:
+                problems.append((number, _reason(row, error, self.text_field)))
+            else:
+                num_good += 1
+                yield made
+        if not num_good:
+            _refuse(self.name, problems[:NUM_SHOWN], len(problems), number + 1)
+
+
+def prepared(
+    dataset: Dataset | IterableDataset,
+    name: str,
+    args: SFTConfig,
+    prepare: Callable[..., Any],
+    marks: bool,
+) -> Dataset | IterableDataset:
+    """What TRL makes of a dataset, or of those of its rows that can be tokenised.
+
+    Args:
+        prepare: TRL's `_prepare_dataset` as a function of a dataset, of `args`, and of `is_formatted`, False where the
+            rows have gone through the user's formatting function.
+        marks: with `bad_rows="drop"`, rows to leave out stay in place, without tokens and with the reason in the
+            column `BAD_ROW`.
+
+    Raises:
+        ValueError: with `bad_rows="raise"`, rows cannot be tokenised; with "drop", no row can.
+    """
+    drops = args.bad_rows == "drop"
+    if "input_ids" in get_dataset_column_names(dataset):
+        return prepare(dataset, args)
+    if isinstance(dataset, IterableDataset):
+        steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare)
+        removed = _removed(get_dataset_column_names(dataset), steps)
+        kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
+        dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
+        if drops and not marks:
+            dataset = dataset.filter(_is_good).remove_columns(BAD_ROW)
+        return prepare(dataset, args, is_formatted=False)
+    if not drops:
+        try:
+            return prepare(dataset, args)
+        except Exception as error:
+            failure = error
+        if dataset.format["type"] != "custom":  # which TRL refuses
+            found = _with_tokens(dataset, name, args, prepare, tokens_only=True)
+            bad = _bad_rows(found)
+            if len(bad):
+                _refuse(name, _first(found, bad), len(bad), len(dataset))
+        raise failure  # it was not about any row
+    with global_then_local_main_first():
+        dataset = _with_tokens(dataset, name, args, prepare, marks)
+    bad = _bad_rows(dataset)
+    if len(bad):
+        row, reason = _first(dataset, bad)[0]
+        logger.warning(
+            "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
+            *(len(bad), len(dataset), name, bad[:NUM_SHOWN].tolist(), row, reason),
+        )
+    return prepare(dataset if marks else without_bad_rows(dataset), args, is_formatted=False)
+
+
+def without_bad_rows(dataset: Dataset) -> Dataset:
+    """The rows that have tokens, without the column `BAD_ROW`."""
+    bad = _bad_rows(dataset)
+    if len(bad):
+        dataset = dataset.select(np.setdiff1d(np.arange(len(dataset)), bad))
+    return dataset.remove_columns(BAD_ROW) if BAD_ROW in dataset.column_names else dataset
+
+
+def _bad_rows(dataset: Dataset) -> np.ndarray:
+    bad = bad_rows(dataset)
+    return np.zeros(0, np.int64) if bad is None else np.flatnonzero(bad)
+
+
+def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
+    reasons = dataset.select(bad[:NUM_SHOWN]).with_format(None)[BAD_ROW]
+    return list(zip(bad[:NUM_SHOWN].tolist(), reasons, strict=True))
+
+
+def _with_tokens(dataset: Dataset, name: str, args: SFTConfig, prepare: Callable, tokens_only: bool) -> Dataset:
+    steps = _recorded(dataset, name, args, prepare)
+    removed = dataset.column_names if tokens_only else _removed(dataset.column_names, steps)
+    others = {column: feature for column, feature in dataset.features.items() if column not in removed}
+    return dataset.map(
+        _tokens,
+        fn_kwargs={"steps": steps, "text_field": args.dataset_text_field},
+        remove_columns=removed,
+        features=Features(others | TOKENS),
+        num_proc=args.dataset_num_proc,
+        desc=f"Tokenizing {name} dataset",
+    )
+
+
+def _recorded(rows: Any, name: str, args: SFTConfig, prepare: Callable[..., Any]) -> tuple[Step, ...]:
+    """The steps from a row to `input_ids` and `labels`."""
+    args = copy.copy(args)
+    args.max_length, args.shuffle_dataset = None, False
+    return prepare(Preparation(rows, name, args.dataset_text_field), args).steps
+
+
+def _removed(columns: list[str], steps: tuple[Step, ...]) -> list[str]:
+    """Those of the columns that TRL removes: it renames what is in `conversations`, which is then of another type."""
+    return [column for column in columns if any(column in step.removed for step in steps)]
+
+
+def _applied(steps: tuple[Step, ...], row: dict[str, Any]) -> dict[str, Any]:
+    for step in steps:
+        made = step.function(dict(row), **step.kwargs)
+        row = {name: value for name, value in row.items() if name not in step.removed} | made
+    return row
+
+
+def _tokens(row: Any, steps: tuple[Step, ...], text_field: str) -> dict[str, Any]:
+    row = dict(row)
+    try:
+        made = _applied(steps, row)
+    except Exception as error:
+        return {"input_ids": [], "labels": [], BAD_ROW: _reason(row, error, text_field)}
+    return {"input_ids": made["input_ids"], "labels": made["labels"], BAD_ROW: ""}
+
+
+def _tokens_of_stream(
+    row: dict[str, Any], index: int, steps: tuple[Step, ...], text_field: str, name: str, drops: bool
+) -> dict[str, Any]:
+    made = _tokens(row, steps, text_field)
+    if drops:
+        return made
+    reason = made.pop(BAD_ROW)
+    if reason:
+        raise ValueError(
+            f"Row {index} of the {name} stream cannot be tokenised: {reason}. Every row must go through the chat "
+            "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes them, "
+            'or set `bad_rows="drop"`.'
+        )
+    return made
+
+
+def _is_good(row: dict[str, Any]) -> bool:
+    return not row[BAD_ROW]
+
+
+def _refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> NoReturn:
+    row, reason = first[0]
+    raise ValueError(
+        f"{count} of {total} rows of the {name} dataset cannot be tokenised; the first are "
+        f"{[number for number, _ in first]}. Row {row}: {reason}. Every row must go through the chat template and the "
+        "tokenizer. Correct or remove these rows (`dataset.select`), set `chat_template_path` to a template that takes "
+        'them, or set `bad_rows="drop"`, which leaves them out, counted, where others remain.'
+    )
+
+
+def _reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
+    """Why a row cannot be tokenised: what it lacks, where that can be seen, and the error."""
+    if isinstance(error, RuntimeError) and "assistant_only_loss" in str(error):
+        # TRL's own error, which says at length what to look for
+        return "no assistant tokens under the chat template (see its `{% generation %}` markers, `assistant_only_loss`)"
+    text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
+    gap = _gap(row, text_field)
+    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"
+
+
+def _gap(row: dict[str, Any], text_field: str) -> str | None:
+    """The first thing in a row that is not what TRL's documentation says."""
+    for column in ("messages", "conversations", "prompt", "completion", text_field):
+        if column not in row:
+            continue
+        value = row[column]
+        if isinstance(value, str) and column not in ("messages", "conversations"):
+            continue
+        if not isinstance(value, list) or column == text_field:
+            return f"`{column}` is {_kind(value)}"
+        if not value:
+            return f"`{column}` is an empty list"
+        names = ("from", "value") if column == "conversations" else CHATML
+        for number, message in enumerate(value):
+            if not isinstance(message, dict):
+                return f"`{column}[{number}]` is {_kind(message)}"
+            # TRL renames the keys of `conversations` in place.
+            role, content = (message.get(name, message.get(new)) for name, new in zip(names, CHATML, strict=True))
+            if not isinstance(role, str):
+                return f"`{column}[{number}]` has no `{names[0]}`"
+            if content is None:
+                return f"`{column}[{number}]` ({role}) has no `{names[1]}`"
+            if not isinstance(content, str | list):
+                return f"`{column}[{number}]` ({role}) has a `{names[1]}` that is {_kind(content)}"
+    return None
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
