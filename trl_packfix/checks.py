@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import trl
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig
 
