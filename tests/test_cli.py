@@ -71,6 +71,32 @@ def prepare(workplace, capsys, output, *words):
     return code, capsys.readouterr()
 
 
+@pytest.fixture
+def accents(tmp_path):
+    """A tokenised table, and a command that shows its words to a terminal of ASCII."""
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    Dataset.from_dict({"text": ["\u00e9\u4e2d" * 20] * 3000}).to_json(tmp_path / "rows.jsonl")
+    words = ["show", tmp_path / "rows.jsonl", "--tokenizer", tmp_path / "tokenizer", "--max-length", "64"]
+    command = [sys.executable, "-m", "trl_packfix", *map(str, words), "--packs", "3000"]
+    return command, os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+
+
+def test_a_terminal_without_the_characters_gets_escapes(accents):
+    command, env = accents
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "\\u4e2d" in run.stdout or "\\x" in run.stdout or "\\ufffd" in run.stdout
+
+
+def test_a_pipe_that_is_closed_is_no_error(accents):
+    command, env = accents
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == 141 and "Broken" not in error and "Traceback" not in error
+
+
 def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     code, printed = prepare(workplace, capsys, tmp_path / "table", "--json")
     manifest = json.loads(printed.out)

@@ -8,10 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import build_tokenizer
+from datasets import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import cost_model
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, with_pairs_of
 from trl_packfix.survey.zoo import causal_types, image_text_types, shrink
@@ -231,6 +234,32 @@ def test_without_a_config_it_is_a_llama_of_7b():
     # attention costs as much as all matrices at 50,400 tokens
     n = np.array([50_400])
     assert LLAMA_7B(n)[0] == pytest.approx(2 * LLAMA_7B.per_token * n[0], rel=1e-3)
+
+
+# Configs whose fields have another value in each layer, which cannot be read from the whole config, or are lists.
+BY_LAYER = {
+    "gemma4_text": shrink(CONFIG_MAPPING["gemma4_text"]()),
+    "hunyuan_v1_moe": {
+        **SIZE,
+        **MOE,
+        "moe_intermediate_size": [48] * 3,
+        "moe_topk": [2] * 3,
+        "num_shared_expert": [1] * 3,
+    },
+}
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
+    settings = BY_LAYER[name] | {"vocab_size": 300}
+    settings = {key: value for key, value in settings.items() if "implementation" not in key}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**settings))
+    args = SFTConfig(str(tmp_path), packing=packing, max_length=64, use_cpu=True, bf16=False, report_to=[])
+    rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
+    run = SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer())
+    assert len(run.get_train_dataloader()) == 1
+    assert run._cost_model == cost_model(model.config) != LLAMA_7B
 
 
 def test_a_model_of_other_code_is_counted_by_its_class():

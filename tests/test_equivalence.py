@@ -6,6 +6,9 @@ How far rounding alone moves them is measured beside each comparison (`rounding.
 import pytest
 import torch
 from equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
+from rounding import LIMIT, tolerance
+
+from trl_packfix.training.objective import PackedObjective
 
 CASES = [
     *[Case(model) for model in MODELS],
@@ -29,6 +32,20 @@ def test_the_comparison_sees_a_leak(model):
     reference = train(Case(model), "unpacked")
     _, weight_error = errors(Case(model), "padding_free", reference)
     assert weight_error > 1e-2
+
+
+def test_an_error_of_one_in_ten_thousand_fails(monkeypatch):
+    """However large rounding is where the suite runs: the tolerance has a limit."""
+    right = PackedObjective._loss
+
+    def wrong(*given):
+        loss, outputs = right(*given)
+        return 1.0001 * loss, outputs
+
+    monkeypatch.setattr(PackedObjective, "_loss", wrong)
+    with pytest.raises(AssertionError, match="losses|weights"):
+        assert_packed_equals_unpacked(Case("llama"))
+    assert LIMIT < 1e-4 and tolerance(1.0) == LIMIT and tolerance(0.0) < 2e-6
 
 
 def test_packed_run_really_packs():

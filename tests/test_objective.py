@@ -613,7 +613,11 @@ EXPERTS_IN_CONFIG = {
     ),
     "experts without a router": (
         "deepseek_v4",
-        shrink(DeepseekV4Config()) | {"mlp_layer_types": ["hash_moe"] * 2, "vocab_size": 300},
+        shrink(DeepseekV4Config())
+        | {
+            "mlp_layer_types": ["hash_moe"] * len(DeepseekV4Config(**shrink(DeepseekV4Config())).layer_types),
+            "vocab_size": 300,
+        },
         False,
     ),
     "dense layers only": ("qwen3_moe", {"router_aux_loss_coef": 0.1, "mlp_only_layers": [0, 1]}, False),

@@ -116,6 +116,52 @@ def test_rows_are_no_lengths(tmp_path):
     assert read_lengths(tmp_path / "x.json") is None and read_lengths(tmp_path / "x.csv") is None
 
 
+UNREADABLE = {
+    "empty.npy": b"",
+    "cut.npy": b"\x93NUMPY\x01\x00",
+    "short.csv": b"id,length\na,5\nb\n",
+    "above.txt": b"5\n99999999999999999999\n",
+    "above.json": b"[5, 99999999999999999999]",
+    "long.txt": b"5\n40000000000\n",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, capsys):
+    (tmp_path / name).write_bytes(UNREADABLE[name])
+    assert main(["plan", str(tmp_path / name), "--overlong", "split", "--max-length", "2048"]) == 2
+    error = capsys.readouterr().err
+    assert name in error and "2,147,483,647" in error and ("40,000,000,000" in error) == (name == "long.txt")
+
+
+def test_other_columns_beside_lengths_are_said(tmp_path, caplog):
+    (tmp_path / "x.csv").write_text("text,length\na,5\n")
+    assert read_lengths(tmp_path / "x.csv").tolist() == [5]
+    assert "column 'length'; the others (text) are not read" in caplog.text
+    caplog.clear()
+    (tmp_path / "y.csv").write_text("length\n5\n")
+    assert read_lengths(tmp_path / "y.csv").tolist() == [5] and not caplog.text
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "lengths.txt", "saved"])
+def test_a_split_of_what_has_none_is_refused(name, workplace, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("5 7")
+    Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]}).save_to_disk(tmp_path / "saved")
+    path = workplace / name if name == "rows.jsonl" else tmp_path / name
+    words = ["plan", str(path), "--model", str(workplace / "model"), "--max-length", "512", "--json"]
+    assert main([*words, "--split", "test"]) == 2
+    assert "`--split test` was given" in capsys.readouterr().err
+    assert main(words) == 0
+
+
+def test_tables_with_and_without_labels_are_refused(tmp_path, capsys):
+    rows = {"input_ids": [[1, 2, 3]]}
+    Dataset.from_dict(rows).save_to_disk(tmp_path / "a")
+    Dataset.from_dict(rows | {"labels": [[-100, 2, 3]]}).save_to_disk(tmp_path / "b")
+    assert main(["plan", str(tmp_path / "a"), str(tmp_path / "b"), "--max-length", "64"]) == 2
+    assert "one with the columns ['input_ids'] and another with ['input_ids', 'labels']" in capsys.readouterr().err
+
+
 def test_the_table_for_people(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("10 20 30 1000")
     assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "--world-size", "2", "--tflops", "1"]) == 0

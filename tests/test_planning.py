@@ -372,6 +372,8 @@ def test_full_and_tiny_documents(strategy):
         ({"lengths": [[1, 2], [3, 4]]}, ["shape (2, 2)", "one-dimensional"]),
         ({"lengths": [[5, 6, 7], [8]]}, ["nested sequences", "len(ids) for ids in dataset['input_ids']"]),
         ({"lengths": 5}, ["shape ()", "one-dimensional"]),
+        # refused before an array of that many numbers is made
+        ({"lengths": [2**32], "capacity": 2**32}, ["has 4294967296 tokens", "up to 67108864 tokens", "or less"]),
         ({"seed": -1}, ["seed=-1", "non-negative", "Set seed to 0"]),
         ({"epoch": 0.5}, ["epoch=0.5", "non-negative", "Set epoch to 0"]),
     ],

@@ -12,6 +12,9 @@ from datasets import Dataset
 from rich.console import Console
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli.forecast import forecasts
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.report import metrics
 from trl_packfix.reporting.sample import length_histogram
 
@@ -63,6 +66,20 @@ def test_loggers_get_the_numbers_of_the_report(run):
         assert entry[f"packing/{name}"] == saved[name]
     lost = saved["ledger"]["lost_trained_tokens"] / saved["ledger"]["given"]["trained_tokens"]
     assert entry["packing/lost_trained_share"] == lost > 0
+
+
+def test_the_share_that_is_lost_is_one_number(tmp_path):
+    # 32 documents of 16 tokens fill packs of 64; 4 more are left out with the last incomplete step
+    rows = Dataset.from_dict({"input_ids": [[5] * 16] * 36 + [[5] * 80]})
+    args = SFTConfig("unused", packing=True, max_length=64, per_device_train_batch_size=1, use_cpu=True, bf16=False)
+    args.dataloader_drop_last, args.gradient_accumulation_steps = True, 8
+    (forecast,) = forecasts(TokenReader(rows), [args], [1], LLAMA_7B, "step", None)
+    report = forecast.report
+    assert report.trained_tokens_not_reached and report.ledger.lost_trained_tokens  # both are part of it
+    lost = report.ledger.lost_trained_tokens + report.trained_tokens_not_reached
+    expected = lost / report.ledger.given.trained_tokens
+    assert forecast.to_dict()["lost_trained_share"] == metrics(report)["packing/lost_trained_share"] == expected
+    assert f"{expected:.1%} of the trained tokens are lost" in report.warning
 
 
 def test_the_model_card_says_packed_how_and_proved(run):

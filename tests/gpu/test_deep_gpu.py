@@ -25,6 +25,7 @@ def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, tmp_path, dev
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     args = SFTConfig(str(tmp_path), packing=True, max_length=64, bf16=True, use_cpu=device == "cpu", report_to=[])
     packed = PackedModel(model, args, torch.bfloat16)
+    packed.attend()
     for report in (check_isolation(model, max_length=64), packed.prove(model)):
         assert report.isolated and report.equal, report.summary()
     assert not packed.repaired and not packed.is_unpacked

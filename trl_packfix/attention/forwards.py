@@ -125,17 +125,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def carry_boundaries(model: nn.Module, carry: bool = True) -> None:
+def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
     """Make checkpointed layers recompute in the packed forward that they first ran in, or no longer.
 
     transformers gives each layer its checkpoint function when gradient checkpointing is enabled, which may happen at
     any time: a guard calls this in every packed forward.
     """
-    for module in model.modules():
-        checkpoint = vars(module).get("_gradient_checkpointing_func")
+    for layer in layers:
+        checkpoint = vars(layer).get("_gradient_checkpointing_func")
         if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
             carrying = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
-            vars(module)["_gradient_checkpointing_func"] = carrying
+            vars(layer)["_gradient_checkpointing_func"] = carrying
 
 
 class CarryingCheckpoint:
@@ -198,8 +198,11 @@ class PackedForwardGuard(ModelHooks):
         self.model = model
         self.ignores_masks = False
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
+        self._layers: list[nn.Module] = []
 
     def _register(self) -> list[RemovableHandle]:
+        # Those that transformers can checkpoint: an adapter has thousands of modules, and each forward looks at these
+        self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         return [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             # always_call: a forward that raises must not leave the next one marked
@@ -208,12 +211,12 @@ class PackedForwardGuard(ModelHooks):
 
     def remove(self) -> None:
         super().remove()
-        carry_boundaries(self.model, False)
+        carry_boundaries(self._layers, False)
 
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         is_packed = kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
-            carry_boundaries(model)
+            carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard was here
                 running = _check_packed_batch(model, args, kwargs)

@@ -6,6 +6,8 @@ heavy libraries only when they run, so that `--help` is quick.
 
 import argparse
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +17,14 @@ COMMANDS = ("plan", "show", "prepare", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code. A ValueError is the user's to read: its message, and exit code 2."""
+    """Run a command; its exit code. A ValueError is the user's to read: its message, and exit code 2.
+
+    What the terminal has no characters for is printed as escapes. Where the reader of a pipe has seen enough, the
+    command ends as other programs do, with 141 (128 + SIGPIPE).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
@@ -27,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             import_module("deepspeed")
     try:
-        return modules[args.command].run(args)
+        code: int = modules[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
     except (ValueError, OSError) as error:  # OSError: no such model, no such file
         print(f"trl-packfix {args.command}: {error}", file=sys.stderr)
         return 2

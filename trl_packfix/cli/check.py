@@ -16,7 +16,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--config-only",
         action="store_true",
-        help="fetch no weights: a tiny random model with the features of this config, one layer of each kind",
+        help="fetch no weights: a tiny random model with everything of this config but its sizes",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        "--trust_remote_code",
+        action="store_true",
+        help="run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused",
     )
     parser.add_argument("--max-length", type=int, default=1024, help="longest document of the run, in tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the device")
@@ -50,7 +56,13 @@ def _check(args: argparse.Namespace) -> int:
     from .checking import check_model
 
     result = check_model(
-        args.model, args.config_only, args.max_length, args.dtype, args.attn_implementation, args.on_leak
+        args.model,
+        args.config_only,
+        args.max_length,
+        args.dtype,
+        args.attn_implementation,
+        args.on_leak,
+        args.trust_remote_code,
     )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -10,7 +10,14 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 from trl.trainer.utils import create_model_from_path
 
@@ -20,6 +27,7 @@ from ..attention.varlen import ATTENTION_NAME
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.report import IsolationReport
 from ..survey import zoo
+from ..survey.shrinking import tiny_like
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ def check_model(
     dtype: str | None = None,
     attn_implementation: str | None = None,
     on_leak: OnLeak = "repair",
+    trust_remote_code: bool = False,
 ) -> CheckResult:
     """Load a model as TRL does and prove it as the trainer does.
 
@@ -112,13 +121,14 @@ def check_model(
         max_length: longest document, in tokens.
         dtype: "float32", "bfloat16", "float16"; None is bfloat16 on CUDA and float32 elsewhere.
         on_leak: of `SFTConfig`; None is its default.
+        trust_remote_code: whether code that comes with the model may run; without it such a model is refused.
 
     Raises ValueError for settings that cannot work, OSError where the model is not to be had.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model = _load(name, config_only, found_dtype, attn_implementation).to(device)
+    model = _load(name, config_only, found_dtype, attn_implementation, trust_remote_code).to(device)
     packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise")
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
@@ -163,13 +173,40 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _load(name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A tiny random model in fp32 with everything of a config but its sizes.
+
+    Raises ValueError where transformers cannot build it.
+    """
+
+    def build(config: PreTrainedConfig) -> PreTrainedModel:
+        known = getattr(transformers, (config.architectures or [""])[0], None)
+        if known is not None:
+            return known(config)
+        is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto: Any = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+    try:
+        tiny = tiny_like(config, build)
+        return zoo.random_model(lambda: build(tiny))
+    except Exception as error:  # anything that transformers or a model's own code raises is the reason
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"`--config-only` was given, and transformers {transformers.__version__} cannot build a tiny model of type "
+            f"{config.model_type!r} from this config ({reason}). Correct the config, add `--trust-remote-code` where "
+            "the model has code of its own, or run `check` without `--config-only`."
+        ) from error
+
+
+def _load(
+    name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None, trust_remote_code: bool
+) -> nn.Module:
+    trust = {"trust_remote_code": trust_remote_code}  # given, or transformers asks on standard input
     if not config_only:
         create: Any = create_model_from_path
-        return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None)
-    config = AutoConfig.from_pretrained(name)
-    model_class = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
-    model: Any = zoo.random_model(type(config)(**zoo.shrink(config)), model_class)
+        return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None, **trust)
+    model: Any = tiny_model(AutoConfig.from_pretrained(name, **trust), **trust)
     model.to(dtype)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)

@@ -42,9 +42,7 @@ class Forecast:
     @property
     def lost(self) -> float:
         """Share of the trained tokens that are not trained."""
-        ledger = self.report.ledger
-        lost = ledger.lost_trained_tokens + self.report.trained_tokens_not_reached
-        return lost / ledger.given.trained_tokens if ledger.given.trained_tokens else 0.0
+        return self.report.lost_trained_share or 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return self.report.to_dict() | {

@@ -5,6 +5,7 @@ every figure made of them, are those of a training run with the same settings.
 """
 
 import json
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from datasets.exceptions import DatasetGenerationError
 from ..data.collator import IGNORE_INDEX
 from ..data.reader import BAD_ROW, TokenReader, applied_masks
 
+logger = logging.getLogger(__name__)
+
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 LENGTHS = (".txt", ".npy", ".csv", ".json")
+LONGEST = 2**31 - 1  # tokens of a row: what a list of a table holds
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
 
@@ -82,7 +86,10 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     """
     values: Any = None
     if path.suffix == ".npy":
-        values = np.load(path)
+        try:
+            values = np.load(path)
+        except (EOFError, ValueError):  # no array of numbers, or none at all
+            values = []
     elif path.suffix == ".txt":
         values = path.read_text().split()
     elif path.suffix == ".json":
@@ -97,7 +104,13 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         names = [name.strip().strip('"') for name in rows[0]] if rows else []
         column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
         if column is not None:
-            values = [row[column] for row in rows[1:]]
+            values = [row[column] if column < len(row) else "" for row in rows[1:]]
+            others = names[:column] + names[column + 1 :]
+            if others:
+                logger.warning(
+                    f"{path}: lengths are read from its column {names[column]!r}; the others ({', '.join(others)}) "
+                    "are not read. To have its rows tokenised, rename that column."
+                )
         elif len(names) == 1 and names[0].isdigit():
             values = [row[0] for row in rows]
     if values is None:
@@ -106,13 +119,18 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         lengths = np.asarray(values)
         if lengths.dtype.kind not in "iu":
             lengths = lengths.astype(np.str_).astype(np.int64)
-    except ValueError:
+    except (ValueError, OverflowError):  # above int64
         lengths = np.zeros((0, 0))
+    if lengths.ndim == 1 and len(lengths) and lengths.max() > LONGEST:
+        raise ValueError(
+            f"`{path}` was given as a file of lengths, and document {lengths.argmax()} has {lengths.max():,} tokens. "
+            f"A row of a table holds {LONGEST:,} at most. Check that the numbers count tokens, one for each document."
+        )
     if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
         raise ValueError(
             f"`{path}` was given as a file of lengths. It must hold at least one whole number of tokens per document, "
-            "each 1 or more, and does not. Write one number per line (.txt), a one-dimensional array of integers "
-            "(.npy), a list (.json) or a column named `length` (.csv)."
+            f"each from 1 to {LONGEST:,}, and does not. Write one number per line (.txt), a one-dimensional array of "
+            "integers (.npy), a list (.json) or a column named `length` (.csv)."
         )
     return lengths.astype(np.int64)
 
@@ -126,6 +144,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
                 f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not known. "
                 f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
             )
+        check_split(name, split)
         try:
             return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
         except (DatasetGenerationError, pa.ArrowInvalid, StopIteration) as error:
@@ -138,6 +157,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_from_disk(name)
         if not isinstance(loaded, DatasetDict):
+            check_split(name, split)
             return loaded
         if split not in loaded:
             raise ValueError(
@@ -151,6 +171,19 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
             "like one. Give the path of a file that exists, or the name of a dataset on the hub."
         )
     return load_dataset(name, config, split=split)
+
+
+def check_split(name: str, split: str) -> None:
+    """Refuse a split of what has one part only.
+
+    Raises:
+        ValueError: another than "train", which is the default.
+    """
+    if split != "train":
+        raise ValueError(
+            f"`--split {split}` was given with `{name}`. It is one table and has no splits. Leave `--split` out, and "
+            "give the file that you want."
+        )
 
 
 def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
@@ -241,6 +274,7 @@ def open_tables(
     for name in names:
         found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
         if found is not None:
+            check_split(name, split)
             lengths.append(found)
         else:
             tables.append(tokenised(load_rows(name, split, config), tokenizer, settings))
@@ -251,4 +285,12 @@ def open_tables(
         )
     if lengths:
         return LengthsReader(np.concatenate(lengths))
+    columns = [sorted(table.column_names) for table in tables]
+    if columns != columns[:1] * len(tables):
+        one, other = columns[0], next(each for each in columns if each != columns[0])
+        raise ValueError(
+            f"{len(tables)} tokenised datasets were given, one with the columns {one} and another with {other}. What "
+            "is trained of a row would be known of some only. Tokenise all of them in the same way, e.g. with "
+            "`trl-packfix prepare`."
+        )
     return TokenReader(concatenate_datasets(tables) if len(tables) > 1 else tables[0])

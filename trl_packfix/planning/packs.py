@@ -21,6 +21,7 @@ from .exact_fill import carry_over, fill_exactly
 from .strategies import STRATEGIES, Strategy
 
 NUM_SHOWN = 10  # offenders that an error message names
+LONGEST = 2**26  # tokens of a document: plans are made on histograms of lengths, here of 0.5 GiB
 FEW_PER_PACK = 4  # below this, 1000 documents seldom hold an exact fill: there `stream` may look further ahead
 LOOK_AHEAD = 16  # and by how many buffers
 
@@ -56,7 +57,7 @@ class PackPlan:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Fewest packs that any plan of these documents could need: the bound L2 of Martello and Toth (1990).
+        """No plan of these documents needs fewer packs: the bound L2 of Martello and Toth (1990).
 
         Not always attainable: 0.4 x capacity each, documents go two to a pack, and the bound asks for 2.5.
         Computed on the histogram when first asked for. Source: https://doi.org/10.1016/0166-218X(90)90094-S
@@ -252,6 +253,11 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
             given > capacity,
             f"No pack of capacity={capacity} holds it whole",
             f"Truncate, split or drop documents to {capacity} tokens, or raise capacity",
+        ),
+        (
+            given > LONGEST,
+            f"Planning takes memory for every length up to the longest, and serves documents of up to {LONGEST} tokens",
+            f"Truncate, split or drop documents to {LONGEST} tokens or less",
         ),
     ):
         where = np.flatnonzero(bad)

@@ -22,10 +22,10 @@ class PackingReport:
     """What packing did with the training set; made once, before the first step.
 
     Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
-    tokens / (tokens and padding). `lower_bound` is the fewest packs that any plan could need. What is not reached
-    (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run. `imbalance` is the
-    modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no schedule of the same
-    steps can beat.
+    tokens / (tokens and padding). `lower_bound` is a bound: no plan needs fewer packs, and there may be none with as
+    few. What is not reached (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run.
+    `imbalance` is the modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no
+    schedule of the same steps can beat.
 
     `unpacked_loss` is what TRL's unpacked loss, and each gradient, would be as a share of the packed one: below 1 for
     models such as GPT-2, of which TRL divides the loss by the first label of each document, too.
@@ -97,19 +97,24 @@ class PackingReport:
         return path
 
     @property
+    def lost_trained_share(self) -> float | None:
+        """Share of the given trained tokens that are cut, dropped or not reached; None where none were given."""
+        given = self.ledger.given.trained_tokens
+        return (self.ledger.lost_trained_tokens + self.trained_tokens_not_reached) / given if given else None
+
+    @property
     def warning(self) -> str | None:
         """Says what to set, where more than 1 % of the trained tokens are lost to policies or not reached."""
-        given, cut = self.ledger.given.trained_tokens, self.ledger.lost_trained_tokens
-        lost = cut + self.trained_tokens_not_reached
-        if not given or lost / given <= 0.01:
+        lost = self.lost_trained_share
+        if lost is None or lost <= 0.01:
             return None
         remedies = []
-        if cut:
+        if self.ledger.lost_trained_tokens:
             instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
             remedies.append(f"raise max_length ({self.max_length:,}){instead}")
         if self.trained_tokens_not_reached:
             remedies.append("set dataloader_drop_last=False")
-        return f"{lost / given:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
+        return f"{lost:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -133,8 +138,8 @@ class PackingReport:
             rows.append(
                 (
                     "efficiency",
-                    f"{self.efficiency:.2%} of the packs filled; padded batches: {self.padding_efficiency:.2%}; fewest "
-                    f"packs possible: {self.lower_bound:,}",
+                    f"{self.efficiency:.2%} of the packs filled; padded batches: {self.padding_efficiency:.2%}; lower "
+                    f"bound of packs: {self.lower_bound:,}",
                 )
             )
         else:
@@ -276,7 +281,6 @@ def _verdict(isolation: IsolationReport) -> str:
 
 def metrics(report: PackingReport) -> dict[str, float]:
     """The numbers for a logger, by the names they have there; what is not known is left out."""
-    given = report.ledger.given.trained_tokens
     found = {
         "documents": report.num_documents,
         "packs": report.num_packs,
@@ -286,7 +290,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "documents_per_step": report.documents_per_step,
         "steps_per_epoch": None if report.num_rows is None else report.num_steps,
         "imbalance": report.imbalance,
-        "lost_trained_share": report.ledger.lost_trained_tokens / given if given else None,
+        "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}
 

@@ -7,7 +7,7 @@ zero or one (biases, norms, gates, sinks) takes part.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _NAMES_BY_SIZE = {
         swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
         num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim""",
     2: """num_kv_heads linear_num_key_heads n_mamba_heads n_groups mamba_n_groups o_groups heads_per_ngram hc_mult
-        hc_count num_codebooks num_experts_per_tok moe_topk moe_k n_group""",
+        hc_count num_codebooks num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k n_group""",
     HEAD_DIM: """head_dim dim_head attention_head_size kv_channels swa_head_dim qk_nope_head_dim qk_rope_head_dim
         v_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim d_rel
         state_size ssm_state_size mamba_d_state""",
@@ -61,6 +61,7 @@ _NAMES_BY_SIZE = {
     12: "patch_size",
 }
 SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
+LENGTHS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}  # in tokens
 LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth"
@@ -68,6 +69,21 @@ LAYERS = (
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Sizes that do not go by their names alone
+SIZES_OF_TYPE: dict[str, dict[str, int]] = {
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "mamba2": {"num_heads": 8},
+}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -78,15 +94,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dots3_note_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -94,14 +101,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": [48] * 4,
         "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
     },
-    "gemma4_text": {"global_head_dim": 16},
-    "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8},
     "minimax": {"block_size": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -158,15 +162,14 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**shrink(config_class()) | changes)
-    return random_model(config, auto, seed)
+    return random_model(lambda: auto.from_config(config), seed)
 
 
-def random_model(config: PreTrainedConfig, model_class: Any, seed: int = 0) -> PreTrainedModel:
-    """A model of a class, or of an auto class, with random weights in fp32, noise on all of them."""
+def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+    """What `build` makes, with random weights in fp32, noise on all of them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
-        model = model.float()
+        model = build().float()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=NOISE)
@@ -185,11 +188,11 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     for name, key in stored.items():
         value = given.get(key)
         if isinstance(value, dict) and "mrope_section" in value:
-            values[name] = value | {"mrope_section": _mrope_section(value)}
+            values[name] = value | {"mrope_section": mrope_section(value)}
         elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
         elif name in KEY_VALUE_HEADS:
-            values[name] = _key_value_heads(given.get(key), given.get(name.replace("key_value", "attention")))
+            values[name] = key_value_heads(given.get(key), given.get(name.replace("key_value", "attention")))
         elif name == "head_dim":
             values[name] = HEAD_DIM
         elif name == "is_decoder":
@@ -200,8 +203,8 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             values[name] = 2
         elif isinstance(value, int) and name in SIZES:
             values[name] = min(value, SIZES[name])
-        elif isinstance(value, int) and _names_a_token(name) and value >= FIRST_WORD:
-            values[name] = 3 + sum(map(_names_a_token, values))
+        elif isinstance(value, int) and names_a_token(name) and value >= FIRST_WORD:
+            values[name] = 3 + sum(map(names_a_token, values))
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             values[name] = 0.0
         elif name == "eos_token_id" and isinstance(value, list):
@@ -214,21 +217,23 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         kept = [0, 1] if len(kept) == 1 else kept
         values |= {name: [SIZES.get(name, value[i]) for i in kept] for name, value in per_layer.items()}
         values |= {name: len(kept) for name in LAYERS if name in values}
-    return values | EXCEPTIONS.get(config.model_type, {})
+    return values | SIZES_OF_TYPE.get(config.model_type, {}) | EXCEPTIONS.get(config.model_type, {})
 
 
-def _names_a_token(name: str) -> bool:
-    return name.endswith(("token_id", "token_index"))
+def names_a_token(name: str) -> bool:
+    """Whether a field of a config holds the id of a token, or several."""
+    return name.endswith(("token_id", "token_ids", "token_index"))
 
 
-def _mrope_section(rope: dict[str, Any]) -> list[int]:
+def mrope_section(rope: dict[str, Any]) -> list[int]:
     """Frequencies of time, height and width: as many as a tiny head rotates, in about the same shares."""
     wanted, given = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
     section = [wanted * share // sum(given) for share in given]
     return [wanted - sum(section[1:]), *section[1:]]
 
 
-def _key_value_heads(value: int | None, query_heads: int | None) -> int:
+def key_value_heads(value: int | None, query_heads: int | None) -> int:
+    """Of HEADS query heads: one, as many or half as many, as in the config given."""
     if value == 1:
         return 1
     return HEADS if value is not None and value == query_heads else HEADS // 2

@@ -100,8 +100,10 @@ def prepared(
     if "input_ids" in get_dataset_column_names(dataset):
         return prepare(dataset, args)
     if isinstance(dataset, IterableDataset):
-        kwargs = _recorded(dataset.take(NUM_TRIED), name, args, prepare) | {"name": name, "drops": drops}
-        dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs)
+        steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare)
+        removed = _removed(get_dataset_column_names(dataset), steps)
+        kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
+        dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
         if drops and not marks:
             dataset = dataset.filter(_is_good).remove_columns(BAD_ROW)
         return prepare(dataset, args, is_formatted=False)
@@ -147,24 +149,29 @@ def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
 
 
 def _with_tokens(dataset: Dataset, name: str, args: SFTConfig, prepare: Callable, tokens_only: bool) -> Dataset:
+    steps = _recorded(dataset, name, args, prepare)
+    removed = dataset.column_names if tokens_only else _removed(dataset.column_names, steps)
+    others = {column: feature for column, feature in dataset.features.items() if column not in removed}
     return dataset.map(
         _tokens,
-        fn_kwargs=_recorded(dataset, name, args, prepare),
-        remove_columns=dataset.column_names if tokens_only else None,
-        features=Features(TOKENS if tokens_only else dict(dataset.features) | TOKENS),
+        fn_kwargs={"steps": steps, "text_field": args.dataset_text_field},
+        remove_columns=removed,
+        features=Features(others | TOKENS),
         num_proc=args.dataset_num_proc,
         desc=f"Tokenizing {name} dataset",
     )
 
 
-def _recorded(rows: Any, name: str, args: SFTConfig, prepare: Callable[..., Any]) -> dict[str, Any]:
+def _recorded(rows: Any, name: str, args: SFTConfig, prepare: Callable[..., Any]) -> tuple[Step, ...]:
     """The steps from a row to `input_ids` and `labels`."""
     args = copy.copy(args)
     args.max_length, args.shuffle_dataset = None, False
-    return {
-        "steps": prepare(Preparation(rows, name, args.dataset_text_field), args).steps,
-        "text_field": args.dataset_text_field,
-    }
+    return prepare(Preparation(rows, name, args.dataset_text_field), args).steps
+
+
+def _removed(columns: list[str], steps: tuple[Step, ...]) -> list[str]:
+    """Those of the columns that TRL removes: it renames what is in `conversations`, which is then of another type."""
+    return [column for column in columns if any(column in step.removed for step in steps)]
 
 
 def _applied(steps: tuple[Step, ...], row: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,280 @@
+"""Configs of widely used checkpoints: probed, trained on packs, and judged from the config alone.
+
+`--data`/configs/tiny holds configs in which only sizes are small, `full` the same at their real sizes. Rules that need
+no such file have small literal configs here.
+"""
+
+import json
+import warnings
+from math import isfinite
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import trl
+from conftest import build_tokenizer
+from datasets import Dataset
+from test_trainer import config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import trl_packfix
+from trl_packfix.cli import main
+from trl_packfix.cli.checking import check_model, tiny_model
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+
+MAX_LENGTH = 48
+LENGTHS = (40, 7, 19, 30, 3, 45, 11, 24)  # two steps of four documents
+VOCABULARY = 256  # words below the special tokens of every tiny config
+
+# What the installed transformers cannot build, and why
+NOT_BUILT = {
+    "deepseek-7b": "model type 'deepseek' has code of its own",
+    "kimi-k2": "model type 'kimi_k2' has code of its own",
+    "mimo-7b": "model type 'mimo' has code of its own",
+    "minimax-m3": "model type 'minimax_m3' is not in this transformers",
+    "ministral3-3b": "`model_type` is that of the text part, the rest that of Mistral3",
+    "nemotron-super-49b": "model type 'nemotron-nas' has code of its own",
+}
+# Where the tiny config does not hold all that the full one does
+JUDGED_APART = {"deepseek-v4-flash": "its two layers are of the first kind; compressed ones come later"}
+
+
+def pytest_generate_tests(metafunc):
+    folder = metafunc.config.getoption("--data")
+    for which in ("tiny", "full"):
+        if f"{which}_config" in metafunc.fixturenames:
+            files = sorted(Path(folder, "configs", which).glob("*.json")) if folder else []
+            reason = pytest.mark.skip(reason="needs real configs: run pytest with --data DIR")
+            found = [pytest.param(file, id=file.stem) for file in files] or [pytest.param(None, marks=reason)]
+            metafunc.parametrize(f"{which}_config", found)
+
+
+def read(file):
+    fields = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("_")}
+    found = AutoConfig.for_model(**fields)
+    for vision in ("vision_config", "audio_config"):  # left out of some tiny configs, and then of full size
+        part = vars(found).get(vision)
+        if part is not None:
+            setattr(found, vision, type(part)(**zoo.shrink(part)))
+    return found
+
+
+def build(file, dtype=torch.float32, seed=0):
+    found = read(file)
+    known = getattr(transformers, (found.architectures or [""])[0], None)
+    auto = AutoModelForCausalLM.from_config
+    return zoo.random_model(lambda: known(found) if known else auto(found), seed).to(dtype)
+
+
+def proved(model, folder, dtype):
+    args = config(folder, max_length=MAX_LENGTH)
+    packed = PackedModel(model, args, dtype)
+    return packed, packed.prove(model)
+
+
+def documents(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    high = min(VOCABULARY, model.config.get_text_config(decoder=True).vocab_size)
+    rows = [torch.randint(16, high, (n,), generator=generator).tolist() for n in LENGTHS]
+    # GPT-2's unpacked loss counts the first token as a target; where it is none, all agree.
+    return Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows]})
+
+
+def trained(file, folder, trainer, dtype=torch.float32):
+    """Losses of two SGD steps, the change of all weights in fp64, and the trainer.
+
+    `trainer` is "packed", "unpacked" (TRL, padded) or "regrouped" (TRL, in micro-batches of two): the scale of
+    rounding.
+    """
+    model = build(file)
+    model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
+    before = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    package, settings = trl, {}
+    if trainer == "packed":
+        package = trl_packfix
+        settings = {"packing": True, "packing_strategy": "minibatch", "packing_report": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = package.SFTConfig(
+            str(folder),
+            max_length=MAX_LENGTH,
+            per_device_train_batch_size=2 if trainer == "regrouped" else 4,
+            gradient_accumulation_steps=2 if trainer == "regrouped" else 1,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.05,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            router_aux_loss_coef=0.0,  # a statistic of each micro-batch
+            logging_steps=1,
+            bf16=dtype == torch.bfloat16,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        )
+        run = package.SFTTrainer(model, args, train_dataset=documents(model), processing_class=build_tokenizer())
+        run.remove_callback(transformers.PrinterCallback)
+        run.train()
+    after = torch.cat([p.detach().double().flatten() for p in run.model.parameters()])
+    return [log["loss"] for log in run.state.log_history if "loss" in log], after - before, run
+
+
+def is_random(file):
+    """Whether training draws numbers, so that no two runs are equal."""
+    model, tokens = build(file).train(), torch.arange(16, 40)[None]
+    first, second = (model(input_ids=tokens, use_cache=False).logits for _ in range(2))
+    return not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_is_proved(tiny_config, dtype, tmp_path):
+    if tiny_config.stem in NOT_BUILT:
+        pytest.skip(NOT_BUILT[tiny_config.stem])
+    report = proved(build(tiny_config, dtype), tmp_path, dtype)[1]
+    assert report.isolated and report.equal, report.summary()
+
+
+def test_trains_packed_as_unpacked(tiny_config, tmp_path):
+    if tiny_config.stem in NOT_BUILT:
+        pytest.skip(NOT_BUILT[tiny_config.stem])
+    losses, change, run = trained(tiny_config, tmp_path, "packed")
+    assert len(losses) == 2 and all(map(isfinite, losses)) and change.norm() > 1e-4
+    assert run.packed_model.is_proved and not run.packed_model.is_unpacked
+    if is_random(tiny_config):
+        return
+    reference, regrouped = (trained(tiny_config, tmp_path, trainer)[1] for trainer in ("unpacked", "regrouped"))
+    error, rounding = (((each - reference).norm() / reference.norm()).item() for each in (change, regrouped))
+    assert rounding < 1e-2, "rounding alone hides what is to be seen"
+    assert error <= max(10 * rounding, 1e-6)
+
+
+def test_trains_in_bf16(tiny_config, tmp_path):
+    if tiny_config.stem in NOT_BUILT:
+        pytest.skip(NOT_BUILT[tiny_config.stem])
+    losses, change, run = trained(tiny_config, tmp_path, "packed", torch.bfloat16)
+    assert len(losses) == 2 and all(map(isfinite, losses)) and change.norm() > 1e-4
+    assert run.packed_model.is_proved and not run.packed_model.is_unpacked
+
+
+def checked(config_file, folder, **settings):
+    fields = {name: value for name, value in json.loads(config_file.read_text()).items() if not name.startswith("_")}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return check_model(str(folder), config_only=True, max_length=MAX_LENGTH, **settings)
+
+
+def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
+    if full_config.stem in NOT_BUILT:
+        with pytest.raises((ValueError, OSError)):
+            checked(full_config, tmp_path)
+        return
+    result = checked(full_config, tmp_path)
+    assert result.right
+    tiny = full_config.parent.parent / "tiny" / full_config.name
+    if tiny.exists() and full_config.stem not in JUDGED_APART:
+        packed, report = proved(build(tiny), tmp_path, torch.float32)
+        assert report.isolated and report.equal
+        assert {repair.module for repair in packed.repaired} == {r.module for r in result.in_training.repaired}
+
+
+# Without files
+
+LONGROPE = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 256,
+    "pad_token_id": 32000,
+    "eos_token_id": [32000, 32001, 32007],
+    "sliding_window": None,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [1.0 + i / 8 for i in range(48)],
+    },
+}
+
+
+def literal(folder, fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def test_a_leak_by_real_rope_is_found_from_the_config_alone(tmp_path):
+    name = literal(tmp_path, LONGROPE)
+    assert check_model(name, config_only=True, max_length=200).verdict == "PACKED"
+    result = check_model(name, config_only=True, max_length=300, on_leak="raise")
+    assert result.verdict == "LEAK"
+    assert [leak.name for leak in result.as_it_is.leaks] == ["model.rotary_emb"]
+    assert check_model(name, config_only=True, max_length=300).right
+
+
+def test_only_sizes_shrink():
+    given = AutoConfig.for_model(**LONGROPE)
+    found = tiny_model(given).config
+    assert found.num_hidden_layers == 2 and found.hidden_size == 32 and found.vocab_size == 128
+    assert found.eos_token_id == [7, 8, 9] and found.sliding_window is None
+    assert found.original_max_position_embeddings == 256 and found.max_position_embeddings == 4096
+    assert found.rope_parameters["rope_type"] == "longrope"
+    assert found.rope_parameters["long_factor"] == [given.rope_parameters["long_factor"][i] for i in (0, 12, 24, 36)]
+    granite = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    found = tiny_model(AutoConfig.for_model("granite", attention_multiplier=0.0078125, **granite)).config
+    assert {name: getattr(found, name) for name in granite} == granite and found.attention_multiplier == 0.0078125
+    jitter = AutoConfig.for_model("phimoe", router_jitter_noise=0.01, rope_parameters={"rope_theta": 1e4})
+    assert tiny_model(jitter).config.router_jitter_noise == 0.01
+    nope = AutoConfig.for_model("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, pad_token_id=0)
+    assert tiny_model(nope).config.no_rope_layers == [1, 1, 1, 0] and tiny_model(nope).config.num_hidden_layers == 4
+
+
+def test_a_layer_of_each_kind_stays():
+    moe = AutoConfig.for_model("deepseek_v3", first_k_dense_replace=3, num_hidden_layers=61)
+    assert [type(layer.mlp).__name__ for layer in tiny_model(moe).model.layers][-2:] == [
+        "DeepseekV3MLP",
+        "DeepseekV3MoE",
+    ]
+    gemma = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
+    assert tiny_model(gemma).config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+
+
+def test_code_of_its_own_is_refused_without_a_question(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked on standard input"))
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    name = literal(tmp_path, {"model_type": "own", "auto_map": auto_map})
+    for more in ([], ["--config-only"]):
+        assert main(["check", name, *more]) == 2
+        assert "trust_remote_code" in capsys.readouterr().err
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_its_own_runs_where_it_is_trusted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "own.py").write_text(OWN)
+    name = literal(tmp_path, {"model_type": "own", "auto_map": auto_map, "num_hidden_layers": 2})
+    assert main(["check", name, "--config-only", "--trust-remote-code", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "PACKED"
+
+
+def test_what_cannot_be_built_is_a_message(tmp_path, capsys):
+    name = literal(tmp_path, {"model_type": "llama", "architectures": ["GPT2LMHeadModel"]})
+    assert main(["check", name, "--config-only"]) == 2
+    assert "cannot build a tiny model of type 'llama'" in capsys.readouterr().err
