@@ -200,7 +200,7 @@ def test_document_weights_train(tmp_path):
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1"),
         ({"trainer_kwargs": {"compute_loss_func": summed_loss}}, "compute_loss_func"),
     ],
-    ids=str,
+    ids=["label_smoothing", "compute_loss_func"],
 )
 def test_losses_without_documents_refuse_their_weights(settings, named, tmp_path):
     with pytest.raises(ValueError, match=named) as error:
