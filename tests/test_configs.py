@@ -5,6 +5,7 @@ no such file have small literal configs here.
 """
 
 import json
+import re
 import warnings
 from math import isfinite
 from pathlib import Path
@@ -124,6 +125,16 @@ def trained(file, folder, trainer, dtype=torch.float32):
     return [log["loss"] for log in run.state.log_history if "loss" in log], after - before, run
 
 
+def trained_packed(file, folder, dtype=torch.float32):
+    """`trained`; skips where stock TRL, unpacked, raises the same."""
+    try:
+        return trained(file, folder, "packed", dtype)
+    except Exception as error:
+        with pytest.raises(type(error), match=re.escape(str(error)[:80])):
+            trained(file, folder, "unpacked", dtype)
+        pytest.skip(f"stock TRL cannot train it: {error}")
+
+
 def is_random(file):
     """Whether training draws numbers, so that no two runs are equal."""
     model, tokens = build(file).train(), torch.arange(16, 40)[None]
@@ -142,7 +153,7 @@ def test_is_proved(tiny_config, dtype, tmp_path):
 def test_trains_packed_as_unpacked(tiny_config, tmp_path):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
-    losses, change, run = trained(tiny_config, tmp_path, "packed")
+    losses, change, run = trained_packed(tiny_config, tmp_path)
     assert len(losses) == 2 and all(map(isfinite, losses)) and change.norm() > 1e-4
     assert run.packed_model.is_proved and not run.packed_model.is_unpacked
     if is_random(tiny_config):
@@ -156,7 +167,7 @@ def test_trains_packed_as_unpacked(tiny_config, tmp_path):
 def test_trains_in_bf16(tiny_config, tmp_path):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
-    losses, change, run = trained(tiny_config, tmp_path, "packed", torch.bfloat16)
+    losses, change, run = trained_packed(tiny_config, tmp_path, torch.bfloat16)
     assert len(losses) == 2 and all(map(isfinite, losses)) and change.norm() > 1e-4
     assert run.packed_model.is_proved and not run.packed_model.is_unpacked
 

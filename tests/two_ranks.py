@@ -351,6 +351,7 @@ class Watched(TrainerCallback):
         self.trainer, self.states = trainer, []
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.packed_model.attend()  # adds hooks, and is not the probe
         self.states.append(engine_state.snapshot(self.trainer))
         if len(self.states) == 2:
             self.probe()
@@ -390,7 +391,7 @@ def rounded(folder: Path, engine: str) -> dict:
 
     class Judge(TrainerCallback):
         def on_train_begin(self, *given, **kwargs):
-            with trainer.compute_loss_context_manager():
+            with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
                 verdicts.append(check_isolation(trainer.model_wrapped, trainer.args.max_length))
             isolation.distance = measured
 
