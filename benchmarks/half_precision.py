@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from trl_packfix import SFTConfig, check_isolation
+from trl_packfix import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import page as compatibility
 from trl_packfix.survey import zoo
@@ -42,10 +42,9 @@ VERDICTS = {
 }
 
 
-def judge(row: compatibility.Row, autocast: bool, folder: str) -> dict:
-    args = SFTConfig(folder, packing=True, max_length=64, use_cpu=True, bf16=True, report_to=[])
+def judge(row: compatibility.Row, autocast: bool) -> dict:
     model = zoo.build_model(row.model_type, row.kind)
-    packed = PackedModel(model if autocast else model.to(torch.bfloat16), args, torch.bfloat16)
+    packed = PackedModel(model if autocast else model.to(torch.bfloat16), torch.bfloat16, "cpu", max_length=64)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         half = packed.prove(DistributedDataParallel(model, find_unused_parameters=True))
     full = check_isolation(model.float(), max_length=64)
@@ -85,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
         cases = [(row, autocast) for autocast in (False, True) for row in types]
-        rows = [judge(*case, folder) for case in track(cases, "Proving")]
+        rows = [judge(*case) for case in track(cases, "Proving")]
         dist.destroy_process_group()
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         found = [row for row in rows if row["dtype"] == dtype]

@@ -16,7 +16,6 @@ import argparse
 import copy
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -28,7 +27,7 @@ from about import describe, write_csv
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix import SFTConfig, check_isolation
+from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
@@ -55,13 +54,12 @@ def seconds(model: torch.nn.Module, batches: list[dict]) -> float:
     return time.process_time() - start
 
 
-def measure(name: str, rounds: int, folder: str) -> list[dict]:
+def measure(name: str, rounds: int) -> list[dict]:
     plain = zoo.build_model(name, **SIZES | MODELS[name]).train()
     models = {}
     for way in ("repair", "unpack"):
         model = copy.deepcopy(plain)
-        settings = {"use_cpu": True, "bf16": False, "max_length": 2048, "on_leak": way}
-        packed = PackedModel(model, SFTConfig(folder, packing=True, report_to=[], **settings), torch.float32)
+        packed = PackedModel(model, torch.float32, "cpu", max_length=2048, on_leak=way)
         packed.prove(model).raise_if_leaking()
         models[way] = model.train()
         if way == "repair":
@@ -102,8 +100,7 @@ def main() -> None:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     print(describe())
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [row for name in options.models for row in measure(name, options.rounds, folder)]
+    rows = [row for name in options.models for row in measure(name, options.rounds)]
     columns = ("model", "pack", "tokens", "documents", "alone_seconds", "leaking", "repaired", "unpacked", "probe")
     table = Table(*columns, title="CPU seconds, as ratios to each document alone; probe: to a repaired step")
     for row in rows:

@@ -16,7 +16,6 @@ import transformers
 import trl
 from conftest import build_tokenizer
 from datasets import Dataset
-from test_trainer import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trl_packfix
@@ -69,9 +68,8 @@ def build(file, dtype=torch.float32, seed=0):
     return zoo.random_model(lambda: known(found) if known else auto(found), seed).to(dtype)
 
 
-def proved(model, folder, dtype):
-    args = config(folder, max_length=MAX_LENGTH)
-    packed = PackedModel(model, args, dtype)
+def proved(model, dtype):
+    packed = PackedModel(model, dtype, "cpu", max_length=MAX_LENGTH)
     return packed, packed.prove(model)
 
 
@@ -143,10 +141,10 @@ def is_random(file):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_is_proved(tiny_config, dtype, tmp_path):
+def test_is_proved(tiny_config, dtype):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
-    report = proved(build(tiny_config, dtype), tmp_path, dtype)[1]
+    report = proved(build(tiny_config, dtype), dtype)[1]
     assert report.isolated and report.equal, report.summary()
 
 
@@ -187,7 +185,7 @@ def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
     assert result.right
     tiny = full_config.parent.parent / "tiny" / full_config.name
     if tiny.exists() and full_config.stem not in JUDGED_APART:
-        packed, report = proved(build(tiny), tmp_path, torch.float32)
+        packed, report = proved(build(tiny), torch.float32)
         assert report.isolated and report.equal
         assert {repair.module for repair in packed.repaired} == {r.module for r in result.in_training.repaired}
 

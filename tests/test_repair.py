@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from test_trainer import texts, trainer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from trl_packfix import SFTConfig, check_isolation
+from trl_packfix import check_isolation
 from trl_packfix.attention.forwards import PackedForward, packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.axes import ModuleAxes
@@ -37,9 +37,8 @@ REPAIRS = {
 }
 
 
-def packed_model(model, folder, **settings):
-    args = SFTConfig(str(folder), packing=True, max_length=64, use_cpu=True, bf16=False, report_to=[], **settings)
-    return PackedModel(model, args, torch.float32)
+def packed_model(model, **settings):
+    return PackedModel(model, torch.float32, "cpu", max_length=64, **settings)
 
 
 def pack(lengths, low=16, high=128):
@@ -49,10 +48,10 @@ def pack(lengths, low=16, high=128):
 
 
 @pytest.mark.parametrize("model_type", REPAIRS)
-def test_what_leaks_is_repaired_and_nothing_else(model_type, tmp_path):
+def test_what_leaks_is_repaired_and_nothing_else(model_type):
     model, pristine = zoo.build_model(model_type), zoo.build_model(model_type)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    packed = packed_model(model, tmp_path)
+    packed = packed_model(model)
     report = packed.prove(model)
     assert report.isolated and report.equal and packed.is_proved and not packed.is_unpacked
     assert {(repair.module, repair.way) for repair in report.repaired} == REPAIRS[model_type]
@@ -67,30 +66,30 @@ def test_what_leaks_is_repaired_and_nothing_else(model_type, tmp_path):
     assert not (again.isolated and again.equal), "rest gives the model back as it was"
 
 
-def test_restarted_positions_need_no_groups_of_documents(tmp_path, monkeypatch):
+def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
     """Each group uploads indices, and the host waits for every one."""
     model = zoo.build_model("bart")
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     monkeypatch.setattr(PackedForward, "documents", None)
     assert model(**pack([5, 1, 9])).logits.shape[1] == 15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dtype, tmp_path):
+def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dtype):
     parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
     if rope_type == "longrope":
         lengths = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 48}
         parameters |= lengths
     positions = 48 if rope_type == "dynamic" else 256
     model = build_tiny_model("llama", dtype=dtype, rope_parameters=parameters, max_position_embeddings=positions)
-    report = packed_model(model, tmp_path).prove(model)
+    report = packed_model(model).prove(model)
     assert report.isolated and report.equal
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monkeypatch):
+def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
     if not is_seen:
         monkeypatch.setattr("trl_packfix.isolation.check.FAR", ())
@@ -98,7 +97,7 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monke
     model, batch = build_tiny_model("falcon", alibi=True), pack([3000, 40])
     with torch.no_grad():
         alone = model.eval()(batch["input_ids"][:, -40:]).logits
-    report = packed_model(model, tmp_path).prove(model)
+    report = packed_model(model).prove(model)
     assert report.isolated and report.equal
     with torch.no_grad():
         error = (model.eval()(**batch).logits[:, -40:] - alone).abs().max() / alone.abs().max()
@@ -106,10 +105,10 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, tmp_path, monke
     assert (error < 1e-5) == is_seen
 
 
-def test_a_repair_around_the_decoder_is_seen_in_long_packs(tmp_path):
+def test_a_repair_around_the_decoder_is_seen_in_long_packs():
     """PaliGemma is repaired one document after the other, so that its decoder runs once for each."""
     model = zoo.build_model("paligemma", kind="image-text")
-    report = packed_model(model, tmp_path).prove(model)
+    report = packed_model(model).prove(model)
     assert report.isolated and report.equal
     assert ("PaliGemmaModel", "one after the other") in {(repair.module, repair.way) for repair in report.repaired}
 
@@ -118,12 +117,12 @@ HALF = ["jamba", "bloom", "openai-gpt", "mvp", "blenderbot-small", "deepseek_v4"
 
 
 @pytest.mark.parametrize("model_type", HALF)
-def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type, tmp_path, monkeypatch):
+def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type, monkeypatch):
     """An engine allows no gradient, and rounding hides at the end of the model what moves there; fp32 tells after."""
     model = zoo.build_model(model_type).to(torch.bfloat16)
     with monkeypatch.context() as engine:
         engine.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)
-        packed = packed_model(model, tmp_path)
+        packed = packed_model(model)
         assert packed.prove(model).isolated and not packed.is_unpacked
     assert bool(packed.repaired) == (model_type not in ("phimoe", "mixtral", "gpt_oss"))
     again = check_isolation(model.float(), max_length=64)
@@ -131,10 +130,10 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
 
 
 @pytest.mark.parametrize("model_type", ["afmoe", "deepseek_v32", "phimoe"])
-def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, tmp_path, monkeypatch):
+def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeypatch):
     """Sums of experts are fp32, indices count tokens of the pack, and a router of phimoe draws lots."""
     monkeypatch.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)
-    packed = packed_model(zoo.build_model(model_type), tmp_path)
+    packed = packed_model(zoo.build_model(model_type))
     with torch.autocast("cpu", torch.bfloat16):
         assert packed.prove(packed.model).isolated
     assert not packed.repaired and not packed.is_unpacked
@@ -159,10 +158,10 @@ def gradients(model, batch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant, tmp_path):
+def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant):
     """Two packs pass forward before either goes back: the last boundaries are not those of the first."""
     model = build_tiny_model("falcon")
-    packed = packed_model(model, tmp_path)
+    packed = packed_model(model)
     packed.prove(model)
     torch.manual_seed(0)
     batches = [pack([9, 4, 7]), pack([3, 12, 5])]
@@ -176,9 +175,9 @@ def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant, 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_recomputation_without_its_boundaries_raises(tmp_path):
+def test_recomputation_without_its_boundaries_raises():
     model = build_tiny_model("falcon")
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     model.train()
     model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])  # not transformers' checkpointing
     batch = pack([9, 4, 7])
@@ -187,9 +186,9 @@ def test_recomputation_without_its_boundaries_raises(tmp_path):
         loss.backward()
 
 
-def test_forwards_that_are_no_packs_are_left_alone(tmp_path):
+def test_forwards_that_are_no_packs_are_left_alone():
     model, pristine = (build_tiny_model("falcon").eval() for _ in range(2))
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     model.eval()
     ids = torch.randint(16, 128, (2, 11))
     mask = torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
@@ -201,7 +200,7 @@ def test_forwards_that_are_no_packs_are_left_alone(tmp_path):
 
 def test_a_repaired_model_can_be_copied_and_saved(tmp_path):
     model = build_tiny_model("falcon")
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     assert check_isolation(copy.deepcopy(model), max_length=64).error is None
     model.save_pretrained(tmp_path / "saved")
     plain = type(model).from_pretrained(tmp_path / "saved")
@@ -223,9 +222,9 @@ def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded(
                 RepairedModule(module, axes, way)
 
 
-def test_arguments_that_the_probe_has_not_seen_are_refused(tmp_path):
+def test_arguments_that_the_probe_has_not_seen_are_refused():
     model = build_tiny_model("falcon")
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     attention = model.transformer.h[0].self_attention
     attention.register_forward_pre_hook(
         lambda m, args, kwargs: (args, kwargs | {"head_mask": torch.ones(1)}), with_kwargs=True, prepend=True
@@ -237,14 +236,14 @@ def test_arguments_that_the_probe_has_not_seen_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lengths", [[1], [32], [16] * 4, [1] * 64, [31, 1], [2, 40, 3]])
-def test_any_documents_through_a_repaired_adapter(lengths, tmp_path):
+def test_any_documents_through_a_repaired_adapter(lengths):
     """T equal to the hidden size, documents all alike, one token, 64 documents."""
     model = get_peft_model(build_tiny_model("jamba"), LoraConfig(r=4, target_modules="all-linear"))
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1)
     pristine = copy.deepcopy(model)
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     batch = pack(lengths, 4, 300)
     with torch.no_grad():
         together = model(**batch).logits[0]
@@ -267,9 +266,9 @@ def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, caps
     assert entry in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
 
 
-def test_padding_stays_bounded_in_a_repaired_module(tmp_path):
+def test_padding_stays_bounded_in_a_repaired_module():
     model = build_tiny_model("falcon")
-    packed_model(model, tmp_path).prove(model)
+    packed_model(model).prove(model)
     seen = []
     model.transformer.h[0].self_attention.dense.register_forward_hook(
         lambda m, args, out: seen.append(math.prod(out.shape[:-1]))
@@ -278,9 +277,9 @@ def test_padding_stays_bounded_in_a_repaired_module(tmp_path):
     assert len(seen) == 2 and max(seen) <= 500 and sum(seen) < 2 * 500  # as rows of one batch: 61 x 200
 
 
-def test_on_leak_raise_repairs_nothing(tmp_path):
+def test_on_leak_raise_repairs_nothing():
     model = build_tiny_model("falcon")
-    packed = packed_model(model, tmp_path, on_leak="raise")
+    packed = packed_model(model, on_leak="raise")
     report = packed.prove(model)
     assert not report.isolated and not report.repaired
     assert not model.transformer.h[0].self_attention._forward_hooks
@@ -338,24 +337,24 @@ def emulate_kernels(monkeypatch, modeling, scan, scan_takes_boundaries):
     return seen
 
 
-def test_kernels_that_take_boundaries_get_them_from_the_batch(monkeypatch, tmp_path):
+def test_kernels_that_take_boundaries_get_them_from_the_batch(monkeypatch):
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     seen = emulate_kernels(monkeypatch, modeling_qwen3_next, "torch_chunk_gated_delta_rule", True)
     model = zoo.build_model("qwen3_next")
-    report = packed_model(model, tmp_path).prove(model)
+    report = packed_model(model).prove(model)
     assert report.isolated and report.equal and not report.repaired, "native: nothing to repair"
     assert seen["conv"] and seen["scan"]
 
 
-def test_a_kernel_that_never_hears_of_boundaries_is_caught_and_repaired(monkeypatch, tmp_path):
+def test_a_kernel_that_never_hears_of_boundaries_is_caught_and_repaired(monkeypatch):
     from transformers.models.kimi_linear import modeling_kimi_linear
 
     seen = emulate_kernels(monkeypatch, modeling_kimi_linear, "chunk_kimi_delta_attention", False)
     model = zoo.build_model("kimi_linear")
-    found = packed_model(model, tmp_path, on_leak="raise").prove(model)
+    found = packed_model(model, on_leak="raise").prove(model)
     assert found.error is None and not found.isolated and "KimiLinearDeltaAttention" in {x.module for x in found.leaks}
     assert seen["conv"]
     model = zoo.build_model("kimi_linear")
-    report = packed_model(model, tmp_path).prove(model)
+    report = packed_model(model).prove(model)
     assert report.isolated and report.equal and [x.module for x in report.repaired] == ["KimiLinearDeltaAttention"]

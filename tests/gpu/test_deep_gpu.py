@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_packfix import SFTConfig, check_isolation
+from trl_packfix import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.gpu
@@ -17,14 +17,13 @@ DEEP = {
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("model_type", DEEP)
-def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, tmp_path, device="cuda"):
+def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, device="cuda"):
     sizes = {"vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = AutoConfig.for_model(model_type, **(sizes | DEEP[model_type]))
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    args = SFTConfig(str(tmp_path), packing=True, max_length=64, bf16=True, use_cpu=device == "cpu", report_to=[])
-    packed = PackedModel(model, args, torch.bfloat16)
+    packed = PackedModel(model, torch.bfloat16, device, max_length=64)
     packed.attend()
     for report in (check_isolation(model, max_length=64), packed.prove(model)):
         assert report.isolated and report.equal, report.summary()
