@@ -252,6 +252,8 @@ def test_commands_exist(page, line, capsys):
         if "-k" in words:
             names = words[words.index("-k") + 1].split(" or ")
             assert all(re.search(rf"^def test_\w*{name}", (ROOT / path).read_text(), re.MULTILINE) for name in names)
+    elif program == "pip":
+        assert words == ["install", "."] and (ROOT / "pyproject.toml").is_file()
     elif program == "trl-packfix":
         with pytest.raises(SystemExit) as done:
             cli.main([words[0], "--help"])
