@@ -1,0 +1,65 @@
+"""What surrounds the package is true: one version, workflows that call make, templates and hooks that can be read."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trl_packfix
+
+ROOT = Path(__file__).parent.parent
+GITHUB = ROOT / ".github"
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_is_one():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == trl_packfix.__version__
+    newest = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == trl_packfix.__version__
+
+
+@pytest.mark.parametrize("file", sorted((GITHUB / "workflows").glob("*.yml")), ids=lambda file: file.stem)
+def test_workflows_run_make_targets_that_exist(file):
+    jobs = yaml.safe_load(file.read_text())["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert runs and all(run.split()[0] == "make" and run.split()[1] in TARGETS for run in runs)
+
+
+def test_workflows_test_the_python_versions_that_are_supported():
+    matrix = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["quick"]["strategy"]["matrix"]
+    classified = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if "Python :: 3." in name]
+    assert matrix["python"] == classified
+
+
+def test_the_oldest_versions_are_the_floors_of_the_project():
+    extras = [name for group in PROJECT["optional-dependencies"].values() for name in group]
+    floors = dict(re.match(r"([\w-]+)>=([\d.]+)", name).groups() for name in PROJECT["dependencies"])
+    floors |= {name: floor for name, floor in re.findall(r"^(deepspeed)>=([\d.]+)$", "\n".join(extras), re.MULTILINE)}
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))
+    assert pinned.keys() == floors.keys()
+    for name, floor in floors.items():
+        parts = floor.split(".")
+        assert pinned[name].split(".")[: len(parts)] == parts, name
+
+
+def test_templates_and_hooks_can_be_read():
+    for file in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(file.read_text())
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["id"] for hook in hooks} == {"ruff", "ruff-format", "mypy"}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+def test_contributors_are_sent_to_places_that_exist(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s#]+)\)", text):
+        assert (ROOT / target).exists(), target
+    for path in re.findall(r"`((?:trl_packfix|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:data|training|planning|attention|isolation)/\w+\.py)`", text):
+        assert (ROOT / "trl_packfix" / path).exists(), path
+    for target in re.findall(r"`make (\w+)", text):
+        assert target in TARGETS
