@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Benchmarks use the tiny models and runs of the tests: `from support.models import ...` after this import.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 

@@ -8,7 +8,6 @@ attention and layers decide, not the LM head.
 """
 
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import about  # noqa: F401 - finds `support`
 import numpy as np
 import torch
 import trl
-from conftest import build_tokenizer
 from datasets import Dataset
 from planning import file_lengths
+from support.models import build_tokenizer
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import trl_packfix

@@ -15,22 +15,20 @@ The differences are the largest over all steps (training loss, logged every step
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import datasets
 import numpy as np
 import torch
 import transformers
 from about import describe, write_csv
-from conftest import build_tokenizer
 from datasets import Dataset
+from support.models import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer

@@ -29,17 +29,16 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import datasets
 import torch
 import transformers
 import trl
 from about import describe, write_csv
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
+from support.models import build_tiny_model, build_tokenizer
 from transformers import AutoModelForCausalLM
 
 import trl_packfix

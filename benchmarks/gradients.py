@@ -5,7 +5,7 @@
     python benchmarks/gradients.py --csv gradients.csv
 
 Training: tiny random models, five steps of SGD through the trainers, the same documents in every optimizer step
-(`tests/equivalence.py`). The reference is TRL's unpacked, padded run; against it stand
+(`tests/support/equivalence.py`). The reference is TRL's unpacked, padded run; against it stand
   ours         trl_packfix, packed with `minibatch`
   TRL          TRL with `padding_free=True`: the same documents per micro-batch, flattened
   regrouped    TRL unpacked, the same documents per step in other micro-batches: the scale of rounding
@@ -30,7 +30,6 @@ from typing import Any
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are so small that a second thread only waits
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import itertools
 
@@ -38,11 +37,11 @@ import datasets
 import torch
 import transformers
 from about import describe, write_csv
-from conftest import build_tiny_model
-from equivalence import ADAPTERS, MODELS, Case, errors, train
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from support.equivalence import ADAPTERS, MODELS, Case, errors, train
+from support.models import build_tiny_model
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel

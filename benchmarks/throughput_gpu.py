@@ -32,7 +32,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -43,7 +42,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import datasets
 import numpy as np
@@ -51,9 +49,9 @@ import torch
 import transformers
 import trl
 from about import describe, write_csv
-from conftest import build_tokenizer
 from datasets import Dataset
 from peft import LoraConfig
+from support.models import build_tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
 

@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from conftest import build_tiny_model
+from support.models import build_tiny_model
 from two_ranks import LAUNCHES, Packed, deepspeed_config, document_ids, make_trainer
 
 from trl_packfix.training.checkpoints import newest_whole

@@ -6,9 +6,9 @@ from itertools import islice
 
 import pytest
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, IterableDataset, load_from_disk
-from test_trainer import ANSWER, PROMPT, config, documents_of, trainer
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import ANSWER, PROMPT, config, documents_of, trainer
 
 from trl_packfix.cli import main
 from trl_packfix.data.stream_reader import CHUNK

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
-from rounding import loss_difference, tolerance, weight_difference
-from test_trainer import config, documents_of, start_weights, trainer, weights
+from support.models import build_tiny_model, build_tokenizer
+from support.rounding import loss_difference, tolerance, weight_difference
+from support.runs import config, documents_of, start_weights, trainer, weights
 
 from trl_packfix import SFTTrainer
 

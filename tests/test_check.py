@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_tiny_model
+from support.models import build_tiny_model
 from torch import nn
 
 from trl_packfix.cli import main

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, load_from_disk
+from support.models import build_tiny_model, build_tokenizer
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer

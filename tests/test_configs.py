@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 import trl
-from conftest import build_tokenizer
 from datasets import Dataset
+from support.models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trl_packfix

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import build_tokenizer
 from datasets import Dataset
+from support.models import build_tokenizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

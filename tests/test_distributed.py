@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -18,16 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from conftest import build_tiny_model
 from peft import PeftModel
-from rounding import loss_difference, tolerance, weight_difference
+from support.launch import LAUNCH_SECONDS, TORCHRUN, environment, free_port
+from support.models import build_tiny_model
+from support.rounding import loss_difference, tolerance, weight_difference
 from transformers import AutoModelForCausalLM
 
 from trl_packfix.survey import zoo
 from trl_packfix.training.checkpoints import FILE, damage
 
 ROOT = Path(__file__).parent.parent
-LAUNCH_SECONDS = 600  # a pair takes 40 to 130 alone on 2 cores; a hang inside one is an error after `ddp_timeout`
 ENGINES = {
     "ddp": "DistributedDataParallel",
     "zero1": "DeepSpeedEngine 1",
@@ -76,21 +75,6 @@ class Launch:
         return result
 
 
-def environment(folder: Path, **env: str) -> dict[str, str]:
-    # One thread each: two ranks that take every core wait for each other. No GPU: gloo and the CPU are meant.
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    settings |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DS_ACCELERATOR": "cpu"}
-    # Private: a stale lock in the common folder makes DeepSpeed wait for ever.
-    settings |= {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
-    return os.environ | settings | env
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
@@ -105,9 +89,6 @@ def folder(tmp_path_factory) -> Path:
     for engine in two_ranks.LAUNCHES["deepspeed"]:
         (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
     return folder
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import build_tiny_model, build_tokenizer
+from support.models import build_tiny_model, build_tokenizer
 from trl import ModelConfig, ScriptArguments
 
 import trl_packfix

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
-from test_trainer import trainer, weights
+from support.runs import trainer, weights
 from transformers import TrainerCallback
 
 import trl_packfix

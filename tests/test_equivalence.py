@@ -5,8 +5,8 @@ How far rounding alone moves them is measured beside each comparison (`rounding.
 
 import pytest
 import torch
-from equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
-from rounding import LIMIT, tolerance
+from support.equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
+from support.rounding import LIMIT, tolerance
 
 from trl_packfix.training.objective import PackedObjective
 

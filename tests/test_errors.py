@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, IterableDataset
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from test_trainer import ANSWER, PROMPT, config, texts, trainer
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import ANSWER, PROMPT, config, texts, trainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTConfig, SFTTrainer, compat

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, Value
-from test_trainer import config, texts, trainer
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import config, texts, trainer
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import build_tiny_model, build_tokenizer
+from support.launch import small
+from support.models import build_tiny_model, build_tokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
@@ -52,12 +53,6 @@ def run(*arguments: str, cwd: Path, **env: str) -> str:
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def small(folder: Path, output: str) -> list[str]:
-    """Flags that make train.py fast: two steps of the tiny model on the file of conversations."""
-    flags = f"--dataset_name rows.jsonl --output_dir {output} --max_steps 2 --max_length 128 --report_to none"
-    return ["--model_name_or_path", str(folder / "Qwen" / "Qwen3-0.6B"), *flags.split()]
 
 
 @pytest.mark.skipif(

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import build_tiny_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from test_trainer import texts, trainer
+from support.models import build_tiny_model
+from support.runs import texts, trainer
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention.choice import select_attention

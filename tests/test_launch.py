@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from conftest import build_tiny_model, build_tokenizer
-from test_distributed import TORCHRUN, environment, free_port
-from test_examples import small
+from support.launch import TORCHRUN, environment, free_port, small
+from support.models import build_tiny_model, build_tokenizer
 
 from trl_packfix.training.checkpoints import newest_whole
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
 from datasets import Dataset
+from support.models import build_tiny_model
 from transformers import LlamaConfig
 
 from trl_packfix import packed_dataloader, plan_packs

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import trl
-from conftest import build_tiny_model
 from datasets import Dataset
-from rounding import tolerance, weight_difference
-from test_trainer import start_weights, texts, trainer, weights
+from support.models import build_tiny_model
+from support.rounding import tolerance, weight_difference
+from support.runs import start_weights, texts, trainer, weights
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, TrainerCallback

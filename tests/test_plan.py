@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset, DatasetDict, load_from_disk
+from support.models import build_tiny_model, build_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer

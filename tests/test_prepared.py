@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
-from test_trainer import documents_of, texts, trainer
+from support.runs import documents_of, texts, trainer
 
 from trl_packfix.data.cache import prepared_documents, prepared_token_range
 from trl_packfix.data.reader import TokenReader

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
 from rich.console import Console
+from support.models import build_tiny_model, build_tokenizer
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli.forecast import forecasts

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from conftest import build_tiny_model
-from equivalence import Case, assert_packed_equals_unpacked
 from peft import LoraConfig, get_peft_model
-from test_trainer import texts, trainer
+from support.equivalence import Case, assert_packed_equals_unpacked
+from support.models import build_tiny_model
+from support.runs import texts, trainer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix import check_isolation

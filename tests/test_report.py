@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import build_tiny_model
 from datasets import Dataset
-from test_trainer import texts, trainer, weights
+from support.models import build_tiny_model
+from support.runs import texts, trainer, weights
 
 
 def table(lengths):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from rounding import tolerance, weight_difference
-from test_trainer import start_weights, texts, trainer, weights
+from support.rounding import tolerance, weight_difference
+from support.runs import start_weights, texts, trainer, weights
 
 from trl_packfix.training.checkpoints import FILE, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import check_same_batches

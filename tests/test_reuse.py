@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import trl
-from conftest import build_tiny_model, build_tokenizer
-from test_trainer import config, texts, trainer, weights
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import config, texts, trainer, weights
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, check_isolation

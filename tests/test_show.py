@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
 from matplotlib.image import imread
+from support.models import build_tiny_model, build_tokenizer
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main

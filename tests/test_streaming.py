@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 import two_ranks_stream
-from conftest import build_tiny_model
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding import tolerance, weight_difference
-from test_trainer import ANSWER, PROMPT, documents_of, start_weights, texts, trainer, weights
+from support.models import build_tiny_model
+from support.rounding import tolerance, weight_difference
+from support.runs import ANSWER, PROMPT, documents_of, start_weights, texts, trainer, weights
 from transformers import TrainerCallback
 from two_ranks import Packed, Reversed
 

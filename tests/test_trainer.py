@@ -1,7 +1,6 @@
 """The drop-in: TRL's arguments, TRL's parameters without packing, every dataset form with it, exact restarts."""
 
 import inspect
-import json
 import pickle
 import warnings
 
@@ -10,67 +9,13 @@ import pytest
 import torch
 import transformers
 import trl
-from conftest import build_tiny_model, build_tokenizer
 from datasets import Dataset
-from rounding import tolerance, weight_difference
+from support.models import build_tiny_model, build_tokenizer
+from support.rounding import tolerance, weight_difference
+from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
-
-PROMPT = [{"role": "user", "content": "how many words"}]
-ANSWER = [{"role": "assistant", "content": "four of them"}]
-TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
-
-
-def config(folder, config_class=SFTConfig, **kwargs):
-    defaults = {
-        "packing": True,
-        "max_length": 64,
-        "per_device_train_batch_size": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "packing_report": False,
-        "disable_tqdm": True,
-    }
-    if config_class is not SFTConfig:
-        del defaults["packing_report"]
-    return config_class(str(folder), **(defaults | kwargs))
-
-
-def trainer(folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, **kwargs):
-    model = build_tiny_model(model) if isinstance(model, str) else model
-    return trainer_class(
-        model,
-        config(folder, **kwargs),
-        train_dataset=dataset,
-        processing_class=build_tokenizer(),
-        **(trainer_kwargs or {}),
-    )
-
-
-def texts(num=40, seed=0):
-    rng = np.random.default_rng(seed)
-    return Dataset.from_dict({"text": ["".join(rng.choice(list("abcdef "), n)) for n in rng.integers(3, 60, num)]})
-
-
-def weights(run):
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
-
-
-def start_weights(model="llama"):
-    return torch.cat([p.detach().flatten() for p in build_tiny_model(model).parameters()])
-
-
-def documents_of(batch):
-    """(tokens, labels) of each document of a packed batch, padding left out."""
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
-    return sorted((tokens.tolist(), labels.tolist()) for tokens, labels in pairs)
-
 
 # The drop-in
 

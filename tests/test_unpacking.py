@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import build_tiny_model
-from equivalence import Case, assert_packed_equals_unpacked
-from test_trainer import texts, trainer
+from support.equivalence import Case, assert_packed_equals_unpacked
+from support.models import build_tiny_model
+from support.runs import texts, trainer
 
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator

@@ -27,15 +27,15 @@ from pathlib import Path
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
-import engine_state
 import numpy as np
 import torch
 import trl
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
-from conftest import build_tokenizer
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
+from support import engine_state
+from support.models import build_tokenizer
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback

@@ -23,8 +23,9 @@ try:
     from conftest import build_tiny_model, build_tokenizer
     from rounding import tolerance
 except ImportError:  # from outside pytest
-    from tests.conftest import build_tiny_model, build_tokenizer
     from tests.rounding import tolerance
+
+    from tests.conftest import build_tiny_model, build_tokenizer
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
 ZOO = ("mamba2", "kimi_linear")  # with sizes of their own

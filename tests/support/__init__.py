@@ -1,0 +1,16 @@
+"""Helpers of tests and benchmarks: tiny models, runs, comparisons, launches. No network, one thread.
+
+Imported before torch, transformers, datasets and loggers, which read the environment once.
+"""
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="disabled",
+    TRACKIO_DISABLED="1",
+)
+# Tiny matrices: threads that wait for each other make the suite many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

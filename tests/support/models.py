@@ -1,0 +1,85 @@
+"""A tiny tokenizer and tiny random models, made offline."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+
+# ChatML. The generation markers are what `assistant_only_loss` reads; tools are listed in the system turn.
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] }}
+{%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}{{ '<|im_end|>' }}{%- endgeneration %}
+{%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Smallest sizes that keep each architecture's own features: grouped-query attention, two layers, one of them with a
+# sliding window where the model has windows (16 tokens, so that short documents already cross it).
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+WINDOWED = {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+ARCHITECTURES = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": WINDOWED,
+    "gpt_oss": WINDOWED | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "mixtral": EXPERTS | {"head_dim": 8},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "router_aux_loss_coef": 0.0,
+    },
+    "bart": {"dropout": 0.0, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+}
+ALIASES = {"gemma3": "gemma3_text"}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per byte (ids 4 to 259) with ChatML, `<|im_end|>` as EOS and `<|pad|>` as padding."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|endoftext|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+    return tokenizer
+
+
+def build_tiny_model(
+    model_type: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> PreTrainedModel:
+    """A random causal LM of about 30,000 parameters, the same for the same arguments.
+
+    `model_type` is any of transformers' (those in ARCHITECTURES are sized to keep their own features; others get the
+    common sizes); further keywords change its config, `attn_implementation` included.
+    """
+    model_type = ALIASES.get(model_type, model_type)
+    attn_implementation = config.pop("attn_implementation", None)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = AutoConfig.for_model(model_type, **(SIZES | special | ARCHITECTURES.get(model_type, {}) | config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attn_implementation)
+    return model
