@@ -19,13 +19,8 @@ from transformers import PrinterCallback
 import trl_packfix
 from trl_packfix.survey import zoo
 
-try:
-    from conftest import build_tiny_model, build_tokenizer
-    from rounding import tolerance
-except ImportError:  # from outside pytest
-    from tests.rounding import tolerance
-
-    from tests.conftest import build_tiny_model, build_tokenizer
+from .models import build_tiny_model, build_tokenizer
+from .rounding import tolerance
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
 ZOO = ("mamba2", "kimi_linear")  # with sizes of their own
