@@ -18,7 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .forwards import base_model, mark_packed_forwards, text_config
+from .forwards import mark_packed_forwards
+from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
 
 # What configs call the dropout of attention weights: attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...

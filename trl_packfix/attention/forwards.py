@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from .models import base_model, text_config
 from .rows import DocumentRows, Group
 
 # What a packed batch says of its boundaries, position_ids aside
@@ -228,35 +229,6 @@ class PackedForwardGuard(ModelHooks):
         # empty if the pre-hook raised: torch calls this hook then, too
         if self._entered and self._entered.pop():
             packed_forwards.pop()
-
-
-def base_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, or the model itself."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"packing got a {type(model).__name__}: attention is chosen through transformers' interface, which only "
-            "its models have. Pass a PreTrainedModel, or one that PEFT wraps, before DDP, FSDP or DeepSpeed wrap it."
-        )
-    return model
-
-
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal LM below its head; the model itself where that part cannot be told."""
-    decoder = model.get_decoder()  # of bart-like models the causal LM calls the decoder inside its base model
-    # modernbert-decoder calls its head `decoder`.
-    below = model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
-    if isinstance(below, PreTrainedModel) and getattr(below, "lm_head", None) is not None:
-        # llama4's models name no base: it is the transformers model inside
-        inside = [child for child in below.children() if isinstance(child, PreTrainedModel)]
-        return inside[0] if len(inside) == 1 else below
-    return below
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that reads the pack: of a multimodal model its text decoder's, else the model's own."""
-    return model.config.get_text_config(decoder=True)
 
 
 def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.forwards import mark_packed_forwards, text_config
+from ..attention.forwards import mark_packed_forwards
+from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
 from .probe import CannotRun, Probe, distance
 from .report import IsolationReport

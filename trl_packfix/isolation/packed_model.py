@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..attention.choice import choose_attention, own_attention, set_attention
-from ..attention.forwards import ModelHooks, PackedForwardGuard, base_model
+from ..attention.forwards import ModelHooks, PackedForwardGuard
+from ..attention.models import base_model
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
 from .probe import Probe

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..attention.forwards import all_in_one_batch, backbone, base_model, text_config
+from ..attention.forwards import all_in_one_batch
+from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from .randomness import DrawWatcher
 

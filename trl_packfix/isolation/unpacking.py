@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import BOUNDARIES, ModelHooks, backbone, base_model, undivided
+from ..attention.forwards import BOUNDARIES, ModelHooks, undivided
+from ..attention.models import backbone, base_model
 from ..attention.rows import Axes, DocumentRows, Group
 from .repair import is_sharded
 
