@@ -393,7 +393,9 @@ def test_cuda_refusals(tiny_model, cuda):
     # the weights' dtype does not matter where autocast's reaches the kernel, and the other way round
     assert select_attention(tiny_model("llama"), dtype=torch.float16, device_type="cuda").is_flash
     assert select_attention(tiny_model("llama", dtype=torch.bfloat16), device_type="cuda").is_flash
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM caps its logits.*=50.0.*no softcap.*Install flash-attn"):
+    with pytest.raises(
+        ValueError, match=r"Gemma2ForCausalLM caps its attention logits.*=50.0.*no softcap.*Install flash-attn"
+    ):
         select_attention(tiny_model("gemma2", **MODELS["gemma2"]), **BF16)
     cuda(False, "torch 2.9.0 is older than 2.10")
     with pytest.raises(ValueError, match=r"torch 2.9.0 is older.*no flash kernel.*Install flash-attn"):
@@ -416,7 +418,8 @@ def test_cuda_refusals(tiny_model, cuda):
 def test_attention_dropout_on_cuda_needs_flash_attn(model_type, name, tiny_model, cuda):
     model = tiny_model(model_type, **{name: 0.1})
     cuda(False)
-    message = rf"{type(model).__name__} drops attention weights \({name}=0.1\).*no dropout\. Load .* with {name}=0.0"
+    name_of_model = type(model).__name__
+    message = rf"{name_of_model} applies dropout to attention weights \({name}=0.1\).*no dropout\. Load .* with {name}=0.0"
     with pytest.raises(ValueError, match=message):
         select_attention(model, **BF16)
     assert select_attention(tiny_model(model_type, **{name: 0.0}), **BF16).name == ATTENTION_NAME
