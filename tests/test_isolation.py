@@ -57,7 +57,7 @@ def test_architectures_that_ignore_boundaries_are_found_with_the_place(model, wh
     report = judged(build_tiny_model(model), max_length=64)
     assert not report.isolated and report.max_gradient > 0
     assert where in report.leaks[0].name
-    message = f"(?s)moved others by .*Information crosses in .*{where}.*Set `on_leak="
+    message = f"(?s)changed others by .*Information crosses in .*{where}.*Set `on_leak="
     with pytest.raises(PackingLeakError, match=message):
         report.raise_if_leaking()
 
@@ -399,11 +399,13 @@ def test_a_router_that_samples_its_experts_is_no_leak():
 def test_modules_that_draw_are_seen_also_in_a_hook():
     model = build_tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
     watcher = DrawWatcher(model.train(), model.device)
+    watcher.install()
     model(torch.arange(3, 9)[None])
     watcher.remove()
     assert watcher.kinds == {torch.nn.Dropout}
     handle = model.transformer.wte.register_forward_hook(lambda module, args, output: torch.rand_like(output) + output)
     watcher = DrawWatcher(model.eval(), model.device)
+    watcher.install()
     model(torch.arange(3, 9)[None])
     watcher.remove()
     handle.remove()

@@ -118,13 +118,11 @@ def test_a_training_loop_of_ones_own():
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_model_that_is_not_marked_is_told_to_be(is_training):
+def test_a_model_without_a_guard_names_prepare_for_packing(is_training):
     model = build_tiny_model().train(is_training)
     select_attention(model)
     batch = next(iter(packed_dataloader(dataset(), 32, 4)))
-    with pytest.raises(
-        ValueError, match=r"transformers built it: call trl_packfix.attention.forwards.mark_packed_forwards"
-    ):
+    with pytest.raises(ValueError, match=r"transformers built it: call trl_packfix.prepare_for_packing\(model\)"):
         model(**batch)
     mark_packed_forwards(model)
     model(**batch)

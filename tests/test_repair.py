@@ -229,9 +229,7 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
     attention.register_forward_pre_hook(
         lambda m, args, kwargs: (args, kwargs | {"head_mask": torch.ones(1)}), with_kwargs=True, prepend=True
     )
-    with pytest.raises(
-        ValueError, match="repaired module was given a tensor of shape \\(1,\\).*the leak probe saw none"
-    ):
+    with pytest.raises(ValueError, match="repaired module got a tensor of shape \\(1,\\).*the leak probe saw none"):
         model(**pack([9, 4, 7]))
 
 

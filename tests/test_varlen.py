@@ -292,8 +292,8 @@ def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, windo
 @pytest.mark.parametrize(
     "dtype,head_dim,message",
     [
-        (torch.float32, 64, r"got torch.float32 on CUDA.*take bfloat16 and float16.*Set bf16=True"),
-        (torch.bfloat16, 257, r"heads of 264 dimensions.*end at 256.*Set enforce_flash_attention=False"),
+        (torch.float32, 64, r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"),
+        (torch.bfloat16, 257, r"heads of 264 dimensions.*at most 256.*Set enforce_flash_attention=False"),
     ],
 )
 def test_cuda_limits(dtype, head_dim, message):
@@ -372,12 +372,12 @@ def test_autocast_decides_the_dtype():
             {"attention_mask": torch.ones(1, T)},
             r"attention_mask of shape \(1, 281\).*would be ignored.*Feed one packed row",
         ),
-        ({"rows": 2}, r"got 2 rows.*unknown which row.*Feed one packed row"),
+        ({"rows": 2}, r"got 2 rows.*which one is unknown.*Feed one packed row"),
         ({"cached": 5}, r"got 281 queries and 286 keys.*cache.*Feed one packed row"),
-        ({"is_causal": False}, r"is not causal.*attend backwards only.*set_attn_implementation\('sdpa'\)"),
-        ({"position_bias": torch.zeros(1, 4, T, T)}, r"position_bias of shape.*would lose it.*'eager'"),
+        ({"is_causal": False}, r"is not causal.*causal attention only.*set_attn_implementation\('sdpa'\)"),
+        ({"position_bias": torch.zeros(1, 4, T, T)}, r"position_bias of shape.*does not support a bias.*'eager'"),
         ({"boundaries": {}}, r"281 tokens and no document boundaries.*never assumes a single document.*Feed one"),
-        ({"boundaries": {"cu_seq_lens_q": BOUNDS[:-1]}}, r"\[0, 1, 71\]\.\.\.\[280\] over a pack of 281.*increasing"),
+        ({"boundaries": {"cu_seq_lens_q": BOUNDS[:-1]}}, r"\[0, 1, 71\]\.\.\.\[280\] for a pack of 281.*increasing"),
         ({"boundaries": {"cu_seq_lens_q": torch.tensor([0, 9, 5, T])}}, r"exactly one document.*Set it to \[0, first"),
         ({"boundaries": {"position_ids": POSITIONS + 1}}, r"position_ids of shape \(1, 281\).*do not count 0, 1, 2"),
         (
@@ -408,9 +408,9 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
 def test_cuda_lacks_softcap_and_dropout():
     from trl_packfix.attention.varlen import _check_cuda_features, _device_boundaries
 
-    with pytest.raises(ValueError, match=r"softcap=50.0 on CUDA.*have none.*Install flash-attn"):
+    with pytest.raises(ValueError, match=r"softcap=50.0 on CUDA.*have no softcap.*Install flash-attn"):
         _check_cuda_features(50.0, 0.0)
-    with pytest.raises(ValueError, match=r"dropout=0.1 on CUDA.*has none there.*attention_dropout to 0"):
+    with pytest.raises(ValueError, match=r"dropout=0.1 on CUDA.*has no dropout there.*attention_dropout to 0"):
         _check_cuda_features(None, 0.1)
     _check_cuda_features(None, 0.0)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):

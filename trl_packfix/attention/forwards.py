@@ -1,7 +1,7 @@
-"""The packed forward that is running: its boundaries, for modules that are not handed them, and its guard.
+"""The packed forward that is running: its document boundaries, and the hooks that record and check them.
 
-Many models do not hand boundaries on to the modules that need them. So the guard at the top of the model keeps them
-while the forward runs, and checkpointed layers carry them into their recomputation.
+Many models do not pass boundaries on to the modules that need them. So a guard on the model records them while the
+forward runs. Checkpointed layers get them again when they are recomputed in backward.
 """
 
 from abc import ABC, abstractmethod
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from .models import base_model, text_config
 from .rows import DocumentRows, Group
 
-# What a packed batch says of its boundaries, position_ids aside
+# The entries of a packed batch that hold boundaries, except position_ids
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 FEED_A_PACK = (
@@ -32,9 +33,11 @@ FEED_A_PACK = (
 class PackedForward:
     """Boundaries of a packed forward that is running.
 
-    Inside a repaired module documents are `rows` rows of a batch, right-padded to `max_length_q`; `cu_seq_lens_q` are
-    then the boundaries of these rows laid end to end. `ignores_masks`: masks that the model makes itself are dropped,
-    because the boundaries say all that they say (for the leak probe to confirm).
+    Attributes:
+        rows: inside a repaired module the number of rows of a batch, one document each, right-padded to
+            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. Else None.
+        ignores_masks: whether masks that the model makes itself are ignored, because they contain nothing but the
+            boundaries. The leak probe confirms this.
     """
 
     cu_seq_lens_q: Tensor
@@ -47,7 +50,7 @@ class PackedForward:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host; the first use waits for the device."""
+        """Tokens of each document, on the host. The first use waits for the device."""
         return self.cu_seq_lens_q.diff().tolist()
 
     @property
@@ -55,7 +58,7 @@ class PackedForward:
         return sum(self.lengths)
 
     def documents(self, budget: float) -> "DocumentBatches":
-        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`); made once per pack."""
+        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack."""
         budget = undivided(budget)
         if budget not in self._batches:
             device = self.cu_seq_lens_q.device
@@ -71,7 +74,7 @@ class PackedForward:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents that a repaired module sees in one call, and the packed forward that is running meanwhile."""
+    """Documents that a repaired module computes in one call, and the packed forward that is running during it."""
 
     group: Group
     forward: PackedForward
@@ -79,7 +82,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class DocumentBatches:
-    """All documents of a pack, in the batches that a repaired module sees."""
+    """All documents of a pack, in the batches that a repaired module computes."""
 
     rows: DocumentRows
     batches: list[DocumentBatch]
@@ -90,9 +93,9 @@ _undivided: list[bool] = []
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
-    """While it runs, documents that may share a padded batch all do.
+    """Within this context, all documents that may share a padded batch share one, whatever its size.
 
-    So that the leak probe sees documents of any two lengths in one batch, which training might bring together.
+    The leak probe uses it: training may bring documents of any two lengths together in a batch.
     """
     _undivided.append(True)
     try:
@@ -102,7 +105,7 @@ def all_in_one_batch() -> Iterator[None]:
 
 
 def undivided(budget: float) -> float:
-    """The budget of a padded batch; 0, each document by itself, stays 0."""
+    """The budget of a padded batch, unlimited within `all_in_one_batch`. 0, one document per batch, stays 0."""
     return inf if budget and _undivided else budget
 
 
@@ -112,7 +115,7 @@ packed_forwards: list[PackedForward] = []
 
 @contextmanager
 def entered(running: PackedForward) -> Iterator[None]:
-    """While it runs, `running` is the packed forward that modules ask for boundaries."""
+    """Within this context, `running` is the packed forward from which modules read their boundaries."""
     packed_forwards.append(running)
     try:
         yield
@@ -121,15 +124,15 @@ def entered(running: PackedForward) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether a checkpointed layer is being recomputed."""
+    """Whether a backward pass is running, so that a forward is a recomputation of a checkpointed layer."""
     return torch._C._current_graph_task_id() != -1
 
 
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
-    """Make checkpointed layers recompute in the packed forward that they first ran in, or no longer.
+    """Make checkpointed layers recompute with the boundaries of their first run; `carry=False` undoes it.
 
-    transformers gives each layer its checkpoint function when gradient checkpointing is enabled, which may happen at
-    any time: a guard calls this in every packed forward.
+    transformers sets the checkpoint function of each layer when gradient checkpointing is enabled. That may happen at
+    any time, so a guard calls this in every packed forward.
     """
     for layer in layers:
         checkpoint = vars(layer).get("_gradient_checkpointing_func")
@@ -139,7 +142,7 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
 
 
 class CarryingCheckpoint:
-    """A checkpoint function whose recomputation sees the packed forward of the first run."""
+    """A checkpoint function whose recomputation runs in the packed forward of the first run."""
 
     def __init__(self, checkpoint: Callable):
         self.checkpoint = checkpoint
@@ -160,7 +163,7 @@ class _InForward:
 
 
 class ModelHooks(ABC):
-    """Hooks on a model for its packs: `install()` adds them, `remove()` gives the model back, in turns."""
+    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -179,11 +182,11 @@ class ModelHooks(ABC):
 
 
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
-    """Watch the model's forwards: those that get `cu_seq_lens_q` are packed, and no (T, T) mask is built in them.
+    """Mark forwards of the model that get `cu_seq_lens_q` as packed: no (T, T) mask is built in them.
 
-    Such a forward raises ValueError if it also gets an `attention_mask`, `past_key_values` or `use_cache=True` (the
-    config's default counts where none is given), more than one row, or boundaries that do not belong together. It
-    works with every attention implementation; `remove()` on the result ends it.
+    A packed forward raises ValueError if it also gets an `attention_mask`, `past_key_values` or `use_cache=True` (the
+    config's default if none is given), more than one row, or boundaries that contradict each other. This works with
+    every attention implementation. Call `remove()` on the result to end it.
     """
     guard = PackedForwardGuard(base_model(model))
     guard.install()
@@ -191,7 +194,11 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
 
 
 class PackedForwardGuard(ModelHooks):
-    """The pair of hooks behind `mark_packed_forwards`."""
+    """The pair of hooks behind `mark_packed_forwards`.
+
+    Attributes:
+        ignores_masks: see `PackedForward`.
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -201,11 +208,11 @@ class PackedForwardGuard(ModelHooks):
         self._layers: list[nn.Module] = []
 
     def _register(self) -> list[RemovableHandle]:
-        # Those that transformers can checkpoint: an adapter has thousands of modules, and each forward looks at these
+        # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         return [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: a forward that raises must not leave the next one marked
+            # always_call: after a forward that raises, the next one must not be marked as packed
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
 
@@ -218,45 +225,16 @@ class PackedForwardGuard(ModelHooks):
         if is_packed:
             carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
-            if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard was here
+            if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs)
                 running = replace(running, ignores_masks=self.ignores_masks)
             packed_forwards.append(running)
         self._entered.append(is_packed)
 
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
-        # empty if the pre-hook raised: torch calls this hook then, too
+        # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
             packed_forwards.pop()
-
-
-def base_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, or the model itself."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"packing got a {type(model).__name__}: attention is chosen through transformers' interface, which only "
-            "its models have. Pass a PreTrainedModel, or one that PEFT wraps, before DDP, FSDP or DeepSpeed wrap it."
-        )
-    return model
-
-
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal LM below its head; the model itself where that part cannot be told."""
-    decoder = model.get_decoder()  # of bart-like models the causal LM calls the decoder inside its base model
-    # modernbert-decoder calls its head `decoder`.
-    below = model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
-    if isinstance(below, PreTrainedModel) and getattr(below, "lm_head", None) is not None:
-        # llama4's models name no base: it is the transformers model inside
-        inside = [child for child in below.children() if isinstance(child, PreTrainedModel)]
-        return inside[0] if len(inside) == 1 else below
-    return below
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that reads the pack: of a multimodal model its text decoder's, else the model's own."""
-    return model.config.get_text_config(decoder=True)
 
 
 def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:
@@ -265,7 +243,7 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
     if missing:
         raise ValueError(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
-            "and with fewer transformers ignores the boundaries. Collate with PackedDataCollator, which makes them."
+            "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
     running = PackedForward(*(kwargs[name] for name in names))
     for name in ("attention_mask", "past_key_values"):
@@ -273,28 +251,27 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
             shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
             raise ValueError(
                 f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
-                f"would trust it over the boundaries, and documents would see each other. {FEED_A_PACK}"
+                f"would use it instead of the boundaries, and documents would see each other. {FEED_A_PACK}"
             )
     use_cache = kwargs.get("use_cache")
     if getattr(text_config(model), "use_cache", False) if use_cache is None else use_cache:
         source = "the config's use_cache=True" if use_cache is None else "use_cache=True"
         raise ValueError(
             f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {source}: with a cache "
-            "transformers no longer looks for boundaries, and documents would see each other. Set use_cache=False in "
-            "the batch."
+            "transformers ignores boundaries, and documents would see each other. Set use_cache=False in the batch."
         )
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is not None and tokens.shape[0] != 1:
         raise ValueError(
-            f"a packed batch came with {tokens.shape[0]} rows: boundaries belong to one row, so it is unknown which "
-            f"row they mean. {FEED_A_PACK}"
+            f"a packed batch came with {tokens.shape[0]} rows: the boundaries describe one row, and which one is "
+            f"unknown. {FEED_A_PACK}"
         )
-    # Comparing values on a GPU would make the host wait for it.
+    # On the CPU only: on a GPU the host would wait for the comparison.
     cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
     if cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError(
-            f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack a "
-            "document's queries and keys are the same tokens. Pass the same tensor twice."
+            f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack "
+            "the queries and keys of a document are the same tokens. Pass the same tensor for both."
         )
     return running

@@ -1,12 +1,12 @@
-"""Causal attention over N documents that lie one after the other: the arithmetic, and nothing about models.
+"""Causal attention over N documents laid end to end: the computation only, independent of models.
 
     device  features                                     how
     CPU     plain causal, dropout                        F.scaled_dot_product_attention, document by document
-    CPU     sliding window, sinks                        the flash kernel below it, on tiles of queries
+    CPU     sliding window, sinks                        the flash kernel used by it, on tiles of queries
     CPU     softcap; dropout with a window or sinks      plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks                        FlashAttention-2 as built into torch, all documents at once
 
-Memory is linear in the number of tokens everywhere; a window of w tokens costs w x length, not length squared.
+Memory is always linear in the number of tokens. A window of w tokens costs w x length, not length squared.
 
 Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of G), D head dimension.
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
@@ -23,12 +23,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 _CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
-# Queries per tile. A window of w costs w + 64 keys per query, and 64 was the fastest of 64 to 1024 for windows of 128
-# to 1024 tokens; plain torch wants fewer, larger matrix products.
+# Queries per tile. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows of 128 to
+# 1024 tokens. Plain torch is faster with fewer, larger matrix products.
 FLASH_TILE, MATH_TILE = 64, 256
 
 
-# A graph of the loop over documents would be compiled anew for every number of documents.
+# Not compiled: the loop over documents would be recompiled for every number of documents.
 @torch.compiler.disable
 def attend_on_cpu(
     query: Tensor,
@@ -42,10 +42,10 @@ def attend_on_cpu(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Each document (`lengths`, in tokens, sum T) attends to itself, each token to the last `window` up to itself.
+    """Attention within each document (`lengths`, in tokens, sum T), of each token to the last `window` up to itself.
 
-    `sinks` (H,) is a logit per head that takes part in the softmax and has no value (arXiv 2309.17453, gpt_oss);
-    `softcap` bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
+    `sinks` (H,) holds one more logit per head, which takes part in the softmax and has no value (arXiv 2309.17453,
+    gpt_oss). `softcap` bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> together = attend_on_cpu(q, k, v, [3, 2], scale=0.5)
@@ -57,7 +57,7 @@ def attend_on_cpu(
         window = None
     if softcap is not None or (dropout > 0 and (window is not None or sinks is not None)):
         return _math_documents(query, key, value, lengths, window, scale, dropout, softcap, sinks)
-    # flash wants one head dim; zeros change no logit, and zero values are cut off again
+    # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
     value_dim = value.shape[-1]
     query, key, value = _pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
     if window is None and sinks is None:
@@ -78,21 +78,21 @@ def attend_on_cuda(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; softcap and dropout do not exist there.
+    """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
 
-    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are those of queries and of keys. Raises ValueError for
+    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Raises ValueError for
     other dtypes and for heads of more than 256 dimensions.
     """
     if query.dtype not in _CUDA_DTYPES:
         raise ValueError(
-            f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels take bfloat16 and float16. Set "
+            f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels support bfloat16 and float16 only. Set "
             "bf16=True (autocast), or load the model with dtype=torch.bfloat16."
         )
     value_dim = value.shape[-1]
-    head_dim = -(-max(query.shape[-1], value_dim) // 8) * 8  # the kernels want a multiple of 8, the same for all three
+    head_dim = -(-max(query.shape[-1], value_dim) // 8) * 8  # the kernels need a multiple of 8, equal for all three
     if head_dim > MAX_CUDA_HEAD_DIM:
         raise ValueError(
-            f"attention got heads of {head_dim} dimensions on CUDA: the FlashAttention-2 kernels end at "
+            f"attention got heads of {head_dim} dimensions on CUDA: the FlashAttention-2 kernels support at most "
             f"{MAX_CUDA_HEAD_DIM}. Set enforce_flash_attention=False with attn_implementation='sdpa'."
         )
     if window is not None and window >= max_lengths[1]:
@@ -113,9 +113,9 @@ def math_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as the papers write it, softmax in at least fp32: the definition of softcap and sinks, any batch size.
+    """Attention by its formula, with softmax in at least fp32, softcap and sinks; any batch size.
 
-    `visible` is None (all keys), bool or additive, (queries, keys) or (B, 1 or H, queries, keys).
+    `visible` is None (all keys), bool or additive, of shape (queries, keys) or (B, 1 or H, queries, keys).
     """
     B, H, num_queries, _ = query.shape
     G = key.shape[1]
@@ -124,7 +124,7 @@ def math_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None and visible.dtype == torch.bool:
-        # not -inf: a row that sees nothing (left padding) must not become nan
+        # not -inf: a query without visible keys (left padding) must not give nan
         logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     elif visible is not None:
         logits = logits + visible
@@ -136,7 +136,7 @@ def math_attention(
 
 
 def visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device | str) -> Tensor:
-    """Which keys each query sees, bool (queries, keys); the last query stands at the last key.
+    """Which keys each query attends to, bool (queries, keys); the last query is at the position of the last key.
 
     >>> visible_keys(2, 3, 2, "cpu").int().tolist()
     [[1, 1, 0], [0, 1, 1]]
@@ -153,7 +153,7 @@ def _sdpa_documents(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, dropout: float
 ) -> Tensor:
     gqa = query.shape[1] != key.shape[1]
-    # split, not slices: the backward of each slice would fill a gradient of the whole row
+    # split, not slices: the backward of each slice would allocate a gradient of the whole row
     documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     outs = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
@@ -163,12 +163,12 @@ def _sdpa_documents(
 
 
 def _join(outs: list[Tensor]) -> Tensor:
-    # token-major, as the output projection reads it: its transpose is contiguous
+    # token-major, as the output projection reads it: the transpose is contiguous
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
 
 
 def _tiles(length: int, window: int | None, size: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a document's queries into tiles: (start, stop, first key that any of them sees).
+    """Cut the queries of a document into tiles: (start, stop, first key that any query of the tile attends to).
 
     >>> list(_tiles(5, window=2, size=2))
     [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
@@ -194,7 +194,7 @@ def _math_documents(
         for start, stop, first in _tiles(q.shape[2], window, MATH_TILE):
             visible = visible_keys(stop - start, stop - first, window, q.device)
             tile = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], visible)
-            # recomputed in backward: the weights that it would keep are length x length
+            # recomputed in backward: saved attention weights would be length x length
             outs.append(
                 checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=dropout > 0, **options)
             )
@@ -203,14 +203,14 @@ def _math_documents(
 
 @dataclass(frozen=True)
 class _CpuKernel:
-    """Flash attention on the CPU: a document at once, or in tiles of queries where it exceeds the window."""
+    """Flash attention on the CPU: one call per document, or per tile of queries if it is longer than the window."""
 
     lengths: tuple[int, ...]
     window: int | None
     scale: float
 
     def _calls(self, like: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-        """(queries, keys, is_causal, additive mask) of each call; the masks are small, one per shape of tile."""
+        """(queries, keys, is_causal, additive mask) of each call. The masks are small, one per shape of tile."""
         masks: dict[tuple[int, int], Tensor] = {}
         start = 0
         for length in self.lengths:
@@ -240,7 +240,7 @@ class _CpuKernel:
         return out, lse
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
-        # neighbouring tiles add to the same keys: half precision would round each sum
+        # neighbouring tiles add to the gradients of the same keys: in half precision each sum would be rounded
         sum_dtype = torch.promote_types(key.dtype, torch.float32)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
@@ -259,8 +259,9 @@ class _CpuKernel:
 class _CudaKernel:
     """FlashAttention-2 varlen on CUDA, all documents in one launch.
 
-    Through the aten operators under `torch.nn.attention.varlen.varlen_attn`: its signature changed with each of torch
-    2.10 to 2.12 while theirs held, and its backward drops the gradient of the log-sum-exp, which sinks need.
+    It calls the aten operators used by `torch.nn.attention.varlen.varlen_attn`, not that function: its signature
+    changed in each of torch 2.10 to 2.12, theirs did not, and its backward drops the gradient of the log-sum-exp,
+    which sinks need.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]
@@ -269,7 +270,7 @@ class _CudaKernel:
     scale: float
 
     def _options(self) -> dict[str, Any]:
-        left = -1 if self.window is None else self.window - 1  # keys to the left, the query's own not counted
+        left = -1 if self.window is None else self.window - 1  # keys to the left, without the query's own
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,9 +299,9 @@ class _CudaKernel:
 class _FlashAttention(torch.autograd.Function):
     """A flash kernel, with sinks added exactly through its log-sum-exp.
 
-    A sink is one more logit s in the softmax, without a value: every weight shrinks by the same factor
-    sigmoid(lse - s). The flash backward computes its weights as exp(logit - lse), so given the output and the
-    log-sum-exp *with* the sink it returns the gradients with the sink. The sink's own is -(its weight) * <grad, out>.
+    A sink is one more logit s in the softmax, without a value: it scales every weight by the factor sigmoid(lse - s).
+    The flash backward computes the weights as exp(logit - lse). So, given the output and the log-sum-exp *with* the
+    sink, it returns the gradients with the sink. The gradient of the sink itself is -(its weight) * <grad, out>.
     """
 
     @staticmethod

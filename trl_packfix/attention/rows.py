@@ -1,7 +1,8 @@
-"""The documents of a pack as rows of right-padded batches, and back: indices only, no model.
+"""Convert the documents of a pack to rows of right-padded batches, and back. Indices only, no model.
 
-Later padding cannot reach earlier tokens of a causal module, so each row is what its document is alone. Documents of
-similar length share a batch. A shorter row is filled with its own last token, never with another document's.
+In a causal module padding at the end cannot change earlier tokens, so each row gives the result of its document alone.
+Documents of similar length share a batch. A shorter row is padded with its own last token, never with tokens of another
+document.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from torch import Tensor
 
 
 class Axes(NamedTuple):
-    """Which axes of a tensor count tokens, and which one counts rows, in a batch of one row.
+    """Which axes of a tensor index tokens, and which one indexes rows, in a batch of one row.
 
     Attributes:
-        tokens: the axes that count tokens; two for a mask (T, T).
-        batch: the axis that grows with rows, None if none does. It may hold more than one entry per row (alibi's
-            batch x heads), and may be the token axis itself (tokens of all rows one after the other).
+        tokens: the token axes; two for a mask (T, T).
+        batch: the axis that grows with the number of rows; None if there is none. It may have more than one entry per
+            row (alibi's batch x heads). It may be the token axis itself (tokens of all rows one after the other).
     """
 
     tokens: tuple[int, ...]
@@ -25,7 +26,13 @@ class Axes(NamedTuple):
 
 
 def group_by_length(lengths: list[int], budget: float) -> list[list[int]]:
-    """Documents in groups of similar length, longest first, of no more than `budget` padded tokens each."""
+    """Group documents by length, longest first, with at most `budget` padded tokens per group.
+
+    The groups hold indices into `lengths`. A document longer than the budget is a group by itself.
+
+    >>> group_by_length([3, 9, 4, 2], budget=12)
+    [[1], [2, 0, 3]]
+    """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
@@ -41,8 +48,8 @@ class Group:
 
     Attributes:
         longest: L.
-        starts, lengths: of each document in the pack, in tokens.
-        source: the token of the pack that each place of the batch holds, (B * L,).
+        starts, lengths: start in the pack and length of each document, in tokens.
+        source: for each position of the batch the index of its token in the pack, (B * L,).
     """
 
     longest: int
@@ -55,11 +62,11 @@ class Group:
         return len(self.lengths)
 
     def split(self, packed: Tensor, axes: Axes) -> Tensor:
-        """A tensor of the packed row as one of the batch: (1, T, ...) -> (B, L, ...), wherever these axes are."""
+        """Convert a tensor of the packed row to one of the batch: (1, T, ...) -> (B, L, ...), in any order of axes."""
         if len(axes.tokens) == 2:
             return self._split_mask(packed, axes)
         (axis,) = axes.tokens
-        if axes.batch is None:  # shared by all rows: what the longest document sees
+        if axes.batch is None:  # shared by all rows: the part of the longest document
             return packed.narrow(axis, self.starts[0], self.longest)
         rows = packed.index_select(axis, self.source)
         if axes.batch == axis:
@@ -70,7 +77,7 @@ class Group:
     def _split_mask(self, packed: Tensor, axes: Axes) -> Tensor:
         if axes.batch is None:
             return _block(packed, axes, self.starts[0], self.longest)
-        # Beyond its own block a row continues as the longest document's: masked where a token would look at padding.
+        # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens.
         rows = []
         for start, length in zip(self.starts, self.lengths, strict=True):
             row = _block(packed, axes, self.starts[0], self.longest).clone()
@@ -86,12 +93,12 @@ def _block(mask: Tensor, axes: Axes, start: int, length: int) -> Tensor:
 
 
 class DocumentRows:
-    """The documents of one pack in groups.
+    """The documents of one pack, in groups that share a padded batch.
 
     Args:
         lengths: tokens of each document.
         device: where the tensors are.
-        budget: most padded tokens of a group; 0 makes every document a group of its own, infinity one group of all.
+        budget: maximum of padded tokens per group. 0: one group per document; infinity: one group for all.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float):
@@ -100,8 +107,8 @@ class DocumentRows:
             starts.append(starts[-1] + length)
         self.num_tokens = starts[-1]
         self.groups: list[Group] = []
-        place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token in the batches laid end to end
-        shared = torch.empty(self.num_tokens, dtype=torch.int64)  # its place where a batch is one row for all its rows
+        place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token, in the batches laid end to end
+        shared = torch.empty(self.num_tokens, dtype=torch.int64)  # the same where all rows of a batch share one
         end = shared_end = 0
         for members in group_by_length(lengths, budget):
             longest = lengths[members[0]]
@@ -122,7 +129,7 @@ class DocumentRows:
         return sum(group.num_rows * group.longest for group in self.groups)
 
     def join(self, batches: list[Tensor], axes: Axes) -> Tensor:
-        """The tensors of all groups as one of the packed row, padding left out: the inverse of `Group.split`."""
+        """Convert the tensors of all groups to one of the packed row, without padding: the inverse of `Group.split`."""
         (axis,) = axes.tokens
         if axes.batch is None:  # the same for all rows of a group
             return torch.cat(batches, dim=axis).index_select(axis, self._shared)
@@ -130,7 +137,7 @@ class DocumentRows:
         for group, rows in zip(self.groups, batches, strict=True):
             if axes.batch != axis:
                 rows = rows.unflatten(axes.batch, (group.num_rows, -1))
-                # Whichever comes first, rows go right before their tokens, which brings both to `axis`.
+                # Move rows right before their tokens; this puts both at `axis`, whichever came first.
                 rows = rows.movedim(axes.batch, axis).flatten(axis, axis + 1)
             ends.append(rows)
         return torch.cat(ends, dim=axis).index_select(axis, self._place)

@@ -1,12 +1,16 @@
 """The attention implementation `packfix_varlen`: each document of a packed row attends causally to itself only.
 
-Registered with transformers' attention and mask interfaces; `attention.py` decides when a model uses it, `kernels.py`
-computes. No (T, T) mask is ever built.
+It is registered with transformers' attention and mask interfaces. `choice.py` chooses it for a model, and `kernels.py`
+does the computation. In packed forwards no (T, T) mask is built.
 
-A call is *packed* if its module is training, if `cu_seq_lens_q` reached it, or inside a forward that
-`forwards.mark_packed_forwards` watches. A packed call without boundaries, with a mask, a cache or several rows is an
-error, never a guess. Every other call (`generate` with its cache, a padded evaluation batch) is answered as
-transformers' `sdpa` answers it; sinks and softcap, which `sdpa` lacks, are then computed in plain torch.
+A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward marked
+by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
+error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
+Sinks and softcap, which `sdpa` does not support, are then computed in plain torch.
+
+Boundaries are read from `cu_seq_lens_q`, else from the packed forward that is running. `position_ids` are the fallback
+for one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
+checkpointing other than transformers' (FSDP's, for instance), which does not restore the packed forward.
 
 T tokens, H query heads, G key/value heads, D head dimension.
 """
@@ -23,14 +27,16 @@ from transformers.masking_utils import sdpa_mask
 from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, in_backward, packed_forwards
 from .kernels import attend_on_cpu, attend_on_cuda, math_attention, visible_keys
 
-# Not "flash", "sdpa" or "flex_attention": transformers takes other paths for names that contain these.
+# Must not contain "flash", "sdpa" or "flex_attention": transformers runs other code for such names.
 ATTENTION_NAME = "packfix_varlen"
 
 
 class OwnMaskError(ValueError):
-    """A packed forward met a mask of the model's own, which no kernel takes.
+    """A packed forward got a mask that the model made itself, which the kernels do not support.
 
-    `is_boundary`: it only says who sees whom, so boundaries may stand for it; a bias or a learned mask says more.
+    Attributes:
+        is_boundary: whether the mask has at most two values and needs no gradient. Then it only hides keys, and
+            boundaries may replace it. A bias or a learned mask holds more than that.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
@@ -52,11 +58,12 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
 
-    Boundaries come from `cu_seq_lens_q`, else from the running packed forward, else from `position_ids` that restart at
-    0 with each document. A `sliding_window` counts the query itself; `s_aux` (H,) are gpt_oss' attention sinks.
+    Boundaries come from `cu_seq_lens_q`, else from the packed forward that is running, else from `position_ids` that
+    restart at 0 in each document. A `sliding_window` of w tokens includes the query. `s_aux` (H,) holds the attention
+    sinks of gpt_oss.
 
-    Raises ValueError if a packed call comes with an attention mask, a cache, several rows or no boundaries, from
-    attention that is not causal, or with a feature that its device lacks.
+    Raises ValueError if a packed call has an attention mask, a cache, several rows or no boundaries, if the attention
+    is not causal, or if the device does not support a feature.
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> together, _ = varlen_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 3, 5]))
@@ -68,7 +75,7 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     repaired = running if running is not None and running.rows is not None else None
     if repaired is not None:
-        # Each row is one document: with a mask of its own this is an unpacked call like any other.
+        # Each row is one document: with an attention mask this is a normal unpacked call.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
         is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
@@ -92,13 +99,13 @@ def varlen_attention(
         if chunk is not None and max_lengths[1] > chunk:
             raise ValueError(
                 f"the pack holds a document of {max_lengths[1]} tokens and {type(module).__name__} attends in chunks "
-                f"of {chunk}: the CUDA kernels have no chunks. Set max_length={chunk}, or "
+                f"of {chunk}: the CUDA kernels do not support chunks. Set max_length={chunk}, or "
                 "enforce_flash_attention=False."
             )
         out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, scale=scale, window=window, sinks=s_aux)
     else:
         lengths = _document_lengths(kwargs, running, num_tokens)
-        if chunk is not None:  # a chunk sees itself only: to attention it is a document
+        if chunk is not None:  # tokens attend within their chunk only, as within a document
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
         out = attend_on_cpu(
             query, key, value, lengths, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks=s_aux
@@ -109,9 +116,9 @@ def varlen_attention(
 def varlen_mask(
     batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """transformers' mask function: None in a packed forward, what `sdpa_mask` returns in every other.
+    """transformers' mask function: None in a packed forward, the result of `sdpa_mask` in every other.
 
-    Raises ValueError if a packed forward asks for padding, a cache, several rows, or a mask pattern of the model's own.
+    Raises ValueError if a packed forward has padding, a cache, several rows, or a mask pattern made by the model.
     """
     running = packed_forwards[-1] if packed_forwards else None
     if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
@@ -119,8 +126,8 @@ def varlen_mask(
         return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
     if batch_size != (running.rows or 1) or q_length != kv_length:
         raise ValueError(
-            f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: in a pack each "
-            f"document attends to itself only, without padding or cache. {FEED_A_PACK}"
+            f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: a pack is one row "
+            f"without padding or cache, with as many keys as queries. {FEED_A_PACK}"
         )
     if (attention_mask is not None or kwargs.get("use_vmap")) and not running.ignores_masks:
         given = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
@@ -142,11 +149,11 @@ def _is_causal(module: nn.Module, kwargs: dict) -> bool:
 
 
 def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
-    """Rows (B, H, L, D) of a repaired module as one row (1, H, B * L, D); `running` holds the boundaries."""
+    """Rows (B, H, L, D) of a repaired module as one row (1, H, B * L, D), with the boundaries in `running`."""
     if states.shape[0] != running.rows or states.shape[2] != running.max_length_q:
         raise ValueError(
-            f"a repaired module was given {running.rows} documents of {running.max_length_q} tokens, and its attention "
-            f"{states.shape[0]} rows of {states.shape[2]}: which rows are which documents is unknown. Set "
+            f"a repaired module got {running.rows} documents of {running.max_length_q} tokens, and its attention "
+            f"{states.shape[0]} rows of {states.shape[2]}: which row belongs to which document is unknown. Set "
             'on_leak="unpack".'
         )
     return states.transpose(0, 1).flatten(1, 2)[None]
@@ -166,35 +173,35 @@ def _check_packed_call(
         )
     if query.shape[0] != 1:
         raise ValueError(
-            f"{name} got {query.shape[0]} rows in a packed or training forward: boundaries belong to one row, so it is "
-            f"unknown which row they mean. {FEED_A_PACK}"
+            f"{name} got {query.shape[0]} rows in a packed or training forward: the boundaries describe one row, and "
+            f"which one is unknown. {FEED_A_PACK}"
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{name} got {query.shape[2]} queries and {key.shape[2]} keys in a packed or training forward: keys from a "
-            f"cache or of another sequence belong to no document of the pack. {FEED_A_PACK}"
+            f"cache or another sequence belong to no document of the pack. {FEED_A_PACK}"
         )
     if not _is_causal(module, kwargs):
         raise ValueError(
-            f"{name} is not causal (is_causal=False): {ATTENTION_NAME} lets every token attend backwards only. Set "
+            f"{name} is not causal (is_causal=False): {ATTENTION_NAME} computes causal attention only. Set "
             "model.set_attn_implementation('sdpa') for this part of the model."
         )
     if kwargs.get("position_bias") is not None:
         raise ValueError(
-            f"{name} adds a position_bias of shape {tuple(kwargs['position_bias'].shape)}: {ATTENTION_NAME} has no "
-            "bias and would lose it. Set enforce_flash_attention=False with attn_implementation='eager'."
+            f"{name} adds a position_bias of shape {tuple(kwargs['position_bias'].shape)}: {ATTENTION_NAME} does not "
+            "support a bias. Set enforce_flash_attention=False with attn_implementation='eager'."
         )
 
 
 def _check_cuda_features(softcap: float | None, dropout: float) -> None:
     if softcap is not None:
         raise ValueError(
-            f"attention got softcap={softcap} on CUDA: the FlashAttention-2 kernels built into torch have none. "
+            f"attention got softcap={softcap} on CUDA: the FlashAttention-2 kernels built into torch have no softcap. "
             "Install flash-attn (attn_implementation='flash_attention_2'), or set enforce_flash_attention=False."
         )
     if dropout > 0:
         raise ValueError(
-            f"attention got dropout={dropout} on CUDA: {ATTENTION_NAME} has none there. Set the model's "
+            f"attention got dropout={dropout} on CUDA: {ATTENTION_NAME} has no dropout there. Set the model's "
             "attention_dropout to 0, or install flash-attn (attn_implementation='flash_attention_2')."
         )
 
@@ -210,7 +217,7 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
-            f"cu_seq_lens_q runs {bounds[:3]}...{bounds[-1:]} over a pack of {num_tokens} tokens: every token belongs "
+            f"cu_seq_lens_q is {bounds[:3]}...{bounds[-1:]} for a pack of {num_tokens} tokens: every token must belong "
             "to exactly one document. Set it to [0, first length, ..., T], increasing."
         )
     return lengths
@@ -219,7 +226,7 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
 def _device_boundaries(
     kwargs: dict, running: PackedForward | None, num_tokens: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """(cu_seq_lens of queries and keys, longest document of each); no device-to-host copy if all four were given."""
+    """(cu_seq_lens of queries and keys, longest document of each), without a device-to-host copy if all are given."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     given: list[Any] = [kwargs.get(name) for name in names]
     if any(x is None for x in given) and running is not None:
@@ -228,9 +235,9 @@ def _device_boundaries(
         if given[0] is not None:
             raise ValueError(
                 f"attention got cu_seq_lens_q but not all of {', '.join(names[1:])}: to find the longest document the "
-                "host would wait for the device in every layer. Pass all four, as PackedDataCollator makes them."
+                "host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
             )
-        # A model that hands down position_ids only, recomputed in backward: here the wait cannot be avoided.
+        # The fallback described at the top of this module: here the host has to wait for the device.
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
         given = [bounds, bounds, max(lengths), max(lengths)]
@@ -238,6 +245,14 @@ def _device_boundaries(
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
+    """Tokens of each document, from positions that restart at 0; the fallback described at the top of this module.
+
+    Raises ValueError if there are no positions, if they do not count up from 0 in each document, or if they never
+    restart outside of a recomputation: models make up such positions when they get none.
+
+    >>> _lengths_from_positions(torch.tensor([[0, 1, 2, 0, 1]]), 5)
+    [3, 2]
+    """
     if position_ids is None:
         raise ValueError(
             f"attention got {num_tokens} tokens and no document boundaries (neither cu_seq_lens_q nor position_ids): "
@@ -248,22 +263,23 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     counts_up = (is_start[1:] | (positions.diff() == 1)).all()
     if len(positions) != num_tokens or not is_start[0] or not counts_up:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} over a pack of {num_tokens} tokens do not count 0, 1, "
-            f"2, ... within each document: they show no boundaries. {FEED_A_PACK}"
+            f"position_ids of shape {tuple(position_ids.shape)} for a pack of {num_tokens} tokens do not count 0, 1, "
+            f"2, ... within each document: no boundaries can be read from them. {FEED_A_PACK}"
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
     if len(starts) == 2 and num_tokens > 1 and not in_backward():
         raise ValueError(
-            f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, as models make "
-            f"them up when they are given none: attention never assumes a single document. {FEED_A_PACK}"
+            f"attention got {num_tokens} tokens, no cu_seq_lens_q, and position_ids that never restart, which models "
+            f"also make up themselves: attention never assumes a single document. {FEED_A_PACK}"
         )
     return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
 def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | None]:
-    """(window, chunk) in tokens, None where unlimited.
+    """(window, chunk) in tokens; None is unlimited.
 
-    Llama 4 and Qwen2-MoE tell their chunks and windows to the mask only; the config's `layer_types` still names them.
+    Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only. They are read from the config's
+    `layer_types` instead.
     """
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"], None
@@ -275,7 +291,7 @@ def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | N
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """What autocast does to `scaled_dot_product_attention`, for the kernels below that it does not know."""
+    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)
@@ -297,7 +313,7 @@ def _unpacked_math(
 ) -> Tensor:
     num_queries = query.shape[2]
     if mask is None and num_queries > 1 and _is_causal(module, kwargs):
-        # No mask means causal. A static cache that is still empty is longer than the prompt: only its start is filled.
+        # No mask means causal. A static cache may be longer than the prompt; only its start is filled then.
         key, value = key[:, :, :num_queries], value[:, :, :num_queries]
         mask = visible_keys(num_queries, num_queries, None, query.device)
     query, key, value = _autocast(query, key, value)

@@ -22,7 +22,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl.trainer.utils import create_model_from_path
 
 from ..attention.choice import cuda_varlen_problem
-from ..attention.forwards import base_model
+from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.report import IsolationReport

@@ -1,1 +1,1 @@
-"""Is a document in a pack what it is alone, on this model; and what is done where it is not."""
+"""Test whether packing changes what a model computes for a document, and repair the model if it does."""

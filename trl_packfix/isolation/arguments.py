@@ -1,4 +1,4 @@
-"""Where a value stands among a module's arguments or in its output, by a name that stays the same between calls."""
+"""Names of places in a module's arguments and outputs that stay the same between calls."""
 
 import inspect
 from collections.abc import Callable
@@ -12,9 +12,9 @@ Leaves = list[tuple[str, Any]]
 
 
 def argument_leaves(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
-    """Every value in the arguments of a call with its place, and how to put them together again as (args, kwargs).
+    """All values in the arguments of a call with their places, and the tree that rebuilds (args, kwargs) from them.
 
-    A place begins with the name of the argument, given by name or not: "hidden_states", "position_embeddings[0]".
+    A place begins with the name of the argument, also for positional ones: "hidden_states", "position_embeddings[0]".
     """
     leaves: Any
     leaves, tree = tree_flatten_with_path((args, kwargs))
@@ -28,7 +28,7 @@ def argument_leaves(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 def output_leaves(output: Any) -> tuple[Leaves, TreeSpec]:
-    """Every value in an output with its place: "[0]", "['last_hidden_state']"."""
+    """All values in an output with their places, "[0]" or "['last_hidden_state']", and the tree that rebuilds it."""
     leaves, tree = tree_flatten_with_path(output)
     return [(keystr(path), value) for path, value in leaves], tree
 

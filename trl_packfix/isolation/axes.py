@@ -1,7 +1,7 @@
-"""Which axes of a module's arguments and outputs count tokens, and which count rows: learned from runs, not guessed.
+"""Find which axes of a module's arguments and outputs index tokens, and which index rows, from recorded runs.
 
-An axis that is as long as the pack may be the hidden size by chance. So a module is watched in two packs of different
-lengths, and in batches without boundaries of different lengths and numbers of rows.
+The size of an axis is not enough: the hidden size may equal the length of a pack. So shapes are recorded in two packs
+of different lengths, and in batches without boundaries of different lengths and numbers of rows.
 """
 
 from dataclasses import dataclass, field
@@ -14,20 +14,22 @@ from ..attention.rows import Axes
 from .arguments import Leaves, argument_leaves, output_leaves
 from .probe import CannotRun, Probe
 
-Sizes = dict[str, tuple[int, ...] | int]  # of each tensor and number, by its place among arguments or outputs
+Sizes = dict[str, tuple[int, ...] | int]  # shapes of tensors and values of integers, by place
 PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes
-ROWS = ((1, 17), (1, 23), (2, 23))  # rows and tokens without boundaries
+ROWS = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
 
 
 class NotLearned(Exception):
-    """What the axes of a module mean could not be seen."""
+    """The recorded shapes do not show what the axes of a module are."""
 
 
 @dataclass(frozen=True)
 class ModuleAxes:
-    """By the place where a value is given or put out: its axes; None where it does not depend on tokens or rows.
+    """Axes of a module's arguments and outputs, by their places (see `arguments.py`).
 
-    `numbers` are the places of arguments that are the number of tokens.
+    Attributes:
+        inputs, outputs: the axes of each tensor; None if no axis indexes tokens.
+        numbers: places of integer arguments that hold the number of tokens.
     """
 
     inputs: dict[str, Axes | None]
@@ -36,9 +38,9 @@ class ModuleAxes:
 
 
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
-    """Axes of each named module of the model; modules that a pack does not call are left out.
+    """Axes of each named module of the model, except modules that are not called in a pack.
 
-    Raises `NotLearned` where a size changes with tokens or rows in a way that is none of the known ones.
+    Raises `NotLearned` if a shape changes with the number of tokens or rows in an unknown way.
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
     packs = [_watch(modules, lambda n=n: probe.packed([probe.tokens(k) for k in n])) for n in PACKS]
@@ -71,7 +73,7 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
 
 def _growing(name: str, place: str, size: Any, other: Any, totals: list[int]) -> tuple[int, ...]:
     if not isinstance(other, tuple) or len(size) != len(other):
-        raise NotLearned(f"{name}: {place} has another number of axes in another pack")
+        raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
     axes = tuple(i for i, pair in enumerate(zip(size, other, strict=True)) if pair[0] != pair[1])
     if any((size[i], other[i]) != tuple(totals) for i in axes) or len(axes) > 2:
         raise NotLearned(f"{name}: {place} of shape {size} grows to {other} with {totals[0]} to {totals[1]} tokens")
@@ -79,20 +81,20 @@ def _growing(name: str, place: str, size: Any, other: Any, totals: list[int]) ->
 
 
 def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[Any]) -> Axes | None:
-    """`rows` are sizes in one row, in one longer row and in two rows, where they were seen."""
+    """Axes of a tensor of shape `size`. `rows`: its shapes in one row, in one longer row, in two rows, or None."""
     _, one, two = rows
     batch = None
     if isinstance(one, tuple) and isinstance(two, tuple) and len(one) == len(two) == len(size):
         doubled = [i for i, pair in enumerate(zip(one, two, strict=True)) if pair[1] == 2 * pair[0]]
         batch = doubled[0] if doubled else None
-    elif tokens:  # not given without boundaries: an axis of one entry, before the tokens where there is one
+    elif tokens:  # absent without boundaries: take an axis of size 1, before the tokens if there is one
         single = [i for i, n in enumerate(size) if n == 1 and i not in tokens]
         batch = next((i for i in reversed(single) if i < tokens[0]), single[0] if single else None)
     return Axes(tokens, batch) if tokens else None
 
 
 def _sizes(leaves: Leaves) -> Sizes:
-    """Shapes of tensors and values of numbers, by their place."""
+    """Shapes of tensors and values of integers, by place."""
     found: Sizes = {}
     for place, value in leaves:
         if isinstance(value, Tensor):
@@ -103,7 +105,7 @@ def _sizes(leaves: Leaves) -> Sizes:
 
 
 def _watch(modules: dict[str, nn.Module], run: Any) -> dict[str, tuple[Sizes, Sizes]]:
-    """Sizes of the arguments and outputs of each module in its first call, as far as a run gets that raises."""
+    """Sizes of the arguments and outputs of each module in its first call. If a run raises, of those called before."""
     seen: dict[str, tuple[Sizes, Sizes]] = {}
     handles = []
     for name, module in modules.items():

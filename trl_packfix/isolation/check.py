@@ -1,9 +1,11 @@
-"""The leak probe: does a document in a pack change another, on this model as it stands?
+"""The leak probe: test on the model itself whether a document in a pack changes another.
 
-Nothing is assumed from the name of an attention implementation. Small packs are built exactly as for training; one
-document is changed in its tokens and in its length, and the others must not move; every document must be what it is
-alone, far from the start of a pack, too; and the gradient of one document's outputs with respect to the embeddings of
-another must be exactly zero.
+The name of the attention implementation does not matter. Small packs are built exactly as for training, and three
+things are tested:
+
+1. One document is changed, in its tokens and in its length. The states of the others must not change.
+2. Every document must have the states that it has alone, also far from the start of a pack.
+3. The gradient of one document's outputs with respect to the embeddings of another must be exactly zero.
 """
 
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.forwards import mark_packed_forwards, text_config
+from ..attention.forwards import mark_packed_forwards
+from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
 from .probe import CannotRun, Probe, distance
 from .report import IsolationReport
@@ -22,24 +25,27 @@ from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
-FAR = (100,) * 6  # documents before one that lies far from the start of its pack: half precision counts to 256
-COARSE = 1e-4  # a tolerance above it is one of half precision
-DRAWS = 6  # of roundings: with a router the largest change is a rare one
-MOST_NOISE = 0.5  # of the largest state: attention that leaks moves documents by all of it
-SPARE = 3  # tokens by which a document passes a threshold
+FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
+COARSE = 1e-4  # a tolerance above it means half precision
+DRAWS = 6  # random roundings to try: with a router the largest change is rare
+MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
+SPARE = 3  # tokens by which a document exceeds a threshold
 
 
 def check_isolation(model: nn.Module, max_length: int | None = None) -> IsolationReport:
-    """Judge the model as it stands: its attention implementation, adapters, dtype and wrapping.
+    """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
-    Parameters, gradients, buffers, random state and training mode are as before when it returns. Costs about ten
-    forwards of 47 tokens and four backwards, one forward of 611 tokens, six of 47 more in half precision, and twice a
-    pack just longer than the largest threshold below `max_length` where the model has one. Wrapped models (DDP,
-    DeepSpeed, FSDP) are judged by forwards alone; all ranks must call.
+    Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
+    forwards of 47 tokens and four backwards, and one forward of 611 tokens. In half precision it costs six more
+    forwards of 47 tokens. If the model has a threshold below `max_length`, it costs two packs just longer than the
+    largest of them. Wrapped models (DDP, DeepSpeed, FSDP) are tested by forwards only, and all ranks must call it.
 
     Args:
-        model: a transformers causal LM, wrapped by PEFT, DDP or an engine or not.
-        max_length: the longest document of the run, in tokens; None is the longest that the model has positions for.
+        model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
+        max_length: the longest document of the run, in tokens; None is the number of positions of the model.
+
+    Returns:
+        The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -56,12 +62,15 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
 
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
-    """The verdict on a model that raises."""
+    """The report on a model that raises."""
     return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error))
 
 
 def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
-    """The verdict, and the pair of runs that shows best what is wrong; None if nothing is. Raises `CannotRun`."""
+    """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
+
+    Raises `CannotRun` if the model raises.
+    """
     probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     lengths = [min(n, max_length or n) for n in LENGTHS]
@@ -71,15 +80,15 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     scale = max(states.abs().max().item() for states in base)
     rounding = tolerance = 8 * distance(base, repeat, everyone) / scale + probe.rounding(documents)
     if rounding > COARSE:
-        # A deep model adds roundings up, and a router sends a token elsewhere for one.
+        # Roundings add up in a deep model, and one of them can make a router choose other experts.
         moved_by = []
         for draw in range(DRAWS):
             with probe.rounded_otherwise(draw):
                 moved_by.append(distance(base, probe.packed(documents), everyone))
-        tolerance = max(rounding, min(3 * max(moved_by) / scale, MOST_NOISE))
+        tolerance = max(rounding, min(3 * max(moved_by) / scale, MAX_NOISE))
 
-    seen: list[tuple[float, Evidence]] = []  # changes of documents that were not changed themselves
-    # The first document can move those behind it, the third those on both sides; the gradient asks all pairs.
+    seen: list[tuple[float, Evidence]] = []  # (change of the unchanged documents, runs)
+    # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
     for changed in (0, 2):
         others = [i for i in everyone if i != changed]
         for more in (0, SPARE):
@@ -90,7 +99,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     worst, which = max(alone)
     unequal = [(worst, Evidence(documents, alone=which))]
 
-    if reach:  # one long document passes every threshold at once, between two short ones
+    if reach:  # one document exceeds all thresholds at once, between two short ones
         long = [probe.tokens(7), probe.tokens(max(reach.values()) + SPARE), probe.tokens(9)]
         together = probe.packed(long, large=True)
         for i, ids in enumerate(long):
@@ -101,7 +110,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         seen.append((gap, Evidence(long, short, large=True)))
 
     gradient = None if probe.has_engine else probe.gradient(documents)
-    if not probe.on_any_rank(gradient):  # else the verdict stands
+    if not probe.on_any_rank(gradient):  # else the result is clear
         _explain(probe, seen, tolerance, scale)
         _explain(probe, unequal, tolerance, scale)
     change = max(gap for gap, _ in seen)
@@ -111,7 +120,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
         unequal.append((gap, Evidence(far, alone=len(FAR), large=True)))
         _explain(probe, unequal, tolerance, scale)
-    # Where tokens alone show it, nothing else has moved, and the place can be seen best.
+    # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
@@ -137,24 +146,24 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
 
 
 def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float, scale: float) -> None:
-    """Replace the largest gaps by what other roundings leave of them, until one above the tolerance stays there.
+    """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
-    A router or an indexer that picks the largest of nearly equal scores picks another one for one rounding, and what
-    follows is as large as a leak. But then the two runs agree under some of their roundings, token by token.
+    A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
+    the change of the states is then as large as a leak. But such runs agree, token by token, under some roundings.
     """
     for _ in seen:
         largest = max(range(len(seen)), key=lambda i: seen[i][0])
         gap, evidence = seen[largest]
         if not probe.on_any_rank(gap > tolerance):
             return
-        left = _smallest_gap(probe, evidence) / scale
-        seen[largest] = (left, evidence)
-        if probe.on_any_rank(left > tolerance):
+        smallest = _smallest_gap(probe, evidence) / scale
+        seen[largest] = (smallest, evidence)
+        if probe.on_any_rank(smallest > tolerance):
             return
 
 
 def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
-    """Of each token the smallest gap between the two runs, each under several roundings; of these the largest."""
+    """The smallest gap of each token between the two runs, over several roundings of each; the largest of these."""
     documents, variant, alone = evidence.documents, evidence.variant, evidence.alone
     same = [i for i, ids in enumerate(documents) if (i == alone if variant is None else ids is variant[i])]
 
@@ -175,14 +184,17 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
 
 
 def _origins(probe: Probe, seen: list[tuple[float, Evidence]], rounding: float) -> tuple[list[Leak], Evidence]:
-    """Where documents begin to move: half precision hides it at the end of a deep model, but not where it happens."""
+    """The modules where documents begin to change, and the runs that show it.
+
+    At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
+    """
     leaks: list[Leak] = []
     for gap, evidence in seen:
         if not probe.on_any_rank(gap):
             continue
-        if evidence.large:  # all that a long document leaves in a large model would be too much to keep
+        if evidence.large:  # recording all modules for a long document would need too much memory
             leaks = find_leaks(probe, evidence, rounding, positions_only=True)
-        else:  # with as many tokens all sums are in the same order
+        else:  # with equal numbers of tokens all sums have the same order, so half the tolerance is enough
             leaks = find_origins(probe, evidence, rounding / 2 if evidence.same_length else rounding)
         if probe.on_any_rank(leaks):
             break

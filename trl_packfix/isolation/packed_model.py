@@ -1,4 +1,4 @@
-"""A model and its packs: attention is chosen, isolation is proved, and what leaks is unpacked."""
+"""Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..attention.choice import choose_attention, own_attention, set_attention
-from ..attention.forwards import ModelHooks, PackedForwardGuard, base_model
+from ..attention.forwards import ModelHooks, PackedForwardGuard
+from ..attention.models import base_model
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
 from .probe import Probe
@@ -23,21 +24,21 @@ OnLeak = Literal["repair", "raise", "unpack"]
 
 
 class PackedModel:
-    """What packed batches of `model` run on.
+    """A model with the attention, hooks and repairs that packed batches need.
 
-    Outside of packs the model is as its user gave it: `attend` sets the attention chosen and installs all hooks,
-    `rest` undoes both. So the model is free for other trainers, ours or not, before, between and after runs.
+    `attend` sets the chosen attention and installs all hooks; `rest` undoes both. So outside of packs the model is
+    unchanged, and other trainers can use it before, between and after runs.
 
     Args:
-        dtype: the one that reaches the attention kernel: that of autocast or of the engine, else that of the weights.
-        device_type: "cpu" or "cuda", where the model will train; it may not be there yet.
-        max_length: longest document of the run, in tokens; None: every threshold of the model is probed.
-        own_hooks: hooks that are installed while the model takes packs, such as the noise of NEFTune.
+        dtype: the dtype that reaches the attention kernel: that of autocast or of the engine, else of the weights.
+        device_type: "cpu" or "cuda": where the model will train. It may not be there yet.
+        max_length: longest document of the run, in tokens; None tests every threshold of the model.
+        own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
 
     Attributes:
-        attention: the implementation chosen, and why.
+        attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
-        isolation: the verdict of the last probe; None before the first.
+        isolation: the result of the last probe; None before the first.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class PackedModel:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether the backbone sees documents as rows of padded batches."""
+        """Whether the backbone gets documents as rows of padded batches."""
         return self._unpacked is not None
 
     @property
     def repaired(self) -> list[Repair]:
-        """What was repaired, and how; empty where nothing had to be."""
+        """The repairs; empty if none were needed."""
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Attend, probe the model as it is `wrapped`; on a leak do what `on_leak` says, and probe again."""
+        """Attend and probe the model as it is `wrapped`. On a leak apply `on_leak` and probe again."""
         self.attend()
         gather_lm_head_with_model(base_model(self.model))
         self.isolation = found = self._check(wrapped)
@@ -101,7 +102,7 @@ class PackedModel:
         return replace(found, repaired=self.repaired)
 
     def _repair(self, wrapped: nn.Module) -> None:
-        """Repair on the attention chosen, else on the model's own, whose masks may say more than boundaries."""
+        """Repair with the chosen attention, else with the model's own, whose masks may hold more than boundaries."""
         for name in dict.fromkeys((self.attention.name, self.attention.previous)):
             if name != self.attention.name:
                 set_attention(self.model, name)
@@ -112,7 +113,7 @@ class PackedModel:
             if found.isolated and found.equal:
                 self.isolation = replace(found, repaired=search.repairs)
                 if name != self.attention.name:
-                    reason = f"the model's own, for {self.attention.name} cannot say what its masks say"
+                    reason = f"the model's own, because {self.attention.name} does not support its masks"
                     self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)
                     if self.enforce_flash_attention and self.device_type == "cuda":
                         warnings.warn(
@@ -138,10 +139,10 @@ class PackedModel:
         return [*self.own_hooks, self._guard, *([] if self._search is None else self._search.hooks)]
 
     def attend(self) -> None:
-        """Make the model take packs; without effect where it does."""
+        """Set the model up for packs; without effect if it is."""
         if self.attends:
             return
-        if own_attention(self.model) != self.attention.previous:  # set since the choice was made, which stood on it
+        if own_attention(self.model) != self.attention.previous:  # changed after the choice, which depends on it
             self._choose()
         self.attends = True
         if self.attention.name != self.attention.previous:
@@ -150,7 +151,7 @@ class PackedModel:
             hooks.install()
 
     def rest(self) -> None:
-        """Give the model back as it was; without effect where it is."""
+        """Restore the model as it was before `attend`; without effect if it is not attending."""
         if not self.attends:
             return
         self.attends = False
@@ -160,19 +161,18 @@ class PackedModel:
             set_attention(self.model, self.attention.previous)
 
     def check_attends(self, batch: dict[str, Any]) -> None:
-        """Refuse a pack while the model rests: its own attention may not read the boundaries, nor is it repaired."""
+        """Raise ValueError for a pack while the model rests: its own attention may not read boundaries."""
         if self.attends or "cu_seq_lens_q" not in batch:
             return
         raise ValueError(
             f"A pack of {batch['cu_seq_lens_q'].numel() - 1} documents came to {type(base_model(self.model)).__name__} "
-            f"while no packs run: outside of training and evaluation it has its own attention "
-            f"({self.attention.previous}), which may not read the boundaries. Call `trainer.packed_model.attend()` "
-            "first and `rest()` after, or use `trainer.evaluate()`."
+            f"outside of training and evaluation: there it has its own attention ({self.attention.previous}), which "
+            "may ignore document boundaries. Use `trainer.evaluate()`, or `with trainer.packed_model.attending():`."
         )
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """While it runs the model attends; then it rests again, if it did."""
+        """Within this context the model attends; on exit it rests, if it did before."""
         attended = self.attends
         self.attend()
         try:

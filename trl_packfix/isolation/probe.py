@@ -1,6 +1,6 @@
-"""Small packs for the leak probe: made exactly as for training, run through the model as it will train.
+"""Run small packs through a model for the leak probe: collated as in training, on the model as it will train.
 
-`isolation.py` decides what to compare, `tracing.py` where information crosses; this room runs the forwards.
+`check.py` decides which runs to compare, and `tracing.py` finds the modules where information crosses.
 """
 
 import inspect
@@ -14,24 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..attention.forwards import all_in_one_batch, backbone, base_model, text_config
+from ..attention.forwards import all_in_one_batch
+from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from .randomness import DrawWatcher
 
 
 class CannotRun(Exception):
-    """The model raised; what it raised is the cause."""
+    """The model raised an error in a run of the probe; that error is the cause."""
 
 
 class Probe:
-    """Runs small packs through `model`, a transformers causal LM that PEFT, DDP or an engine may wrap.
+    """Runs small packs through `model`, a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
 
-    A compiled model runs uncompiled here: hooks that come after the compilation are not called in it.
+    A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
 
     Attributes:
         inner: the transformers model.
-        has_engine: whether DDP or an engine hooks into its backward passes. FSDP2 shards the model in place, and
-            torch 2.13 crashes in `autograd.grad` through it.
+        has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
+            place, and torch 2.13 crashes in `autograd.grad` through it.
     """
 
     def __init__(self, model: Any):
@@ -51,25 +52,28 @@ class Probe:
         self._words = torch.tensor([token for token in range(low, num_tokens) if token not in special])
 
     def tokens(self, length: int) -> Tensor:
-        """A random document without special tokens, on the CPU; the same on all ranks."""
+        """A random document without special tokens, (length,), on the CPU. All ranks get the same one."""
         return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
-        """Last hidden states of each document in one pack, (length, hidden) each; `CannotRun` if the model raises."""
+        """Last hidden states of each document in one pack, (length, hidden) each.
+
+        Raises `CannotRun` if the model raises.
+        """
         with torch.set_grad_enabled(gradient):
             states = self._states(self._batch(documents), large)
         lengths = [len(ids) for ids in documents]
         if states.shape[1] != sum(lengths):
-            raise CannotRun(f"the LM head is given {states.shape[1]} states for a pack of {sum(lengths)} tokens")
+            raise CannotRun(f"the LM head gets {states.shape[1]} states for a pack of {sum(lengths)} tokens")
         return list(states[0].split(lengths))
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
-        """Last hidden states of documents in a forward without boundaries: (n,) -> (n, hidden), (B, n) -> (n, hidden).
+        """Last hidden states in a forward without boundaries, as in unpacked training: (n,) -> (n, hidden).
 
-        As an unpacked model computes them; of several rows, the first.
+        Also (B, n) -> (n, hidden): of several rows, the first. Raises `CannotRun` if the model raises.
         """
         training = [module for module in self.inner.modules() if module.training]
-        self.inner.eval()  # our attention refuses a training forward without boundaries
+        self.inner.eval()  # `packfix_varlen` raises in a training forward without boundaries
         ids = (ids if ids.dim() == 2 else ids[None]).to(self.device)
         try:
             with torch.no_grad():
@@ -84,12 +88,12 @@ class Probe:
         return {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
     def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:
-        """What reaches the LM head, (B, T, hidden), through the whole wrapped model.
+        """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model.
 
-        For a `large` pack what leaves the backbone, and the logits of one token only: all of them would be T x V.
+        For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
         """
         caught: list[Tensor] = []
-        # bart calls its decoder past the base model; what is repaired around a decoder calls that more than once
+        # bart calls its decoder directly, not the base model; a repaired module may call a decoder more than once
         below = {backbone(self.inner), self.inner.base_model} - {self.inner}
         takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
         if large and takes_few and below:
@@ -101,7 +105,7 @@ class Probe:
         self._draw_again()
         try:
             self.model(**batch)
-        except torch.OutOfMemoryError:  # says nothing about documents
+        except torch.OutOfMemoryError:  # no result: it does not depend on documents
             raise
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
             raise CannotRun(str(error)) from error
@@ -110,47 +114,54 @@ class Probe:
                 handle.remove()
         if not caught:
             raise ValueError(
-                f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. A deep copy of a "
-                "model that TRL has trained does that: its forward belongs to the original and computes with the "
-                "original's weights. Run `del model.forward` on the copy (of the model inside PEFT's) before a trainer "
-                "gets it."
+                f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. The usual cause is "
+                "a deep copy of a model that TRL has trained: its forward is that of the original and uses the "
+                "original's weights. Run `del model.forward` on the copy (with PEFT, on the model inside) before "
+                "passing it to a trainer."
             )
-        states = caught[-1]  # the outermost ends last
+        states = caught[-1]  # the outermost call ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
     def silence_draws(self) -> None:
-        """Put in eval mode what still draws random numbers: routers with jitter or sampling, NEFTune's noise.
+        """Set modules that still draw random numbers to eval mode: routers with jitter or sampling, NEFTune's noise.
 
-        All modules of the class, seen in a small pack, as far as the model runs it. `undisturbed` gives their modes
-        back.
+        They are found in a small pack, up to where the model raises, if it does. All modules of their classes are set.
+        `undisturbed` restores their modes.
         """
         watcher = DrawWatcher(self.inner, self.device)
+        watcher.install()
         try:
             self.packed([self.tokens(n) for n in (3, 5)])
         except CannotRun:
-            pass  # whoever asks next meets it, too
+            pass  # the next run raises it again
         finally:
             watcher.remove()
         for module in self.inner.modules():
             if type(module) in watcher.kinds:
-                module.training = False  # its own mode only: what is inside it may not draw
+                module.training = False  # not of its children: they may not draw
 
     def _draw_again(self) -> None:
-        """Let what draws in eval mode, too, draw the same in every run: on the devices that `undisturbed` restores."""
+        """Seed the generators, so that modules that draw even in eval mode draw the same in every run.
+
+        Only on the devices that `undisturbed` restores.
+        """
         torch.default_generator.manual_seed(0)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(0)
 
     def gradient(self, documents: list[Tensor]) -> float | None:
-        """Largest gradient of one document's states by the embeddings of the others; None where it cannot be taken."""
+        """Largest gradient of one document's states with respect to the embeddings of the others.
+
+        None if the model does not support it. Raises `CannotRun` if the model raises.
+        """
         embedded: list[Tensor] = []
 
         def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             if embedded:
                 return output
             embedded.append(output.detach().requires_grad_())
-            return embedded[0].clone()  # some models write into what the embedding returns
+            return embedded[0].clone()  # some models modify the output of the embedding in place
 
         handle = self.inner.get_input_embeddings().register_forward_hook(catch)
         lengths, largest = [len(ids) for ids in documents], 0.0
@@ -161,26 +172,26 @@ class Probe:
                     weights = torch.randn(states[own].shape, generator=self._generator).to(states[own])
                     (gradient,) = torch.autograd.grad((states[own] * weights).sum(), embedded[0], retain_graph=True)
                     if gradient[..., 0].numel() != sum(lengths):
-                        return None  # the backbone sees documents as padded rows, not the pack
+                        return None  # the backbone gets documents as padded rows, not the pack
                     parts = gradient.reshape(-1, gradient.shape[-1]).split(lengths)
                     others = [part.abs().max().item() for i, part in enumerate(parts) if i != own]
                     largest = max(largest, *others)
         except RuntimeError as error:
-            # Reentrant checkpointing refuses `autograd.grad`; a model that recomputes or detaches cannot be asked.
+            # Reentrant checkpointing does not support `autograd.grad`, nor do models that recompute or detach.
             if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
                 return None
             raise
-        except ValueError as error:  # of a repaired module that is recomputed
+        except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
         finally:
             handle.remove()
         return largest
 
     def rounding(self, documents: list[Tensor]) -> float:
-        """What another grouping of the same sums may change, relative: 32 roundings in fp32, 4 in half precision.
+        """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
 
-        The coarsest dtype that any module puts out counts. Weights do not tell: accelerate runs fp32 weights under
-        autocast inside the model's own forward.
+        It is computed from the coarsest dtype of any module's output. The dtype of the weights is not enough:
+        accelerate runs fp32 weights under autocast inside the model's forward.
         """
         dtypes: set[torch.dtype] = set()
 
@@ -200,9 +211,9 @@ class Probe:
 
     @contextmanager
     def rounded_otherwise(self, draw: int) -> Iterator[None]:
-        """While it runs, every number that a module puts out is moved by half an ulp, up or down at random.
+        """Within this context, every number in a module's output is changed by half an ulp, up or down at random.
 
-        Other kernels, and the same for other shapes, round otherwise; this is about the most that they may.
+        Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
         """
         generator = torch.Generator().manual_seed(draw)
 
@@ -226,9 +237,10 @@ class Probe:
                 handle.remove()
 
     def on_any_rank(self, condition: Any) -> bool:
-        """Whether it holds here or, where an engine makes ranks wait for each other's forwards, on any of them.
+        """Whether the condition holds on this rank or, with an engine, on any rank.
 
-        Kernels that add in another order each time may give ranks other roundings, and then other forwards to run.
+        With an engine all ranks must run the same forwards. Without this, kernels that sum in a different order in each
+        run may give ranks different roundings, and so different forwards to run.
         """
         if not (self.has_engine and dist.is_initialized()):
             return bool(condition)
@@ -238,9 +250,10 @@ class Probe:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Train mode, dropout at rate 0; buffers, random state and modes as before afterwards.
+        """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
-        Nor does a parameter stay gathered under FSDP2, whose root otherwise waits for a backward pass.
+        On exit buffers, random state and modes are restored. Under FSDP2 parameters are sharded again, which the root
+        module otherwise does only after a backward pass.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -273,23 +286,23 @@ class Probe:
 
 
 def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
-    """Largest difference of these documents' states; infinity where one is not a number."""
+    """Largest difference of these documents' states; infinity if any is nan."""
     gaps = [(first[i].double() - second[i].double()).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """What `torch.compile(model)` was given."""
+    """The model that was passed to `torch.compile`, or `model` itself."""
     return getattr(model, "_orig_mod", model)
 
 
 def _special_tokens(config: Any) -> Iterator[int]:
-    """Ids that a config gives a meaning: the end of a text (several, of some models), an image, padding."""
+    """Token ids with a meaning in the config: end of text (several in some models), image, padding."""
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_ids", "token_index")):
             yield from (token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None)
 
 
 def _is_wrapped(model: nn.Module) -> bool:
-    """DDP, DataParallel and the DeepSpeed engine hold the model as `module`."""
+    """Whether it is DDP, DataParallel or the DeepSpeed engine, which hold the model as `module`."""
     return isinstance(getattr(model, "module", None), nn.Module)

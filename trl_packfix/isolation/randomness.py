@@ -1,33 +1,37 @@
-"""Which modules draw random numbers in their forwards: seen in the state of the generators, whatever they call it."""
+"""Find the modules that draw random numbers in their forwards, from changes of the generator state."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..attention.forwards import ModelHooks
 
 
-class DrawWatcher:
-    """Watches the forwards of all modules of `model`; `remove()` ends it.
+class DrawWatcher(ModelHooks):
+    """Records which modules of `model` draw random numbers, while it is installed.
 
-    A draw belongs to the innermost module that was running, its forward hooks included.
+    A draw is attributed to the innermost module that is running, its forward hooks included.
 
     Attributes:
         kinds: classes of the modules that drew.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
+        super().__init__()
+        self.model = model
         self.kinds: set[type[nn.Module]] = set()
         self._device = device
         self._running: list[nn.Module] = []
-        self._last = self._state()
-        self._handles = []
-        for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _register(self) -> list[RemovableHandle]:
+        self._last = self._state()
+        handles = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return handles
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._note()

@@ -1,8 +1,8 @@
-"""A module that leaks sees each document of a pack by itself: as rows of a padded batch, or one after the other.
+"""Repair a module that leaks: run it on each document of a pack separately, as rows of a padded batch or in a loop.
 
-Everything around the module stays packed. One call for all documents keeps the calls of all ranks equal where
-parameters are sharded (ZeRO-3, FSDP); elsewhere documents of similar length share a call, and padding stays bounded.
-`search.py` finds the modules and the way; only the leak probe says whether it helped.
+Everything around the module stays packed. Where parameters are sharded (ZeRO-3, FSDP) all documents share one call, so
+that all ranks make the same calls. Elsewhere documents of similar length share a call, which bounds the padding.
+`search.py` finds the modules and the way to run them; the leak probe then tests whether the repair worked.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import DocumentBatch, DocumentBatches, ModelHooks, PackedForward, in_backward, packed_forwards
+from ..attention.forwards import (
+    DocumentBatch,
+    DocumentBatches,
+    ModelHooks,
+    PackedForward,
+    entered,
+    in_backward,
+    packed_forwards,
+)
 from ..attention.rows import Axes
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
 
-# What models call boundaries on the way to their kernels; a document by itself has none
+# Beginnings of the argument names that pass boundaries on to kernels; a separate document has no boundaries
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
 POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
@@ -28,7 +36,12 @@ POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T
 
 @dataclass(frozen=True)
 class Way:
-    """How a module sees the documents: in batches of rows or alone; with the positions of the pack, or its own."""
+    """How a repaired module runs on documents.
+
+    Attributes:
+        rows: as rows of padded batches, else one after the other.
+        positions: with the `position_ids` of the pack, else without any, so that the module makes its own.
+    """
 
     rows: bool
     positions: bool
@@ -43,7 +56,7 @@ WAYS = (Way(True, True), Way(True, False), Way(False, True), Way(False, False))
 
 @dataclass(frozen=True)
 class Repair:
-    """What was repaired: the class of the modules, the first of them by name, how many, and the way."""
+    """A repair: the class of the modules, the name of the first one, how many there are, and how they run."""
 
     module: str
     first: str
@@ -55,17 +68,17 @@ class Repair:
 
 
 class RepairedModule(ModelHooks):
-    """Makes `module` see documents by themselves in packed forwards, and only there, while it is installed.
+    """Runs `module` on each document separately in packed forwards, while it is installed.
 
-    Raises ValueError if the way is a loop over documents and the module's parameters are sharded: ranks that hold other
-    numbers of documents would gather parameters at other times.
+    Raises ValueError if the way is a loop over documents and the module's parameters are sharded: ranks with different
+    numbers of documents would gather parameters at different times.
     """
 
     def __init__(self, module: nn.Module, axes: ModuleAxes, way: Way):
         if not way.rows and is_sharded(module):
             raise ValueError(
-                f"{type(module).__name__} was to see documents one after the other, but its parameters are sharded "
-                "(ZeRO-3 or FSDP): ranks with other numbers of documents would wait for each other forever. Set "
+                f"{type(module).__name__} must run on documents one after the other, but its parameters are sharded "
+                "(ZeRO-3 or FSDP): ranks with different numbers of documents would wait for each other forever. Set "
                 'on_leak="unpack".'
             )
         super().__init__()
@@ -76,7 +89,7 @@ class RepairedModule(ModelHooks):
     def _register(self) -> list[RemovableHandle]:
         return [
             self.module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: a forward that raises must not leave its documents to the next one
+            # always_call: after a forward that raises, its documents must not remain for the next one
             self.module.register_forward_hook(self._leave, always_call=True),
         ]
 
@@ -85,13 +98,13 @@ class RepairedModule(ModelHooks):
         if running is None:
             self._running.append(None)
             return None
-        # FSDP2 shards a module between its calls: what was sharded once will be again.
+        # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.way.rows else 0
         documents = running.documents(budget)
         self._running.append((documents, args, kwargs))
         first = documents.batches[0]
-        packed_forwards.append(first.forward)
+        packed_forwards.append(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, first)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -104,12 +117,9 @@ class RepairedModule(ModelHooks):
         documents, args, kwargs = state
         outputs = [output]
         for batch in documents.batches[1:]:
-            packed_forwards.append(batch.forward)
-            try:
+            with entered(batch.forward):
                 args_here, kwargs_here = self._inputs(module, args, kwargs, batch)
                 outputs.append(module.forward(*args_here, **kwargs_here))
-            finally:
-                packed_forwards.pop()
         leaves = [output_leaves(each)[0] for each in outputs]
         joined = [
             self._join(places[0][0], [value for _, value in places], documents) for places in zip(*leaves, strict=True)
@@ -125,12 +135,12 @@ class RepairedModule(ModelHooks):
             if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.way.positions):
                 value = None
             elif isinstance(value, Tensor):
-                # TRL's loss calls the backbone itself, and hands down positions where the whole model does not.
+                # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITIONS if place == "position_ids" else None)
                 if axes is None and place not in self.axes.inputs:
                     raise ValueError(
-                        f"a repaired module was given a tensor of shape {tuple(value.shape)} at {place}, where the "
-                        'leak probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
+                        f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
+                        'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
                 value = value if axes is None else batch.group.split(value, axes)
             elif place in self.axes.numbers:
@@ -142,16 +152,16 @@ class RepairedModule(ModelHooks):
         if not isinstance(values[0], Tensor):
             return values[0]
         axes = self.axes.outputs.get(place)
-        # States at the end of a row and attention weights have no place in a pack; whoever needs them will say so.
+        # Final states of rows and attention weights have no form in a pack: None, so that their use raises.
         if axes is None or len(axes.tokens) != 1:
             return values[0] if values[0].dim() == 0 and len(values) == 1 else None
         return documents.rows.join(values, axes)
 
 
 class RestartedPositions(ModelHooks):
-    """Makes positions that `module` is given at `place` start with `first` at each document, in packed forwards.
+    """Restarts the positions that `module` gets at `place` at `first` in each document, in packed forwards.
 
-    For models that count positions over the whole pack (bart), or from another number than the batch does (roberta).
+    For models that count positions over the whole pack (bart), or from another start than the batch does (roberta).
     """
 
     def __init__(self, module: nn.Module, place: str, axis: int, first: int):
@@ -177,17 +187,17 @@ class RestartedPositions(ModelHooks):
 
 
 def _running(module: nn.Module) -> PackedForward | None:
-    """The packed forward that this module has to divide; None outside of packs and inside a repaired module."""
+    """The packed forward whose documents this module must separate; None outside of packs and in repaired modules."""
     running = packed_forwards[-1] if packed_forwards else None
     if running is None and module.training and in_backward():
         raise ValueError(
-            f"{type(module).__name__} is repaired for packing and is recomputed in backward, but the packed forward it "
-            "belongs to was not carried there: the checkpointing is not transformers' own. Switch it off, and set "
+            f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "
+            "its forward: the checkpointing is not that of transformers. Switch it off, and set "
             "`activation_checkpointing=True` or call `model.activation_checkpointing_enable()`."
         )
     return None if running is None or running.rows is not None else running
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters are gathered per call: DeepSpeed ZeRO-3 marks them with `ds_id`, FSDP2 makes DTensors."""
+    """Whether parameters are gathered per call: DeepSpeed ZeRO-3 marks them with `ds_id`, FSDP2's are DTensors."""
     return any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in module.parameters())

@@ -1,4 +1,4 @@
-"""What the leak probe says: its report and its error."""
+"""The result of the leak probe: its report and its error."""
 
 from dataclasses import dataclass, field
 
@@ -15,27 +15,28 @@ class PackingLeakError(ValueError):
     ...     IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").raise_if_leaking()
     ... except PackingLeakError as error:
     ...     print(str(error).split(".")[0])
-    Documents in a pack moved others by 3
+    Documents in a pack changed others by 3
     """
 
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What the probe saw.
+    """The result of the leak probe on one model.
 
     Attributes:
-        isolated: no document moved another.
-        equal: and each document was what it is alone (a model can be isolated and still wrong, e.g. by positions that
-            do not restart).
+        isolated: whether no document changed another.
+        equal: whether each document in a pack has the states that it has alone. A model can be isolated and still
+            wrong, e.g. if positions do not restart.
         max_change: largest change of a document when another changed, relative to the largest hidden state.
-        max_difference: largest difference of a document in the pack from itself alone, relative likewise.
-        max_gradient: largest gradient of one document's outputs by another's embeddings; None where not tested.
-        tolerance: what rounding explains, relative likewise; from the dtype and from a repeated run.
+        max_difference: largest difference of a document in the pack from itself alone, relative in the same way.
+        max_gradient: largest gradient of one document's outputs with respect to another's embeddings; None if not
+            tested.
+        tolerance: largest change that rounding explains, relative in the same way; from the dtype and a repeated run.
         leaks: the smallest modules where information crosses.
-        unreachable: thresholds of the model that lie above `max_length`, not tested.
+        unreachable: thresholds of the model above `max_length`, which were not tested.
         attention: the implementation that was tested.
-        error: what the model raised on a pack; it cannot be packed then.
-        repaired: what was repaired before this verdict, and how.
+        error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
+        repaired: the repairs that were in place, and how these modules run.
 
     >>> print(IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").summary())
     documents move each other by 3.0e-01; rounding explains 4.0e-06
@@ -54,7 +55,7 @@ class IsolationReport:
     repaired: list[Repair] = field(default_factory=list)
 
     def summary(self) -> str:
-        """What was found, in one line."""
+        """The result in one line."""
         if self.error is not None:
             return f"the model refuses a pack: {self.error}"
         if not self.isolated:
@@ -67,29 +68,29 @@ class IsolationReport:
     def raise_if_leaking(self, on_leak: str = "raise") -> None:
         """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone.
 
-        `on_leak` is what has been tried, as in `SFTConfig`: the message names what is left.
+        `on_leak` is what has been tried, as in `SFTConfig`. The message names the remaining options.
         """
         if self.isolated and self.equal:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
         if on_leak == "raise":
             remedy = (
-                'Set `on_leak="repair"` (the modules where information crosses see each document by itself), or '
-                "`packing=False` and `padding_free=False`."
+                'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
+                "or `packing=False` and `padding_free=False`."
             )
         if self.error is not None:
             raise PackingLeakError(
                 f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
-                f"{self.error} So it cannot be trained on packs. {remedy}"
+                f"{self.error} It cannot be trained on packs. {remedy}"
             )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
-            given = f"moved others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
-            why = f"Information crosses in {where}." if where else "Packed training would mix documents."
+            given = f"changed others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
+            why = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
         else:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
-            why = "No document moves another, but the model computes something else in a pack, e.g. other positions."
+            why = "No document changes another, but the model computes them differently, e.g. with other positions."
         raise PackingLeakError(
             f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
         )

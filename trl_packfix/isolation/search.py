@@ -1,8 +1,8 @@
-"""The search for a repair: which modules must see documents by themselves, and how, until the leak probe is content.
+"""Search for a repair: find the modules that must run on documents separately, and how, until the leak probe passes.
 
-Nothing is known about a model in advance. The probe shows two runs that should agree; the smallest module where they
-part is repaired, together with all others of its class; and so on. Where no way of dividing its arguments helps, its
-parent takes its place, up to the backbone.
+The search uses no knowledge of model types. The probe returns two runs that should agree. The smallest module where
+they differ is repaired, together with all others of its class, and the probe runs again. If no way of running a module
+helps, its parent is repaired instead, up to the backbone.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,12 +21,12 @@ from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
 from .report import IsolationReport
 from .tracing import Evidence, find_leaks, find_raising, find_shifted
 
-MAX_ROUNDS = 40  # more than any model took by far; each costs a probe
+MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
 
 
 @dataclass
 class _Site:
-    """Modules of one class, repaired alike."""
+    """Modules of one class, repaired in the same way."""
 
     names: list[str]
     ways: Iterator[Way]
@@ -40,11 +40,11 @@ class _Site:
 
 
 class RepairSearch:
-    """Repairs the model of a probe; `give_up()` removes the repairs, `hooks` are what they consist of.
+    """Repairs the model of a probe. `hooks` are the hooks of the repairs; `give_up()` removes them.
 
     Args:
-        probe: of the model as it trains; call inside `probe.undisturbed()`.
-        guard: of the model, which may be told to drop masks that the model makes itself.
+        probe: of the model as it trains; call `run` inside `probe.undisturbed()`.
+        guard: of the model; its `ignores_masks` may be set.
         max_length: the longest document of the run, in tokens.
     """
 
@@ -55,7 +55,7 @@ class RepairSearch:
         self._modules = dict(probe.inner.named_modules())
 
     def run(self) -> IsolationReport:
-        """Repair until documents are isolated and equal to themselves alone, or nothing is left to try."""
+        """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
         for _ in range(MAX_ROUNDS):
             try:
                 report, evidence = judge(self.probe, self.max_length)
@@ -71,7 +71,7 @@ class RepairSearch:
                 if agreed(evidence is None) or evidence is None:  # `agreed` raises where ranks differ
                     return report
                 name = self._locate(report, evidence)
-            if name is None and self._sites:  # seen in the backward pass only, say: what was repaired last did it
+            if name is None and self._sites:  # e.g. if only the backward pass shows it: assume the last repair
                 name = list(self._sites.values())[-1].names[0]
             if agreed(name) is None or name is None or not self._repair(self._outermost(name)):
                 break
@@ -88,13 +88,13 @@ class RepairSearch:
 
     @property
     def hooks(self) -> list[ModelHooks]:
-        """All that is repaired now, in the order in which it was installed."""
+        """The hooks of all current repairs, in the order of installation."""
         restarted: list[ModelHooks] = [each for each, _ in self._restarted]
         return restarted + [module for site in self._sites.values() for module in site.repaired]
 
     @property
     def repairs(self) -> list[Repair]:
-        """What is repaired now."""
+        """The current repairs."""
         first: dict[tuple[str, str], Repair] = {}
         for _, repair in self._restarted:
             known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
@@ -104,7 +104,7 @@ class RepairSearch:
         ]
 
     def _masks_are_boundaries(self) -> bool:
-        """Whether the model raises over a mask that says no more than the boundaries, seen with gradients."""
+        """Whether the model raises because of a mask that holds only boundaries; run with gradients to check this."""
         try:
             self.probe.packed([self.probe.tokens(n) for n in LENGTHS], gradient=True)
         except CannotRun as error:
@@ -121,20 +121,20 @@ class RepairSearch:
         return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
-        """The smallest module where the two runs part."""
+        """The smallest module where the two runs differ."""
         if report.leaks:
             return report.leaks[0].name
-        # What only the gradient shows is below the tolerance of the forwards
+        # A leak that only the gradient shows is below the tolerance of the forwards
         tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
         leaks = find_leaks(self.probe, evidence, tolerance)
         return leaks[0].name if leaks else None
 
     def _outermost(self, name: str) -> str:
-        """The repaired module around this one, else the smallest that is not torch's: those mix nothing alone."""
+        """The repaired module that contains this one, else the smallest one not defined by torch."""
         outer = [other for other in self._repaired() if name == other or name.startswith(other + ".")]
         if outer:
             return min(outer, key=len)
-        while _is_torchs(self._modules[name]) and "." in name:
+        while _is_from_torch(self._modules[name]) and "." in name:
             name = name.rpartition(".")[0]
         return name
 
@@ -142,7 +142,7 @@ class RepairSearch:
         return [name for site in self._sites.values() for name in site.names]
 
     def _repair(self, name: str) -> bool:
-        """Repair this module and all of its class in the next way that there is, else its parent; False at the top."""
+        """Repair this module and all of its class in the next way to try, else its parent. False at the top."""
         while name:
             kind = type(self._modules[name])
             if kind not in self._sites:
@@ -164,7 +164,7 @@ class RepairSearch:
                     continue
                 if not axes:
                     return False
-                # A run that raises ends before the last of them: those are called as the others of their class.
+                # A run that raises may not reach all of them: assume the same axes for the whole class.
                 known = next(iter(axes.values()))
                 repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
             except (NotLearned, ValueError):
@@ -181,7 +181,7 @@ class RepairSearch:
                 self._sites.pop(kind).remove()
 
     def _parent(self, name: str) -> str:
-        """The next module above that is called: lists of modules are not."""
+        """The next parent that is called, so not a list of modules."""
         name = name.rpartition(".")[0]
         while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):
             name = name.rpartition(".")[0]
@@ -189,19 +189,22 @@ class RepairSearch:
 
 
 def agreed(value: Any) -> Any:
-    """`value`, which must be the same on all ranks: they repair the same modules, or stop together."""
+    """Return `value` after a check that it is the same on all ranks, so that all repair the same modules.
+
+    Raises RuntimeError on all ranks if values differ.
+    """
     values = gather_object([value])
     if any(other != value for other in values):
         raise RuntimeError(
-            f"the leak probe found {values} on the {len(values)} ranks: with other verdicts, ranks would run other "
-            "models and wait for each other forever. Set the same model, dtype and attention on all ranks; if they are "
-            'the same, set on_leak="unpack".'
+            f"the leak probe found {values} on the {len(values)} ranks: with different results, ranks would run "
+            "different models and wait for each other forever. Set the same model, dtype and attention on all ranks; "
+            'if they are the same already, set on_leak="unpack".'
         )
     return value
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    # FSDP2 gives a module a class made by torch that inherits from its own.
+def _is_from_torch(module: nn.Module) -> bool:
+    # FSDP2 replaces the class of a module by a subclass defined in torch, so all base classes count.
     return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(module).__mro__)
 
 

@@ -1,7 +1,7 @@
-"""Lengths at which a model begins to treat a document in another way, read off its config.
+"""Lengths above which a model computes a document differently, read from its config.
 
-Names say which fields are windows, chunks and the like. Which rotary embeddings depend on the length of the sequence,
-and from which length on, is what transformers' own functions answer.
+Windows, chunks and the like are found by the names of config fields. Rotary embeddings that depend on the length of the
+sequence are found by calling transformers' own functions.
 """
 
 import re
@@ -20,10 +20,10 @@ ROPE_LENGTHS = ("original_max_position_embeddings", POSITIONS)
 
 
 def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Thresholds in tokens, by name: those to test, and those that lie beyond `max_length` and are not tested.
+    """Thresholds in tokens, by name: those to test, and those not tested because they lie beyond `max_length`.
 
-    To test are those below `max_length` (None: the model's positions) that a document of `shortest` tokens does not
-    pass. One that no document within the model's positions can pass is not a threshold of a shorter run.
+    Those to test are below `max_length` (None: the model's positions) and not exceeded by a document of `shortest`
+    tokens. A threshold that no document within the model's positions can exceed is in neither.
     """
     positions = vars(config).get(config.attribute_map.get(POSITIONS, POSITIONS))
     positions = positions if isinstance(positions, int) else inf
@@ -49,14 +49,14 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
 
 
 def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str | None, length: int) -> bool:
-    """Whether a sequence longer than `length` has other angles; so it may be where the type is not transformers'."""
+    """Whether a sequence longer than `length` has other angles; assumed for RoPE types that transformers lacks."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
         return rope_type != "default"
-    short = {name for name in parameters if name.startswith("short_")}  # phimoe scales the angles by such a pair, too
+    short = {name for name in parameters if name.startswith("short_")}  # phimoe also scales the angles by such a pair
     if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short):
         return True
-    # Twice as long: in fp32 one token more among many does not show.
+    # Twice as long: one more token among many may change nothing in fp32.
     within, beyond = (
         ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=n, layer_type=layer_type)
         for n in (length, 2 * length)

@@ -1,4 +1,4 @@
-"""Where information crosses: the smallest modules that let one document of a pack change another."""
+"""Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,13 @@ from .probe import CannotRun, Probe
 
 @dataclass(frozen=True)
 class Leak:
-    """A module that lets information cross: what comes in of a document is unchanged, what goes out is not."""
+    """A module in which information crosses: its inputs for a document are unchanged, its outputs are not.
+
+    Attributes:
+        name: of the module in the model.
+        module: name of its class.
+        change: largest change of its outputs, relative to the largest value of each tensor.
+    """
 
     name: str
     module: str
@@ -24,10 +30,13 @@ class Leak:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Two runs of the same document that should agree and do not.
+    """Two runs that should give the same states of a document, and do not.
 
-    `documents` as one pack, against `variant`, a pack in which some of them are other ones, or against the document
-    number `alone` in a forward of its own.
+    Attributes:
+        documents: the pack of the first run.
+        variant: the pack of the second run, in which some documents are different; None if it is one document alone.
+        alone: index of that document in `documents`.
+        large: whether the packs are long; see `Probe.packed`.
     """
 
     documents: list[Tensor]
@@ -40,16 +49,16 @@ class Evidence:
         return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
 
 
-# Per module and call: inputs and outputs by the place where they were given: the axis of tokens, and (T, rest)
+# By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
 Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
 
 
 def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_only: bool = False) -> list[Leak]:
-    """The smallest modules that get the same of a document in both runs and put out something else.
+    """The smallest modules whose inputs for a document agree in both runs and whose outputs do not.
 
-    Values are compared relative to the largest of each tensor. `positions_only` looks at modules without parameters
-    that are given positions, as rotary embeddings are: what they put out depends on little else.
+    Values are compared relative to the largest of each tensor. `positions_only` restricts the search to modules without
+    parameters that get positions, such as rotary embeddings: their outputs depend on little else.
     """
     modules = {
         name: module
@@ -81,12 +90,13 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_onl
 
 
 def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
-    """The smallest modules that get the same of a document to the bit and put out something else than before.
+    """The smallest modules with bit-identical inputs for a document in two packs, and different outputs.
 
-    Of two packs. A deep model adds roundings up, so that at its end a leak is no larger than they are; here none is in
-    what came in, and `tolerance` is what one module may round otherwise: two units in the last place of half precision
-    in packs of the same lengths, and there in few numbers only, for an eighth of a unit in more than half the numbers
-    of a token is too much. What moves in a repeated run is left out.
+    Only modules whose inputs are bit-identical are judged, so rounding that adds up in a deep model cannot hide a leak.
+    `tolerance` is the relative change that rounding inside one module may cause: two units in the last place of half
+    precision, in packs of equal lengths. There, a change of an eighth of a unit in more than half of a token's numbers
+    also counts as a leak, because rounding changes only few numbers. Modules whose outputs change in a repeated run of
+    the same pack are skipped.
     """
     assert evidence.variant is not None
     modules = dict(probe.inner.named_modules())
@@ -107,7 +117,7 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
                     moved.append(Leak(name, type(module).__name__, change))
                     if evidence.same_length:
                         leaks = change > tolerance or _share_moved(one[1], other[1], pairs, tolerance / 16) > 0.5
-                    else:  # integers may be places in the pack
+                    else:  # integers may be positions in the pack
                         leaks = _moved(_numbers(one[1]), _numbers(other[1]), pairs) > tolerance
                     if leaks:
                         leaking.add(name)
@@ -116,14 +126,18 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
 
 
 def _smallest(leaks: list[Leak]) -> list[Leak]:
-    """Those around no other."""
+    """Those that contain no other."""
     names = [leak.name for leak in leaks]
     return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
 
 
 @dataclass(frozen=True)
 class ShiftedPositions:
-    """Positions that count differently in a pack: what module `name` gets at `place` starts with `first` alone."""
+    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`.
+
+    Attributes:
+        axis: the token axis of the positions.
+    """
 
     name: str
     place: str
@@ -132,7 +146,7 @@ class ShiftedPositions:
 
 
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
-    """Innermost modules whose positions count up in each document, but from another number than in it alone."""
+    """Innermost modules whose positions count up in each document, but from a different start than alone."""
     lengths = [len(ids) for ids in documents]
     recording = partial(_recording, dict(probe.inner.named_modules()), False)
     with recording(sum(lengths)) as packed:
@@ -165,7 +179,7 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     running: list[str] = []
     handles = []
 
-    def leave(*args: Any) -> None:  # what a forward hook returns would replace the output
+    def leave(*args: Any) -> None:  # must return None: another result of a forward hook replaces the output
         running.pop()
 
     for name, module in probe.inner.named_modules():
@@ -183,9 +197,9 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
 
 @contextmanager
 def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: int) -> Iterator[Records]:
-    """What goes into and comes out of these modules, where it has an axis of `num_tokens`.
+    """Within this context, record the inputs and outputs of these modules that have an axis of `num_tokens`.
 
-    A module that repairs itself is seen from outside: its inputs before its own hooks, its outputs after them.
+    Of a repaired module the inputs before its own hooks are recorded, and the outputs after them.
     """
     records: Records = {}
     inputs: dict[str, list[Values | None]] = {}
@@ -221,7 +235,7 @@ def _span(lengths: list[int], index: int) -> slice:
 
 
 def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice, slice]]:
-    """Where the documents lie that are the same in both packs."""
+    """Spans of the documents that are the same in both packs, (in the first, in the second)."""
     lengths, others = [*map(len, documents)], [*map(len, variant)]
     return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
 
@@ -236,11 +250,11 @@ def _by_token(leaves: Leaves, num_tokens: int) -> Values:
 
 
 def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
-    """Largest change of these spans, relative to the largest value of each tensor; 0 where there is nothing to see."""
+    """Largest change of these spans, relative to the largest value of each tensor; 0 if nothing can be compared."""
     largest = 0.0
     for place in before.keys() & after.keys():
         one, other = before[place][1], after[place][1]
-        if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of another T
+        if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of packs of different lengths
             continue
         if one.is_complex():
             one, other = torch.view_as_real(one), torch.view_as_real(other)
@@ -254,16 +268,16 @@ def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> f
 
 
 def _numbers(values: Values) -> Values:
-    """Those that are no integers."""
+    """Only floating-point and complex values."""
     return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
 
 
-def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], least: float) -> float:
-    """Largest share of the numbers of a token that are moved by more than `least` of their own size."""
+def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], minimum: float) -> float:
+    """Largest share, over tokens, of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in before.keys() & after.keys():
         one, other = (x.to(torch.promote_types(x.dtype, torch.double)) for x in (before[place][1], after[place][1]))
         if one.shape[1] == other.shape[1] > 1:
-            moved = [(one[here] - other[there]).abs() > least * one[here].abs() for here, there in pairs]
+            moved = [(one[here] - other[there]).abs() > minimum * one[here].abs() for here, there in pairs]
             shares += [each.double().mean(1).max().item() for each in moved]
     return max(shares)

@@ -1,7 +1,7 @@
-"""Right on models that cannot be packed: the documents of a pack as rows of right-padded batches.
+"""Train models that cannot be packed: run the backbone on the documents of a pack as rows of right-padded batches.
 
-The batches, their documents and the loss stay those of packed training; only the backbone sees rows. Later padding
-cannot reach earlier tokens of a causal model, so each document is computed as it is alone. It costs the padding.
+The batches, their documents and the loss stay those of packed training; only the backbone gets rows. In a causal model
+padding at the end cannot change earlier tokens, so each document is computed as it is alone. The cost is the padding.
 """
 
 from math import inf
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import BOUNDARIES, ModelHooks, backbone, base_model, undivided
+from ..attention.forwards import BOUNDARIES, ModelHooks, undivided
+from ..attention.models import backbone, base_model
 from ..attention.rows import Axes, DocumentRows, Group
 from .repair import is_sharded
 
@@ -20,38 +21,39 @@ TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 
 class UnpackedForward(ModelHooks):
-    """Makes the backbone of `model` see each document of a packed row as a row of its own, while it is installed.
+    """Runs the backbone of `model` with each document of a packed row as a separate row, while it is installed.
 
-    A forward without boundaries is left alone. Documents of similar length go together, in calls of no more padded
-    tokens than the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents go in one call, so that
+    A forward without boundaries is unchanged. Documents of similar length share a call, with at most as many padded
+    tokens as the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents share one call, so that
     all ranks gather the same parameters in the same order.
 
     Attributes:
-        num_tokens, num_padded: tokens of the packs so far, and tokens that the backbone saw for them.
+        num_tokens: tokens of all packs so far.
+        num_padded: tokens that the backbone computed for them, padding included.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = base_model(model)
         self.num_tokens = self.num_padded = 0
-        self._boundaries: list[Tensor | None] = []  # of each forward of the whole model that is running
-        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # its calls
+        self._boundaries: list[Tensor | None] = []  # per running forward of the whole model
+        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # per call of the backbone
 
     def _register(self) -> list[RemovableHandle]:
         rows = backbone(self.model)
-        # always_call: a forward that raises must not leave its documents to the next one
+        # always_call: after a forward that raises, its documents must not remain for the next one
         return [
-            self.model.register_forward_pre_hook(self._hear, with_kwargs=True),
-            self.model.register_forward_hook(self._forget, always_call=True),
+            self.model.register_forward_pre_hook(self._push_boundaries, with_kwargs=True),
+            self.model.register_forward_hook(self._pop_boundaries, always_call=True),
             rows.register_forward_pre_hook(self._enter, with_kwargs=True),
             rows.register_forward_hook(self._leave, always_call=True),
         ]
 
-    def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Many models do not hand boundaries on to their backbone.
+    def _push_boundaries(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Many models do not pass boundaries on to their backbone.
         self._boundaries.append(kwargs.get("cu_seq_lens_q"))
 
-    def _forget(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _pop_boundaries(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._boundaries:
             self._boundaries.pop()
 
@@ -62,11 +64,10 @@ class UnpackedForward(ModelHooks):
         if boundaries is None:
             self._running.append(None)
             return None
-        # Models of text and images embed the tokens themselves.
+        # Image-text models compute the embeddings before the backbone.
         name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
         tokens = args[0] if args else kwargs[name]
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
-        # Where parameters are sharded, all documents in one call: all ranks gather the same in the same order.
         budget = inf if is_sharded(module) else tokens.shape[1]
         documents = DocumentRows(boundaries.diff().tolist(), tokens.device, undivided(budget))
         self._running.append((documents, name, tokens, rest))

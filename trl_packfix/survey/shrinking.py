@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.forwards import backbone, text_config
+from ..attention.models import backbone, text_config
 from .zoo import (
     FIRST_WORD,
     HEAD_DIM,

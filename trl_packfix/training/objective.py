@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ..attention.forwards import base_model
+from ..attention.models import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
 from .routers import gives_router_logits

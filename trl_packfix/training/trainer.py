@@ -22,7 +22,7 @@ from transformers import (
 )
 from trl.trainer.utils import get_config_model_id
 
-from ..attention.forwards import base_model
+from ..attention.models import base_model
 from ..compat import forget_evaluation
 from ..data import checks as dataset_checks
 from ..data.cache import prepared_documents

@@ -1,0 +1,35 @@
+"""Parts of a transformers model: the model inside PEFT's wrapper, its backbone, the config of its text part."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The transformers model inside PEFT's wrapper, or the model itself."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"packing got a {type(model).__name__}: attention is set through transformers' interface, which only a "
+            "PreTrainedModel has. Pass a PreTrainedModel, with or without PEFT, before DDP, FSDP or DeepSpeed wrap it."
+        )
+    return model
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal LM below its head; the model itself if that part cannot be found."""
+    decoder = model.get_decoder()  # bart-like causal LMs call the decoder inside their base model
+    # The head of modernbert-decoder is named `decoder`.
+    below = model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
+    if isinstance(below, PreTrainedModel) and getattr(below, "lm_head", None) is not None:
+        # llama4's models set no `base_model`: it is the transformers model inside them
+        inside = [child for child in below.children() if isinstance(child, PreTrainedModel)]
+        return inside[0] if len(inside) == 1 else below
+    return below
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that reads packs: of a multimodal model that of its text decoder, else the model's."""
+    return model.config.get_text_config(decoder=True)
