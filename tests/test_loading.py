@@ -122,9 +122,7 @@ def test_a_model_that_is_not_marked_is_told_to_be(is_training):
     model = build_tiny_model().train(is_training)
     select_attention(model)
     batch = next(iter(packed_dataloader(dataset(), 32, 4)))
-    with pytest.raises(
-        ValueError, match=r"transformers built it: call trl_packfix.attention.forwards.mark_packed_forwards"
-    ):
+    with pytest.raises(ValueError, match=r"transformers built it: call trl_packfix.prepare_for_packing"):
         model(**batch)
     mark_packed_forwards(model)
     model(**batch)
