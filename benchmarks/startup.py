@@ -49,7 +49,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trl_packfix
 from trl_packfix.data import ahead
-from trl_packfix.data.cache import prepared_documents
+from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 
@@ -209,7 +209,7 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
     """What the change to the second epoch costs, with the schedule made ahead and without."""
     lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 2, MAX_LENGTH).astype(np.int64)
     write_documents(folder / "documents", lengths, masked=False)
-    documents = prepared_documents(TokenReader(datasets.load_from_disk(folder / "documents")), MAX_LENGTH)
+    documents = cached_documents(TokenReader(datasets.load_from_disk(folder / "documents")), MAX_LENGTH)
     rows = []
     for method in methods:
         for ranks in (1, 8, 64):

@@ -165,7 +165,7 @@ def saved(tmp_path_factory):
 def test_check_a_model(saved, capsys):
     assert main(["check", str(saved / "llama")]) == 0
     out = capsys.readouterr().out
-    assert "verdict" in out and "PACKED" in out and "packfix_varlen" in out
+    assert out.startswith("Isolation check\n") and "verdict" in out and "PACKED" in out and "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
 
 
@@ -188,9 +188,12 @@ def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_
     [
         (["no/such/model"], "no/such/model"),
         (["--only", "lama"], "no causal or image-text model type 'lama'"),
+        (["--sample", "3"], "`--sample 3` was given. It reads the verdicts in `docs/compatibility.csv`"),
+        (["--only", "llama", "--output", "new"], "reads the verdicts in `new/compatibility.csv`"),
     ],
 )
-def test_what_cannot_be_tested_is_exit_code_2(words, message, capsys):
+def test_what_cannot_be_tested_is_exit_code_2(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # as with an installed wheel: this folder is not a clone
     assert main(["check", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -85,7 +85,7 @@ def test_truncation_that_leaves_no_target_drops_the_document_as_lost():
 
 
 def test_nothing_left_is_an_error_with_the_numbers():
-    with pytest.raises(ValueError, match=r"2 rows and 2 documents, and nothing is left .*2 untrained"):
+    with pytest.raises(ValueError, match=r"2 rows and 2 documents, and no document remains .*2 untrained"):
         contents(table([3, 3], untrained=lambda row, position: True), max_length=8)
 
 
@@ -115,7 +115,7 @@ def test_labels_are_made_from_a_mask_where_there_are_none():
         assert make_documents(reader, 8).trained.tolist() == [1, 1]
     with pytest.raises(ValueError, match="a mask of another length .* 3 `input_ids` and 1 `completion_mask`"):
         TokenReader(Dataset.from_dict(columns | {"completion_mask": [[1], [0, 1]]}))
-    with pytest.raises(ValueError, match="only one mask is read"):
+    with pytest.raises(ValueError, match="only one mask can be read"):
         TokenReader(Dataset.from_dict(columns | {"assistant_masks": [[1, 0, 1], [0, 1]]}))
 
 
@@ -169,7 +169,7 @@ def test_every_token_is_kept_once_in_order_or_counted(rows, max_length, policy):
             wrapped=policy == "wrapped",
         )
     except ValueError as error:
-        assert "nothing is left" in str(error)
+        assert "no document remains" in str(error)
         return
     spans = read(data, documents)
     tokens = [int(token) for span in spans for token in span["input_ids"]]

@@ -17,9 +17,8 @@ from support.runs import trainer, weights
 from transformers import TrainerCallback
 
 import trl_packfix
-from trl_packfix.data import ahead, epochs
-from trl_packfix.data import cache_files as keeping
-from trl_packfix.data.cache import prepared_documents
+from trl_packfix.data import ahead, cache_files, epochs
+from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
@@ -131,7 +130,7 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
     before = code()
     assert before == epochs.CODE
-    with (tmp_path / "trl_packfix" / "dealing.py").open("a") as file:
+    with (tmp_path / "trl_packfix" / "planning" / "dealing.py").open("a") as file:
         file.write("# another way\n")
     assert code() != before
 
@@ -162,12 +161,12 @@ def test_code_that_changes_while_it_runs_plans_nothing_under_the_old_name(tmp_pa
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     documents = made(tmp_path)
     few = made(tmp_path, num=epochs.MANY - 1)
-    for run in (planner(few), planner(replace(documents, file=None)), planner(documents, keeps=False)):
+    for run in (planner(few), planner(replace(documents, file=None)), planner(documents, writes_cache=False)):
         run.schedule(0)
     assert not list(tmp_path.glob(PACKS))
     planner(documents).schedule(0)
     assert len(list(tmp_path.glob(PACKS))) == 2
-    assert is_mapped(planner(documents, keeps=False).schedule(0).order)
+    assert is_mapped(planner(documents, writes_cache=False).schedule(0).order)
     unshuffled = planner(documents, shuffle=False)
     assert unshuffled.schedule(3) is unshuffled.schedule(0)
 
@@ -213,7 +212,7 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     expected = reading.schedule(0).order.copy()
     files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-packs-x.tmp.npy"]
     files[2].touch()
-    long_ago = time.time() - keeping.UNUSED - 60
+    long_ago = time.time() - cache_files.PACKS_LIFETIME - 60
     for file in files:
         os.utime(file, (long_ago, long_ago))
     planner(documents)  # asks for the plan
@@ -226,10 +225,10 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
 def test_documents_know_their_file(tmp_path):
     Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]]}).save_to_disk(tmp_path)
     for _ in range(2):
-        documents = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+        documents = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
         assert documents.file.is_file() and documents.ledger.kept == Count(2, 5, 3)
     in_memory = TokenReader(Dataset.from_dict({"input_ids": [[5, 6, 7]]}))
-    assert prepared_documents(in_memory, 30).file is None
+    assert cached_documents(in_memory, 30).file is None
 
 
 def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
@@ -255,8 +254,11 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
         file.write_text("of another rank")
         path.write_text("late")
 
-    assert keeping.write_whole(file, late) and file.read_text() == "of another rank"
-    assert keeping.write_whole(file, lambda path: path.write_text("later")) and file.read_text() == "of another rank"
+    assert cache_files.write_atomically(file, late) and file.read_text() == "of another rank"
+    assert (
+        cache_files.write_atomically(file, lambda path: path.write_text("later"))
+        and file.read_text() == "of another rank"
+    )
     assert list(tmp_path.iterdir()) == [file]
 
     def interrupted(path):
@@ -264,7 +266,7 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        keeping.write_whole(tmp_path / "y.npy", interrupted)
+        cache_files.write_atomically(tmp_path / "y.npy", interrupted)
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -273,9 +275,9 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
 
 WRITES = """
 import sys, time, pickle, os
-from trl_packfix.data import cache_files as keeping
+from trl_packfix.data import cache_files
 target = pickle.load(sys.stdin.buffer)[3]
-keeping.unfinished(target, os.getpid()).touch()
+cache_files.temporary_file(target, os.getpid()).touch()
 print("begun", file=sys.stderr, flush=True)
 time.sleep(60)
 """
@@ -428,4 +430,4 @@ def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
 def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
     run = trainer(tmp_path, saved(tmp_path / "data"))
     assert [type(each) for each in run.callback_handler.callbacks].count(PlanAhead) == 1
-    assert run._planner(run._documents, "stream").keeps  # a single process is local rank 0
+    assert run._planner(run._documents, "stream").writes_cache  # a single process is local rank 0

@@ -119,7 +119,7 @@ INPUT = [
     (
         "nothing left",
         {"dataset": tokenised(labels=[[-100] * 3, [-100] * 3])},
-        r"2 rows and 2 documents, and nothing is left.*2 untrained.*two tokens.*Check that `labels`",
+        r"2 rows and 2 documents, and no document remains.*2 untrained.*two tokens.*Check that `labels`",
     ),
     (
         "label lengths",

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.cli.forecast import candidate_lengths
-from trl_packfix.cli.sources import read_lengths
+from trl_packfix.cli.forecast import candidate_lengths, planner_for
+from trl_packfix.cli.sources import LengthRows, read_lengths
+from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.reporting.build import make_report
 
 NOT_PLANNED = ("attention", "isolation")  # what only a model can say
 
@@ -137,7 +139,7 @@ def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, capsys):
 def test_other_columns_beside_lengths_are_said(tmp_path, caplog):
     (tmp_path / "x.csv").write_text("text,length\na,5\n")
     assert read_lengths(tmp_path / "x.csv").tolist() == [5]
-    assert "column 'length'; the others (text) are not read" in caplog.text
+    assert "column 'length'; the other columns (text) are not read" in caplog.text
     caplog.clear()
     (tmp_path / "y.csv").write_text("length\n5\n")
     assert read_lengths(tmp_path / "y.csv").tolist() == [5] and not caplog.text
@@ -180,10 +182,10 @@ def test_the_table_for_people(tmp_path, capsys):
         (["a.txt", "--batch-size", "0"], "`--batch-size 0`"),
         (["a.txt", "--max-length", "1"], "`max_length=1` was given"),
         (["a.txt", "--max-length", "8", "--strategy", "wrapped", "--overlong", "drop"], "splits long documents"),
-        (["a.txt", "--max-length", "8", "--overlong", "raise"], "allows none"),
+        (["a.txt", "--max-length", "8", "--overlong", "raise"], "refuses such documents"),
         (["a.txt", "--model", "model", "--max-length", "9999"], "has 4096 positions"),
         (["bad.txt"], "as a file of lengths"),
-        (["rows.xml"], "Files named .xml are not known"),
+        (["rows.xml"], "Files named .xml are not supported"),
         (["nowhere.jsonl"], "There is no such file here"),
     ],
 )
@@ -234,7 +236,7 @@ def test_a_split_that_is_not_there_is_exit_code_2(workplace, tmp_path, capsys):
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
     words = [str(tmp_path / "saved"), "--tokenizer", str(workplace / "model"), "--split", "test"]
     assert main(["plan", *words]) == 2
-    assert "with `--split test`. It has the splits ['train'] only" in capsys.readouterr().err
+    assert "with `--split test`. It has only the splits ['train']" in capsys.readouterr().err
 
 
 def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys):
@@ -261,3 +263,10 @@ def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys)
     assert {n: v for n, v in trained.items() if n not in of_the_model} == {
         n: planned[n] for n in trained if n not in of_the_model
     }
+
+
+def test_a_report_of_lengths_alone_reads_every_method_of_rows():
+    rows = LengthRows(np.array([3, 5]))
+    config = SFTConfig("unused", packing=True, max_length=8, use_cpu=True, bf16=False, report_to=[])
+    report = make_report(planner_for(rows, config, 1, LLAMA_7B), "truncate", rows, unpacked_counts_first=True)
+    assert report.num_trained_tokens == 6 and report.unpacked_loss == 6 / 8

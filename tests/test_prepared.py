@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, load_from_disk
 from support.runs import documents_of, texts, trainer
 
-from trl_packfix.data.cache import prepared_documents, prepared_token_range
+from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 
@@ -42,7 +42,7 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
     for number, settings in enumerate(SETTINGS):
         for again in (False, True):
             reader = TokenReader(load_from_disk(tmp_path))
-            got, expected = prepared_documents(reader, **settings), make_documents(reader, **settings)
+            got, expected = cached_documents(reader, **settings), make_documents(reader, **settings)
             assert got.ledger == expected.ledger
             for name in ("row", "start", "stop", "trained", "block"):
                 assert np.array_equal(getattr(got, name), getattr(expected, name)), (settings, name, again)
@@ -52,27 +52,27 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
     assert len(fingerprints) >= len(SETTINGS) - 2, "settings that give other documents give another fingerprint"
     for change in (data.shuffle(seed=1), data.select(range(7)), data.remove_columns("labels")):
         reader = TokenReader(change)
-        assert np.array_equal(prepared_documents(reader, 30).trained, make_documents(reader, 30).trained)
-    assert prepared_token_range(TokenReader(data)) == TokenReader(data).token_range()
+        assert np.array_equal(cached_documents(reader, 30).trained, make_documents(reader, 30).trained)
+    assert cached_token_range(TokenReader(data)) == TokenReader(data).token_range()
 
 
 def test_nothing_is_made_twice(tmp_path):
     """A kept file with other spans comes back as it is: so it was read, and nothing was cut."""
     saved(tmp_path)
-    prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
     arrays = dict(np.load(path))
     np.savez(path, **(arrays | {"stop": arrays["stop"] - 1}))
-    found = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    found = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
     assert np.array_equal(found.stop, arrays["stop"] - 1)
 
 
 def test_files_that_changed_or_broke_are_not_believed(tmp_path, caplog):
     saved(tmp_path)
-    before = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    before = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
     path.write_bytes(path.read_bytes()[:200])
-    after = prepared_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    after = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
     assert np.array_equal(before.stop, after.stop) and "is made again" in caplog.text
     # the same fingerprint and another file, as after a copy by hand
     fingerprint = load_from_disk(tmp_path)._fingerprint
@@ -82,7 +82,7 @@ def test_files_that_changed_or_broke_are_not_believed(tmp_path, caplog):
     (tmp_path / "other" / "data-00000-of-00001.arrow").replace(tmp_path / "data-00000-of-00001.arrow")
     changed = TokenReader(load_from_disk(tmp_path))
     assert changed.fingerprint == TokenReader(other).fingerprint
-    assert prepared_documents(changed, 30).lengths.tolist() == [3]
+    assert cached_documents(changed, 30).lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("name", ["spans", "range"])
@@ -92,7 +92,7 @@ def test_a_file_without_its_arrays_is_made_again(tmp_path, name, damage, caplog)
 
     def found():
         reader = TokenReader(load_from_disk(tmp_path))
-        return prepared_documents(reader, 30) if name == "spans" else prepared_token_range(reader)
+        return cached_documents(reader, 30) if name == "spans" else cached_token_range(reader)
 
     before = found()
     (path,) = files(tmp_path, f"cache-packfix-{name}-*.npz")
@@ -116,11 +116,11 @@ def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
     before = files(tmp_path)
     datasets.disable_caching()
     try:
-        prepared_documents(TokenReader(data), 30)
+        cached_documents(TokenReader(data), 30)
     finally:
         datasets.enable_caching()
     in_memory = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
-    prepared_documents(TokenReader(in_memory), 30)
+    cached_documents(TokenReader(in_memory), 30)
     assert files(tmp_path) == before and TokenReader(in_memory).files == []
 
 
@@ -128,11 +128,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     data = saved(tmp_path)
     reader = TokenReader(data)
     # a folder in the place of the file: nothing can be put there, for any user
-    prepared_documents(reader, 30)
+    cached_documents(reader, 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*.npz")
     path.unlink()
     path.mkdir()
-    assert len(prepared_documents(reader, 30)) == len(make_documents(reader, 30))
+    assert len(cached_documents(reader, 30)) == len(make_documents(reader, 30))
 
 
 @pytest.mark.parametrize("form", ["text", "tokenised"])

@@ -109,7 +109,7 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
             assert share == 1 and "unpacked loss" not in rows_shown
             assert rows_shown["against unpacked"].startswith("the same: 16 documents")
         else:
-            assert 0.75 < share < 0.95 and rows_shown["unpacked loss"].startswith(f"{share:.3f} of this one")
+            assert 0.75 < share < 0.95 and rows_shown["unpacked loss"].startswith(f"{share:.3f} of the packed one")
             assert rows_shown["against unpacked"].startswith("the same but for the loss: 16 documents")
 
 

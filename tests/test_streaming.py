@@ -523,7 +523,7 @@ def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
 def test_an_empty_evaluation_stream_is_refused(tmp_path):
     run = trainer(tmp_path, texts(), trainer_kwargs={"eval_dataset": texts(4).to_iterable_dataset()})
     empty = run.eval_dataset.filter(lambda row: False)
-    with pytest.raises(ValueError, match=r"without examples.*Check that"):
+    with pytest.raises(ValueError, match=r"yielded 0 examples.*Check that"):
         run.get_eval_dataloader(empty)
 
 

@@ -2,7 +2,7 @@
 
     from trl_packfix import SFTConfig, SFTTrainer   # drop-in for trl's two
 
-Names are imported when they are first used: `plan_packs` needs numpy and nothing else.
+Each name is imported at its first use, so `plan_packs` needs numpy only.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .version import __version__ as __version__
 
-_ROOM = {
+_MODULE_OF = {
     "SFTConfig": "training.config",
     "SFTTrainer": "training.trainer",
     "PackPlan": "planning.packs",
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("SFTConfig", "SFTTrainer"):
         from .compat import require_trl
 
         require_trl()
-    value = getattr(import_module(f".{_ROOM[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
 """The command line: `trl-packfix COMMAND`, also `python -m trl_packfix COMMAND`.
 
-Each command is a module of this folder with `add_parser(subparsers)` and `run(args) -> int`, the exit code. They import
-heavy libraries only when they run, so that `--help` is quick.
+Each command is a module of this folder with `add_parser(subparsers)` and `run(args) -> int`, which returns the exit
+code. A command imports heavy libraries only when it runs, so that `--help` is fast.
 """
 
 import argparse
@@ -17,10 +17,11 @@ COMMANDS = ("plan", "show", "prepare", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code. A ValueError is the user's to read: its message, and exit code 2.
+    """Run a command and return its exit code.
 
-    What the terminal has no characters for is printed as escapes. Where the reader of a pipe has seen enough, the
-    command ends as other programs do, with 141 (128 + SIGPIPE).
+    For a ValueError or OSError the message is printed, and the exit code is 2. Characters that the terminal cannot show
+    are printed as escapes. If the reader of a pipe closes it, the exit code is 141 (128 + SIGPIPE), as in other
+    programs.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(subparsers)
     args = parser.parse_args(argv)
     if find_spec("deepspeed"):
-        # It logs to what is stdout at its first import, and the Trainer imports it. `--json` must be alone there.
+        # The Trainer imports it, and it logs to the stdout of its first import. Stdout must hold nothing but the JSON.
         with contextlib.redirect_stdout(sys.stderr):
             import_module("deepspeed")
     try:

@@ -1,22 +1,23 @@
-"""`trl-packfix check`: does a document in a pack change another, on this model, here?"""
+"""`trl-packfix check`: test whether a document in a pack changes another, on this model and machine."""
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="test a model: do documents in a pack stay apart, and what is done where they do not",
-        description="Probe a model as training would, before its first step. Exit code 0 if packed training is right "
-        "on it, as it is or repaired; 1 if not; 2 if it could not be tested.",
+        help="test on a model whether documents in a pack influence each other, and repair it if they do",
+        description="Test a model as the trainer does before its first step. Exit code 0 if packed training of it is "
+        "correct, repaired or not; 1 if it is not; 2 if the model could not be tested.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the hub, or a local path")
     parser.add_argument(
         "--config-only",
         action="store_true",
-        help="fetch no weights: a tiny random model with everything of this config but its sizes",
+        help="fetch no weights: test a tiny random model with this config except for its sizes",
     )
     parser.add_argument(
         "--trust-remote-code",
@@ -25,18 +26,34 @@ def add_parser(subparsers: Any) -> None:
         help="run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused",
     )
     parser.add_argument("--max-length", type=int, default=1024, help="longest document of the run, in tokens")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the device")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32"
+    )
     parser.add_argument("--attn-implementation", help="as in the model's own config, e.g. sdpa or flash_attention_2")
-    parser.add_argument("--on-leak", help="as in SFTConfig, and its default: what to do about a leak")
+    parser.add_argument(
+        "--on-leak",
+        choices=("repair", "raise", "unpack"),
+        default="repair",
+        help="what to do about a leak, as in SFTConfig (default: repair)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     sweep = parser.add_argument_group("every model type of the installed transformers, as tiny random models")
-    sweep.add_argument("--all", action="store_true", help="judge every type, packed against each document alone")
-    sweep.add_argument("--only", metavar="TYPES", help="these model types, with commas between them")
     sweep.add_argument(
-        "--sample", type=int, metavar="N", help="N types, some of every verdict in docs/compatibility.csv"
+        "--all", action="store_true", help="judge every type: packed training against each document alone"
     )
-    sweep.add_argument("--output", metavar="DIR", help="write compatibility.md and .csv there; a part, into them")
-    sweep.add_argument("--workers", type=int, default=1, help="processes")
+    sweep.add_argument("--only", metavar="TYPES", help="judge these model types only, separated by commas")
+    sweep.add_argument(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="judge N types, some of each verdict in docs/compatibility.csv: only in a clone of the repository",
+    )
+    sweep.add_argument(
+        "--output",
+        metavar="DIR",
+        help="write compatibility.md and compatibility.csv there; without --all, update the rows of these types",
+    )
+    sweep.add_argument("--workers", type=int, default=1, help="number of processes (default: 1)")
     sweep.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
     parser.set_defaults(parser=parser)
 
@@ -48,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all or args.only or args.sample:
         return _sweep(args)
     if not args.model:
-        args.parser.error("neither MODEL nor --all was given")
+        args.parser.error("none of MODEL, --all, --only, --sample was given")
     return _check(args)
 
 
@@ -75,10 +92,14 @@ def _sweep(args: argparse.Namespace) -> int:
     from ..survey import page as compatibility
     from ..survey.sweep import all_types, sweep
 
+    if args.output and not args.all:
+        _check_table(Path(args.output) / compatibility.TABLE, f"--output {args.output}", "Add `--all` to write it.")
     chosen = all_types()
     if args.only:
         chosen = compatibility.only(chosen, args.only.split(","))
     elif args.sample:
+        remedy = "Run the command in a clone of the repository, or set `--only` or `--all` instead."
+        _check_table(Path("docs", compatibility.TABLE), f"--sample {args.sample}", remedy)
         chosen = [(row.model_type, row.kind) for row in compatibility.sample(compatibility.read("docs"), args.sample)]
     rows = []
     for row in sweep(chosen, args.on_leak, args.workers, args.time_limit):
@@ -92,3 +113,13 @@ def _sweep(args: argparse.Namespace) -> int:
     if args.output:
         compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
     return 1 if any(row.false_negatives for row in rows) else 0
+
+
+def _check_table(table: Path, flag: str, remedy: str) -> None:
+    """Refuse a flag that reads a table of verdicts, before the sweep, if the table does not exist.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if not table.is_file():
+        raise ValueError(f"`{flag}` was given. It reads the verdicts in `{table}`, and there is no such file. {remedy}")

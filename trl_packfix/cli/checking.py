@@ -1,14 +1,11 @@
-"""One model as training would take it: loaded, its attention chosen, proved, and repaired where it leaks."""
+"""Check one model as training would: load it, choose its attention, run the leak probe, repair it if it leaks."""
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,7 +22,8 @@ from ..attention.choice import cuda_varlen_problem
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.packed_model import OnLeak, PackedModel
-from ..isolation.report import IsolationReport
+from ..isolation.report import IsolationReport, finite
+from ..reporting.report import show_lines
 from ..survey import zoo
 from ..survey.shrinking import tiny_like
 
@@ -35,10 +33,10 @@ class CheckResult:
     """What `trl-packfix check` found.
 
     Attributes:
-        as_it_is: the verdict of the probe on the model with the attention chosen for it.
-        in_training: the verdict on what training runs: the same, or after what `on_leak` did.
-        verdict: "PACKED" (as it is), "REPAIRED", "UNPACKED" (right, but padded), or "LEAK", "WRONG", "REFUSED".
-        implementations: attention implementations by name, and why each is not to be had here; "" if it is.
+        as_it_is: the result of the probe on the model with the attention chosen for it.
+        in_training: the result on what training runs: the same, or after what `on_leak` did.
+        verdict: "PACKED" (as it is), "REPAIRED", "UNPACKED" (correct, but padded), or "LEAK", "WRONG", "REFUSED".
+        implementations: attention implementation -> why it is not available here; "" if it is.
     """
 
     model: str
@@ -57,11 +55,11 @@ class CheckResult:
 
     @property
     def right(self) -> bool:
-        """Whether packed training is unpacked training on this model."""
+        """Whether packed training equals unpacked training on this model."""
         return self.in_training.isolated and self.in_training.equal
 
     def to_dict(self) -> dict[str, Any]:
-        return _finite(asdict(self) | {"right": self.right})
+        return finite(asdict(self) | {"right": self.right})
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -92,16 +90,7 @@ class CheckResult:
 
     def show(self) -> None:
         """Print it, as a table on a terminal and as plain lines elsewhere."""
-        console = Console()
-        if console.is_terminal:
-            table = Table(title="Isolation check", show_header=False, title_justify="left")
-            for label, text in self.lines():
-                table.add_row(label, text)
-            console.print(table)
-            return
-        width = max(len(label) for label, _ in self.lines())
-        for label, text in self.lines():
-            print(f"{label:<{width}}  {text}")
+        show_lines("Isolation check", self.lines())
 
 
 def check_model(
@@ -113,17 +102,19 @@ def check_model(
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
 ) -> CheckResult:
-    """Load a model as TRL does and prove it as the trainer does.
+    """Load a model as TRL does and test it as the trainer does.
 
     Args:
-        name: on the hub, or a local path.
-        config_only: no weights are fetched: a tiny random model with the features of this config.
+        name: of the model on the hub, or a local path.
+        config_only: fetch no weights: test a tiny random model with the features of this config.
         max_length: longest document, in tokens.
         dtype: "float32", "bfloat16", "float16"; None is bfloat16 on CUDA and float32 elsewhere.
-        on_leak: of `SFTConfig`; None is its default.
+        on_leak: what to do about a leak, as in `SFTConfig`.
         trust_remote_code: whether code that comes with the model may run; without it such a model is refused.
 
-    Raises ValueError for settings that cannot work, OSError where the model is not to be had.
+    Raises:
+        ValueError: settings that cannot work.
+        OSError: the model cannot be found or read.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,7 +145,7 @@ def check_model(
 
 
 def implementations(model: PreTrainedModel) -> dict[str, str]:
-    """Attention implementations by name, and why each cannot serve this model here; "" if it can."""
+    """Attention implementation -> why it is not available for this model here; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
     on_gpu = torch.cuda.is_available()
     found = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
@@ -174,9 +165,10 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
 
 
 def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A tiny random model in fp32 with everything of a config but its sizes.
+    """A tiny random model in fp32 with all features of a config except its sizes.
 
-    Raises ValueError where transformers cannot build it.
+    Raises:
+        ValueError: transformers cannot build it.
     """
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
@@ -190,7 +182,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     try:
         tiny = tiny_like(config, build)
         return zoo.random_model(lambda: build(tiny))
-    except Exception as error:  # anything that transformers or a model's own code raises is the reason
+    except Exception as error:  # any error of transformers or of the model's own code
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"`--config-only` was given, and transformers {transformers.__version__} cannot build a tiny model of type "
@@ -202,7 +194,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 def _load(
     name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None, trust_remote_code: bool
 ) -> nn.Module:
-    trust = {"trust_remote_code": trust_remote_code}  # given, or transformers asks on standard input
+    trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
     if not config_only:
         create: Any = create_model_from_path
         return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None, **trust)
@@ -219,12 +211,3 @@ def _verdict(in_training: IsolationReport, is_unpacked: bool) -> str:
     if in_training.error is not None:
         return "REFUSED"
     return "WRONG" if in_training.isolated else "LEAK"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for it."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

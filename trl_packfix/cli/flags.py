@@ -1,6 +1,6 @@
-"""The flags that commands share: which documents, tokenised how, packed how. Names and defaults are `SFTConfig`'s.
+"""Flags that several commands share: data, tokenisation and packing. Names and defaults are those of `SFTConfig`.
 
-Every flag may also be written as `SFTConfig` spells the field, so that the flags of a training run can be pasted.
+Every flag can also be written like the field of `SFTConfig`, so the flags of a training run can be pasted.
 """
 
 import argparse
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def add_document_flags(parser: argparse.ArgumentParser) -> None:
-    """Which documents, and how TRL is to tokenise them."""
+    """Add the flags for the data and its tokenisation."""
     parser.add_argument(
         "data",
         nargs="+",
         metavar="DATA",
-        help="a file (.jsonl, .json, .parquet, .csv), a folder of `prepare` or `save_to_disk`, a name on the hub; "
-        "several make one table. Or lengths in tokens: .txt with one number per line, .npy, .json list, .csv with a "
-        "column `length`",
+        help="a file (.jsonl, .json, .parquet, .csv), a folder written by `prepare` or `save_to_disk`, or a name on "
+        "the hub; several are joined to one table. Or lengths in tokens: .txt with one number per line, .npy, .json "
+        "with a list, .csv with a column `length`",
     )
-    parser.add_argument("--split", default="train", help="of a dataset with several (default: train)")
+    parser.add_argument("--split", default="train", help="split of a dataset with several (default: train)")
     parser.add_argument("--name", metavar="CONFIG", help="configuration of a dataset on the hub")
     parser.add_argument(
-        "--model", metavar="MODEL", help="name or folder: its tokenizer, and its config for the cost model; no weights"
+        "--model", metavar="MODEL", help="name or folder: its tokenizer and, for the cost model, its config are read"
     )
-    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, where it is not the model's")
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     as_trained = parser.add_argument_group("tokenisation, as in SFTConfig")
     as_trained.add_argument("--assistant-only-loss", "--assistant_only_loss", action="store_true")
     as_trained.add_argument(
@@ -49,7 +49,7 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
-    """How to pack; with `several`, lengths, strategies and world sizes are lists."""
+    """Add the flags for packing; with `several`, lengths, strategies and world sizes are lists."""
     many: dict[str, Any] = {"nargs": "+"} if several else {}
     packing = parser.add_argument_group("packing, as in SFTConfig" + (" (* takes several)" if several else ""))
     star = "* " if several else ""
@@ -60,7 +60,7 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         **many,
         metavar="TOKENS",
         default=None if several else 1024,
-        help=f"{star}most tokens of a document (default: "
+        help=f"{star}largest number of tokens of a document (default: "
         + ("1024, 2048, ... up to the longest)" if several else "1024)"),
     )
     packing.add_argument(
@@ -101,7 +101,7 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """The config of `--model`; None without."""
+    """The config of `--model`; None without this flag."""
     if args.model is None:
         return None
     from transformers import AutoConfig
@@ -110,20 +110,20 @@ def model_config(args: argparse.Namespace) -> Any:
 
 
 def cost_model(args: argparse.Namespace) -> "CostModel":
-    """That of `--model`, else of a Llama of 7B."""
+    """The cost model of `--model`, else of a Llama with 7B parameters."""
     from ..data.model_costs import cost_model
 
     return cost_model(model_config(args))
 
 
 def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":
-    """The config of a run with these flags. What `SFTConfig` refuses is refused here, in its words."""
+    """The config of a run with these flags. `SFTConfig` checks them."""
     from ..training.config import SFTConfig
 
     for name, value in (("batch-size", args.batch_size), ("accumulation", args.accumulation)):
         if value < 1:
-            raise ValueError(f"`--{name} {value}` was given. A step needs one or more. Set `--{name}` to 1 or more.")
-    chosen: Any = strategy  # SFTConfig says whether there is such a strategy
+            raise ValueError(f"`--{name} {value}` was given. A step needs at least 1. Set `--{name}` to 1 or more.")
+    chosen: Any = strategy  # checked by SFTConfig
     return SFTConfig(
         "unused",
         packing=True,

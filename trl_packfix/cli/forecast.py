@@ -1,7 +1,7 @@
-"""What training would report, before it is paid for: reports for several lengths, strategies and world sizes.
+"""Forecast training: packing reports for several lengths, strategies and world sizes.
 
-A forecast is the `PackingReport` that a run with the same documents and settings makes, number for number, and on top
-of it what the cost model says about time. `recommend` picks a `max_length`.
+A forecast is the `PackingReport` of a run with the same documents and settings, with the same numbers, and a modelled
+time. `recommend` picks a `max_length`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,16 @@ from typing import Any
 
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.reader import TokenReader
+from ..data.reader import Rows
 from ..data.spans import make_documents
 from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
-from ..reporting.report import PackingReport
+from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..training.config import SFTConfig
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
-MOST_LOST = 0.01  # of the trained tokens; the report warns above it
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Forecast:
 
     Attributes:
         flops: of one epoch, forward and backward, over all ranks.
-        tokens_per_second: over all ranks; None where no speed was given.
-        hours: of one epoch; None where no speed was given.
+        tokens_per_second: over all ranks; None if no speed was given.
+        hours: of one epoch; None if no speed was given.
     """
 
     report: PackingReport
@@ -54,7 +53,7 @@ class Forecast:
 
 
 def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
-    """Powers of two from 1,024 to the first that holds the longest document, or to the model's positions.
+    """Powers of two from 1,024 to the first that holds the longest document, limited by the model's positions.
 
     >>> candidate_lengths(5000)
     [1024, 2048, 4096, 8192]
@@ -66,7 +65,7 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
 
 
 def forecasts(
-    reader: TokenReader,
+    reader: Rows,
     configs: Sequence[SFTConfig],
     world_sizes: Sequence[int],
     cost_model: CostModel,
@@ -77,10 +76,11 @@ def forecasts(
 
     Args:
         reader: the documents.
-        configs: with packing on; what they say of length, batch, strategy and seed is used.
-        world_sizes: data-parallel ranks.
-        synchronisation: when ranks wait for each other; "micro" is what TRL's loss, ZeRO-2, ZeRO-3 and FSDP do.
-        tflops: 10^12 floating-point operations that one device does per second in training, measured, not its peak.
+        configs: configs with packing on, for length, batch size, strategy and seed.
+        world_sizes: numbers of data-parallel ranks.
+        synchronisation: when ranks wait for each other: after every micro-batch ("micro": with TRL's loss, ZeRO-2,
+            ZeRO-3 and FSDP) or after the step.
+        tflops: operations per second that one device reaches in training, in 10^12: measured, not its peak.
     """
     documents: Documents | None = None
     made_for: tuple | None = None
@@ -90,24 +90,24 @@ def forecasts(
             documents, made_for = make_documents(reader, *policy), policy
         planner = _planner(documents, config, world_size, cost_model, synchronisation)
         report = make_report(planner, config.effective_overlong, reader)
-        # of the documents that the epoch reaches, as is the imbalance
+        # only of the documents that the epoch reaches, like the imbalance
         flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue
-        assert report.imbalance is not None  # a report of a table has it
+        assert report.imbalance is not None  # only reports of streams have none
         seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
 
-def planner_for(reader: TokenReader, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
-    """The planner of a training run with this config on so many ranks."""
+def planner_for(reader: Rows, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
+    """The planner of a training run with this config on `world_size` ranks."""
     return _planner(make_documents(reader, *_policy(config)), config, world_size, cost_model)
 
 
 def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
-    """What decides where documents are cut: the arguments of `make_documents`."""
-    assert config.max_length is not None  # `SFTConfig` refuses packing without
+    """The settings that decide where documents are cut: the arguments of `make_documents`."""
+    assert config.max_length is not None  # `SFTConfig` refuses packing without it
     wrapped = STRATEGIES[config.packing_strategy].cuts_blocks
     return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
 
@@ -138,7 +138,7 @@ def _planner(
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A `max_length`, the share of trained tokens lost there, and the reasons as sentences."""
+    """A `max_length`, the share of trained tokens lost with it, and the reasons as sentences."""
 
     max_length: int
     lost: float
@@ -146,18 +146,18 @@ class Recommendation:
 
 
 def recommend(found: Sequence[Forecast]) -> Recommendation:
-    """The smallest `max_length` that loses at most 1 % of the trained tokens, else the one that loses fewest.
+    """The smallest `max_length` that loses at most 1 % of the trained tokens, else the one that loses the fewest.
 
-    Strategies that split lose almost nothing at any length, and pay otherwise: what a fragment refers to stands in
-    another, which it does not see. So lengths are compared under the first strategy asked for that does not split, and
-    under one that splits only where there is no other.
+    Strategies that split lose almost no token at any length, but a fragment does not see the earlier fragments that it
+    may refer to. So lengths are compared with the first given strategy that does not split. One that splits is used
+    only if all given strategies split.
     """
     whole = [each for each in found if each.report.overlong != "split"] or list(found)
     first = whole[0].report
     group = (first.strategy, first.world_size)
     rows = [each for each in whole if (each.report.strategy, each.report.world_size) == group]
     rows.sort(key=lambda each: each.report.max_length)
-    enough = [i for i, each in enumerate(rows) if each.lost <= MOST_LOST]
+    enough = [i for i, each in enumerate(rows) if each.lost <= MAX_LOST_SHARE]
     chosen = enough[0] if enough else min(range(len(rows)), key=lambda i: (rows[i].lost, i))
     pick = rows[chosen]
     reasons = [_what_is_lost(pick, bool(enough))]
@@ -170,7 +170,7 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
             )
     report = pick.report
     reasons.append(
-        f"It costs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
+        f"It needs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
         f"{report.max_length:,}): if that is too much, lower the batch size before max_length."
     )
     widest = max(
@@ -179,7 +179,7 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
     if widest.world_size > 1 and widest.imbalance is not None and widest.imbalance_bound is not None:
         reasons.append(
             f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
-            f"{widest.imbalance - 1:.1%} to the time; the documents of these steps allow no less than "
+            f"{widest.imbalance - 1:.1%} to the time; the lower bound for the documents of these steps is "
             f"{widest.imbalance_bound - 1:.1%}."
         )
     return Recommendation(report.max_length, pick.lost, reasons)
@@ -195,4 +195,6 @@ def _what_is_lost(pick: Forecast, is_enough: bool) -> str:
         text = f"{start} loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {cut:,}"
     else:
         text = f"{start} loses no trained token"
-    return text + ("." if is_enough else f". None of these lengths loses at most {MOST_LOST:.0%}: try a longer one.")
+    return text + (
+        "." if is_enough else f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one."
+    )

@@ -1,4 +1,4 @@
-"""`trl-packfix plan`: which max_length, what it cuts and what it costs, before anything is rented."""
+"""`trl-packfix plan`: compare values of max_length by what they cut and cost, before training."""
 
 import argparse
 import json
@@ -11,16 +11,16 @@ EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
   trl-packfix plan lengths.txt --strategy stream bfd_split wrapped --tflops 350 --json
 
-Figures are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 % of
-the trained tokens are lost at the length recommended; 1 if more; 2 if there is no plan."""
+The numbers are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 %
+of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="before training: efficiency, steps, imbalance and what is cut, for lengths, strategies and world sizes",
-        description="Pack a dataset on paper, and say which max_length to choose and what it costs. Needs no GPU and "
-        "no weights.",
+        help="before training: efficiency, steps, imbalance and cut documents, by max_length, strategy and world size",
+        description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
+        "weights.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,8 +37,8 @@ def add_parser(subparsers: Any) -> None:
         "--tflops",
         type=float,
         metavar="N",
-        help="what one GPU reaches in training, in 10^12 operations per second (about 40 %% of its peak is usual): "
-        "models tokens per second and hours. Without --model the model is a Llama of 7B",
+        help="operations per second that one GPU reaches in training, in 10^12 (usually about 40 %% of its peak). "
+        "Adds modelled tokens per second and hours. Without --model they are those of a Llama with 7B parameters",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(parser=parser)
@@ -48,12 +48,13 @@ def run(args: argparse.Namespace) -> int:
     for name, values in (("world-size", args.world_size), ("tflops", [args.tflops] if args.tflops is not None else [])):
         if any(value <= 0 for value in values):
             raise ValueError(
-                f"`--{name} {' '.join(map(str, values))}` was given. Nothing trains on that. Set numbers above 0."
+                f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
     from rich.console import Console
     from rich.progress import Progress
 
-    from .forecast import MOST_LOST, candidate_lengths, forecasts, recommend
+    from ..reporting.report import MAX_LOST_SHARE
+    from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
     config = flags.model_config(args)
@@ -61,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
     for length in args.max_length or ():
         if positions is not None and length > positions:
             raise ValueError(
-                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses that. "
-                f"Set `--max-length` to {positions} or less."
+                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses "
+                f"documents longer than that. Set `--max-length` to {positions} or less."
             )
     for length in args.max_length or ():
         for strategy in args.strategy:
-            flags.packing_config(args, length, strategy)  # refused before anything is tokenised
+            flags.packing_config(args, length, strategy)  # to check the settings before tokenising
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), positions)
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"plans": plans, "max_length": advice.max_length, "reasons": advice.reasons}, indent=2))
     else:
         _show(found, advice.reasons, args)
-    return 0 if advice.lost <= MOST_LOST else 1
+    return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
 def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> None:
@@ -96,7 +97,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
     print(f"lengths  {first.lengths.line()}")
     print(
         f"micro-batches of {args.batch_size} x max_length tokens, accumulation {args.accumulation}, balance "
-        f"{args.balance!r}; imbalance: modelled time over that of ranks that never wait"
+        f"{args.balance!r}; imbalance: modelled time / modelled time if ranks never waited"
     )
     table = Table(box=SIMPLE, pad_edge=False)
     for name in (
@@ -134,10 +135,10 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
         )
     console = Console()
-    # A file or a pipe has no width: nothing may be folded there.
+    # A file or a pipe has no width: its lines must not be wrapped.
     (console if console.is_terminal else Console(width=160)).print(table)
     print(
-        "filled: of the packs; padded: of unpacked batches of this size; cut: documents truncated, split or dropped; "
-        "lost: of\nthe trained tokens; PFLOP: 10^15 operations of one epoch"
+        "filled: share of the packs; padded: the same of unpacked batches of this size; cut: documents truncated, "
+        "split or\ndropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
     )
     print("\nRecommended: " + "\n  ".join(reasons))

@@ -1,4 +1,4 @@
-"""`trl-packfix prepare`: tokenise once, ahead, so that no rank waits while another does."""
+"""`trl-packfix prepare`: tokenise once before training, so that no rank waits while another tokenises."""
 
 import argparse
 import json
@@ -18,16 +18,17 @@ EXAMPLES = """\
   deepspeed --num_gpus=8 examples/train.py --dataset_name chats
 
 In Python: SFTTrainer(..., train_dataset=datasets.load_from_disk("chats")). TRL tokenises on the main process while all
-other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on large datasets; rows with `input_ids` and
-`labels` are taken as they are. What max_length cuts is not decided here: the first start of a run makes spans in one
-pass over the labels, and keeps them beside the table. Exit code 0, or 2 if nothing was written."""
+other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on large datasets. Rows with `input_ids` and
+`labels` are not tokenised again. max_length is not applied here: the first start of a run computes the spans in one
+pass over the labels, and caches them beside the table. Exit code 0, or 2 if nothing was written."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "prepare",
         help="tokenise once on a CPU node, so that no rank of a training run waits for it",
-        description="Write a tokenised dataset as TRL would make it, with a manifest of what made it (prepared.json).",
+        description="Write a dataset tokenised as by TRL, and a manifest (prepared.json) with data, tokenizer, "
+        "settings and versions.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(
-            f"`--output {output}` was given and is not empty. A dataset written over another would mix their files. "
+            f"`--output {output}` was given and is not empty. Writing a dataset over another would mix their files. "
             "Set `--output` to a folder that does not exist."
         )
     tokenizer_name = args.tokenizer or args.model
     if tokenizer_name is None:
         raise ValueError(
-            "No tokenizer was given. Text is tokenised for one model. Set `--tokenizer` or `--model` to the name or "
+            "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
     from datasets import concatenate_datasets
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(manifest, indent=2))
         return 0
     if given > len(table):
-        print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are left out")
+        print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are dropped")
     print(
         f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `examples/train.py --dataset_name {output}`"

@@ -1,4 +1,4 @@
-"""`trl-packfix show`: the first packs as the model will see them, as text or as a picture."""
+"""`trl-packfix show`: print or draw the first packs as the model will see them."""
 
 import argparse
 import json
@@ -11,26 +11,26 @@ EXAMPLES = """\
   trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --packs 1 --documents 3 --tokens 200
   trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --world-size 8 --plot packs.png
 
-The packs are those of the first optimizer steps of a training run with the same flags. Exit code 0, or 2 if there is
-nothing to show."""
+The packs are those of the first optimizer steps of a training run with the same flags. Exit code 0, or 2 if planning
+failed."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "show",
         help="the first packs: documents, trained tokens, boundaries, position ids; --plot draws them",
-        description="Show what a packed batch holds, token by token.",
+        description="Show the contents of packed batches, token by token.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_document_flags(parser)
     flags.add_packing_flags(parser, several=False)
-    what = parser.add_argument_group("what is shown")
-    what.add_argument("--packs", type=int, default=2, metavar="N", help="how many packs (default: 2)")
-    what.add_argument("--documents", type=int, default=8, metavar="N", help="documents of each, at most (default: 8)")
-    what.add_argument("--tokens", type=int, default=60, metavar="N", help="tokens of each, at most (default: 60)")
+    what = parser.add_argument_group("output")
+    what.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
+    what.add_argument("--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)")
+    what.add_argument("--tokens", type=int, default=60, metavar="N", help="at most N tokens per document (default: 60)")
     what.add_argument("--plot", metavar="FILE", help="draw a picture instead: .png, .svg or .pdf (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print the packs as JSON, whole")
+    parser.add_argument("--json", action="store_true", help="print the packs as JSON, with all documents and tokens")
     parser.set_defaults(parser=parser)
 
 
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("packs", "documents", "tokens", "world_size"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"`{flag} {getattr(args, name)}` was given. That shows nothing. Set it to 1 or more.")
+            raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from ..reporting.build import make_report
     from .forecast import planner_for
-    from .sources import LengthsReader, open_tables
+    from .sources import LengthRows, open_tables
 
     config = flags.packing_config(args, args.max_length, args.strategy)
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             make_report(planner, config.effective_overlong, reader).plot(args.plot)
         except ImportError as error:
             raise ValueError(
-                f"`--plot {args.plot}` was given and matplotlib is not installed. It draws the picture. Run "
+                f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
                 "`pip install matplotlib`."
             ) from error
         print(json.dumps({"plot": args.plot}) if args.json else f"Drawn: {args.plot}")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-    has_tokens = not isinstance(reader, LengthsReader)
+    has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:
         print(json.dumps([pack.to_dict(tokenizer, has_tokens) for pack in packs], indent=2))
@@ -77,5 +77,5 @@ def run(args: argparse.Namespace) -> int:
         if console.is_terminal:
             console.print(text)
         else:
-            print(text.plain)  # not folded: a file has no width
+            print(text.plain)  # not wrapped: a file has no width
     return 0

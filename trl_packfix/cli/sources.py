@@ -1,7 +1,7 @@
-"""What the command line is given: datasets by path or name, files of lengths, and TRL's own tokenisation of them.
+"""Input data of the command line: datasets by path or name, files of lengths, and their tokenisation by TRL.
 
-Rows are tokenised by the trainer itself, around a model of a few weights that is thrown away. So tokens and labels, and
-every figure made of them, are those of a training run with the same settings.
+Rows are tokenised by the trainer itself, with a tiny model that is discarded. So tokens and labels, and all numbers
+computed from them, are those of a training run with the same settings.
 """
 
 import json
@@ -19,19 +19,19 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.exceptions import DatasetGenerationError
 
 from ..data.collator import IGNORE_INDEX
-from ..data.reader import BAD_ROW, TokenReader, applied_masks
+from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 
 logger = logging.getLogger(__name__)
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 LENGTHS = (".txt", ".npy", ".csv", ".json")
-LONGEST = 2**31 - 1  # tokens of a row: what a list of a table holds
+LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """The settings of `SFTConfig` that decide what a row's tokens and labels are."""
+    """The settings of `SFTConfig` that decide the tokens and labels of a row."""
 
     assistant_only_loss: bool = False
     completion_only_loss: bool | None = None
@@ -42,22 +42,18 @@ class Tokenisation:
     bad_rows: Literal["raise", "drop"] = "raise"
 
 
-class LengthsReader(TokenReader):
-    """A table of which only the lengths are known; every token counts as trained, but the first of a document.
+@dataclass(frozen=True)
+class LengthRows:
+    """Rows of which only the lengths are known. Every token except the first of a document counts as trained.
 
-    Args:
+    Attributes:
         lengths: tokens of each row, shape (R,).
     """
 
-    def __init__(self, lengths: npt.NDArray[np.int64]):
-        self._lengths = lengths
+    lengths: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        return self._lengths
+        return len(self.lengths)
 
     def seq_lengths(self) -> None:
         return None
@@ -70,25 +66,28 @@ class LengthsReader(TokenReader):
     ) -> npt.NDArray[np.int64]:
         return np.maximum(stop - start - 1, 0)
 
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return np.ones(len(row), dtype=bool)
+
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Tokens that stand for the unknown ones, shape (stop - start,)."""
+        """Zeros in place of the unknown tokens and labels, shape (stop - start,)."""
         return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
 
 
 def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
-    """Lengths in tokens, shape (N,), of a file that holds such; None for a file of another kind.
+    """Lengths in tokens, shape (N,), from a file of lengths; None for another file.
 
-    `.npy` holds one array, `.txt` one number per line, `.json` a list of numbers, `.csv` a column named `length` or
-    `lengths`, or one column of numbers without a name.
+    A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
+    `.csv` with a column named `length` or `lengths` or with one column of numbers without a name.
 
     Raises:
-        ValueError: the numbers are no lengths.
+        ValueError: the file has numbers that cannot be lengths.
     """
     values: Any = None
     if path.suffix == ".npy":
         try:
             values = np.load(path)
-        except (EOFError, ValueError):  # no array of numbers, or none at all
+        except (EOFError, ValueError):  # not an array of numbers, or an empty file
             values = []
     elif path.suffix == ".txt":
         values = path.read_text().split()
@@ -97,7 +96,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         try:
             found = json.loads(text) if text.lstrip()[:1] == "[" else None
         except ValueError:
-            found = None  # `datasets` says what is wrong with it
+            found = None  # broken JSON: `datasets` reports the error
         values = found if found and not isinstance(found[0], dict) else None
     elif path.suffix == ".csv":
         rows = [line.split(",") for line in path.read_text().splitlines() if line.strip()]
@@ -108,8 +107,8 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
             others = names[:column] + names[column + 1 :]
             if others:
                 logger.warning(
-                    f"{path}: lengths are read from its column {names[column]!r}; the others ({', '.join(others)}) "
-                    "are not read. To have its rows tokenised, rename that column."
+                    f"{path}: lengths are read from its column {names[column]!r}; the other columns "
+                    f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
                 )
         elif len(names) == 1 and names[0].isdigit():
             values = [row[0] for row in rows]
@@ -119,7 +118,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         lengths = np.asarray(values)
         if lengths.dtype.kind not in "iu":
             lengths = lengths.astype(np.str_).astype(np.int64)
-    except (ValueError, OverflowError):  # above int64
+    except (ValueError, OverflowError):  # not numbers, or above int64
         lengths = np.zeros((0, 0))
     if lengths.ndim == 1 and len(lengths) and lengths.max() > LONGEST:
         raise ValueError(
@@ -128,31 +127,35 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
         )
     if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
         raise ValueError(
-            f"`{path}` was given as a file of lengths. It must hold at least one whole number of tokens per document, "
-            f"each from 1 to {LONGEST:,}, and does not. Write one number per line (.txt), a one-dimensional array of "
-            "integers (.npy), a list (.json) or a column named `length` (.csv)."
+            f"`{path}` was given as a file of lengths. A length is a whole number of tokens from 1 to {LONGEST:,}, and "
+            "the file has other values or none. Write one number per line (.txt), a one-dimensional array of integers "
+            "(.npy), a list (.json) or a column named `length` (.csv)."
         )
     return lengths.astype(np.int64)
 
 
 def load_rows(name: str, split: str = "train", config: str | None = None) -> Dataset:
-    """The rows of a file, of a folder written by `save_to_disk` (or `trl-packfix prepare`), or of a hub's dataset."""
+    """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
+
+    Raises:
+        ValueError: an unknown kind of file, a file that cannot be read, a missing file or split.
+    """
     path = Path(name)
     if path.is_file():
         if path.suffix not in FORMATS:
             raise ValueError(
-                f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not known. "
+                f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not supported. "
                 f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
             )
         check_split(name, split)
         try:
             return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
         except (DatasetGenerationError, pa.ArrowInvalid, StopIteration) as error:
-            # StopIteration, without a word: `datasets` finds no first row
+            # A StopIteration without a message means that `datasets` found no first row.
             reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
             raise ValueError(
                 f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
-                "it, or write it again; a file that was cut off while it was written is the usual reason."
+                "it, or write it again; often writing it was interrupted."
             ) from error
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_from_disk(name)
@@ -161,40 +164,40 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
             return loaded
         if split not in loaded:
             raise ValueError(
-                f"`{name}` was given with `--split {split}`. It has the splits {list(loaded)} only. Set `--split` to "
+                f"`{name}` was given with `--split {split}`. It has only the splits {list(loaded)}. Set `--split` to "
                 "one of these."
             )
         return loaded[split]
     if path.suffix in (*FORMATS, *LENGTHS):
         raise ValueError(
-            f"`{name}` was given as a dataset. There is no such file here, and no dataset on a hub is named "
-            "like one. Give the path of a file that exists, or the name of a dataset on the hub."
+            f"`{name}` was given as a dataset. There is no such file here, and by its suffix it is not a name on the "
+            "hub. Give the path of a file that exists, or the name of a dataset on the hub."
         )
     return load_dataset(name, config, split=split)
 
 
 def check_split(name: str, split: str) -> None:
-    """Refuse a split of what has one part only.
+    """Refuse a split of a dataset that has no splits.
 
     Raises:
-        ValueError: another than "train", which is the default.
+        ValueError: a split other than "train", which is the default.
     """
     if split != "train":
         raise ValueError(
-            f"`--split {split}` was given with `{name}`. It is one table and has no splits. Leave `--split` out, and "
-            "give the file that you want."
+            f"`--split {split}` was given with `{name}`. It is one table and has no splits. Omit `--split`, and give "
+            "the file of the split."
         )
 
 
 def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
-    """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; nothing is cut, dropped or shuffled.
+    """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
-    `datasets` keeps the result in its cache: the training run, with the same tokenizer and settings, finds it there.
+    `datasets` caches the result, so a training run with the same tokenizer and settings does not tokenise again.
 
     Args:
-        dataset: in any form that TRL takes. A tokenised one comes back with these columns, its `labels` made of the
-            masks that apply; `labels` are left out where every token is trained. Rows that are to be dropped have no
-            tokens, and the reason in a column (`without_bad_rows`).
+        dataset: any dataset that TRL accepts. If it is tokenised already, `labels` are computed from the masks that
+            apply, and omitted if every token is trained. Rows to drop have no tokens, and the reason in a column
+            (`without_bad_rows`).
         tokenizer: object, local path or name on the hub; may be None for a tokenised dataset.
 
     Raises:
@@ -206,7 +209,7 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
             raise ValueError(
                 f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
                 "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
-                "or the folder of the one that you will train with."
+                "or the folder of the tokenizer that you will train with."
             )
         return _with_labels(dataset, settings)
 
@@ -238,10 +241,10 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
 
 
 def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
-    """The columns of tokenised rows that say what is trained, with the masks that apply written as `labels`."""
+    """The columns of tokenised rows that packing reads, with the masks that apply converted to `labels`."""
     masks = [] if "labels" in dataset.column_names else applied_masks(dataset, settings.completion_only_loss)
     for name in masks:
-        TokenReader(dataset.select_columns(["input_ids", name]))  # refuses one of another length
+        TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
     if masks:
         dataset = dataset.map(
             _labels,
@@ -264,11 +267,12 @@ def open_tables(
     settings: Tokenisation,
     split: str = "train",
     config: str | None = None,
-) -> TokenReader:
+) -> Rows:
     """One table of all documents in `names`, which are all datasets or all files of lengths.
 
     Raises:
-        ValueError: both kinds at once; see the functions above. OSError: there is no such thing.
+        ValueError: datasets and files of lengths together; see also the functions above.
+        OSError: a dataset or file does not exist.
     """
     lengths, tables = [], []
     for name in names:
@@ -280,17 +284,17 @@ def open_tables(
             tables.append(tokenised(load_rows(name, split, config), tokenizer, settings))
     if lengths and tables:
         raise ValueError(
-            f"{len(lengths)} files of lengths and {len(tables)} datasets were given. Of the first, no token is known, "
-            "so they make no common table. Give lengths of all, or datasets only."
+            f"{len(lengths)} files of lengths and {len(tables)} datasets were given. A file of lengths has no tokens, "
+            "so they cannot be joined to one table. Give lengths only, or datasets only."
         )
     if lengths:
-        return LengthsReader(np.concatenate(lengths))
+        return LengthRows(np.concatenate(lengths))
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
         one, other = columns[0], next(each for each in columns if each != columns[0])
         raise ValueError(
-            f"{len(tables)} tokenised datasets were given, one with the columns {one} and another with {other}. What "
-            "is trained of a row would be known of some only. Tokenise all of them in the same way, e.g. with "
-            "`trl-packfix prepare`."
+            f"{len(tables)} tokenised datasets were given, one with the columns {one} and another with {other}. To "
+            "join them, all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix "
+            "prepare`."
         )
     return TokenReader(concatenate_datasets(tables) if len(tables) > 1 else tables[0])

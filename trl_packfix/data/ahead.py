@@ -1,8 +1,9 @@
-"""The schedule of the next epoch, made while this one trains, by a process of its own on every node.
+"""Schedule the next epoch while the current one trains, in a separate process on every node.
 
-A thread would hold the interpreter that feeds the model. The process is a fresh one, for forks and CUDA do not go
-together; it imports numpy and little else, runs at the lowest priority and ends with the one that started it. Nothing
-depends on it: ranks that do not find its file when the epoch begins make the same schedule themselves.
+A thread would hold the GIL, which the training loop needs. The process is started anew instead of forked, because CUDA
+does not survive a fork. It imports little more than numpy and runs at the lowest priority. It ends when the process
+that started it ends. Nothing depends on it: a rank that does not find its file when the epoch begins computes the same
+schedule itself.
 """
 
 import os
@@ -12,30 +13,34 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache_files import remove, unfinished
+from .cache_files import remove, temporary_file
 from .epochs import CODE, EpochPlanner
 
-COMMAND = "from trl_packfix.data.epochs import make_ahead; make_ahead()"
+COMMAND = "from trl_packfix.data.epochs import schedule_ahead; schedule_ahead()"
 
 
 @dataclass(frozen=True)
 class NextEpoch:
-    """The process that makes a schedule, and the file that it will leave."""
+    """The process that computes a schedule, and the file that it writes."""
 
     process: subprocess.Popen
     target: Path
 
     def end(self) -> str | None:
-        """Stop the process if it still runs; the last line of its error if it ended by itself, with one."""
+        """Stop the process if it still runs.
+
+        Returns:
+            The last line of its error output, if it had failed before; else None.
+        """
         failed = self.process.poll()
         self.process.kill()
         _, errors = self.process.communicate()
-        remove(unfinished(self.target, self.process.pid))
+        remove(temporary_file(self.target, self.process.pid))
         return (errors.decode(errors="replace").splitlines() or [f"exit code {failed}"])[-1] if failed else None
 
 
 def start(planner: EpochPlanner, epoch: int) -> NextEpoch | None:
-    """Begin to make the schedule of `epoch`; None where it cannot be kept, or is there already."""
+    """Start to compute the schedule of `epoch`; None if it cannot be cached or is cached already."""
     target = planner.file("schedule", epoch)
     if target is None or target.exists() or not os.access(target.parent, os.W_OK):
         return None
@@ -49,5 +54,5 @@ def start(planner: EpochPlanner, epoch: int) -> NextEpoch | None:
     )
     assert process.stdin is not None
     process.stdin.write(pickle.dumps((planner.documents.file, planner.settings(), epoch, target, CODE)))
-    process.stdin.flush()  # and stays open: its end tells the process that this one has ended
+    process.stdin.flush()  # stdin stays open: when this process ends, the other one reads end-of-file and ends too
     return NextEpoch(process, target)

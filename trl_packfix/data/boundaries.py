@@ -1,8 +1,8 @@
-"""What a document boundary is.
+"""Encodings of document boundaries.
 
-A pack is one row of T tokens that holds N documents one after the other. Their lengths are the truth; every other
-encoding of the boundaries is made here, from the lengths, so that all encodings agree. Nothing else in the package
-computes positions or offsets of documents in a pack.
+A pack is one row of T tokens that holds N documents one after the other. Every encoding of their boundaries is computed
+here from the lengths of the documents, so all encodings agree. No other module computes positions or offsets of
+documents in a pack.
 
     lengths       [3, 2]             one entry per document                  (N,)
     position_ids  [0, 1, 2, 0, 1]    restart at each document                (T,)
@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.integer]
 
 
 def cu_seq_lens(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Start of each document in the pack, then the end of the last: int32, shape (N + 1,), as varlen kernels want it.
+    """Start of each document in the pack, then the end of the last: int32, shape (N + 1,), as varlen kernels need it.
 
     >>> cu_seq_lens([3, 2]).tolist()
     [0, 3, 5]
@@ -40,7 +40,7 @@ def position_ids(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def seq_idx(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Index of the document that each token belongs to: int32, shape (T,), as the kernels of linear attention want it.
+    """Index of the document that each token belongs to: int32, shape (T,), as linear attention kernels need it.
 
     >>> seq_idx([3, 2]).tolist()
     [0, 0, 0, 1, 1]

@@ -1,8 +1,8 @@
-"""What one start leaves for the next: spans and token ranges, in small files beside the dataset.
+"""Cache spans of documents and ranges of token ids, in small files beside the dataset.
 
-`datasets` keeps what it tokenised next to the data and finds it again by a fingerprint. The same is done here with what
-is computed from the tokens, so that a second start reads no token before the first batch. A dataset without files, or
-with caching disabled (`datasets.disable_caching()`), leaves nothing behind.
+`datasets` caches tokenised rows next to the data and finds them by a fingerprint. This module does the same with what
+is computed from the tokens, so that a second start reads no token before the first batch. Nothing is cached for a
+dataset without files, or with caching disabled (`datasets.disable_caching()`).
 """
 
 import hashlib
@@ -17,21 +17,21 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import PREFIX, read_arrays, remove, write_whole
+from .cache_files import PREFIX, read_arrays, remove, write_atomically
 from .documents import Documents
 from .reader import TokenReader
 from .spans import Overlong, make_documents
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # to be raised when the same settings give other spans, or files of another form
+VERSION = 2  # raise it when the same settings give other spans, or the files get another form
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
 
 
-def prepared_documents(
+def cached_documents(
     reader: TokenReader,
     max_length: int | None,
     overlong: Overlong = "truncate",
@@ -39,7 +39,7 @@ def prepared_documents(
     wrapped: bool = False,
     keep_untrained: bool = False,
 ) -> Documents:
-    """`make_documents` with the same arguments, or what an earlier start made of the same table with them."""
+    """`make_documents` with the same arguments, or its result from an earlier start on the same table."""
     settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": overlong,
@@ -52,11 +52,11 @@ def prepared_documents(
         documents = make_documents(reader, **settings)
         return replace(documents, fingerprint=_fingerprint(reader, documents)).to_arrays()
 
-    return _found_or_made(reader, "spans", settings, make, Documents.from_arrays)
+    return _read_or_compute(reader, "spans", settings, make, Documents.from_arrays)
 
 
-def prepared_token_range(reader: TokenReader) -> tuple[int, int]:
-    """`reader.token_range()`, or what an earlier start found in the same table."""
+def cached_token_range(reader: TokenReader) -> tuple[int, int]:
+    """`reader.token_range()`, or its result from an earlier start on the same table."""
 
     def made() -> Arrays:
         return {"range": np.array(reader.token_range())}
@@ -65,7 +65,7 @@ def prepared_token_range(reader: TokenReader) -> tuple[int, int]:
         low, high = arrays["range"]
         return int(low), int(high)
 
-    return _found_or_made(reader, "range", {}, made, read)
+    return _read_or_compute(reader, "range", {}, made, read)
 
 
 def _fingerprint(reader: TokenReader, documents: Documents) -> str:
@@ -84,18 +84,21 @@ def _fingerprint(reader: TokenReader, documents: Documents) -> str:
     return digest.hexdigest()
 
 
-def _found_or_made(
+def _read_or_compute(
     reader: TokenReader,
     name: str,
     settings: dict[str, Any],
     make: Callable[[], Arrays],
     read: Callable[[Arrays, Path | None], Made],
 ) -> Made:
-    """What `read` makes of the arrays, given with the file that has them, if one has."""
+    """The cached arrays, or those that `make` computes, passed through `read`.
+
+    `read` gets the arrays and the file that holds them, or None if no file does.
+    """
     files = reader.files
     if not files or not is_caching_enabled():
         return read(make(), None)
-    # Sizes and times, too: a fingerprint does not see that a file was written again by hand.
+    # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
@@ -107,5 +110,5 @@ def _found_or_made(
         logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
         remove(path)
     arrays = make()
-    is_cached = write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    is_cached = write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return read(arrays, path if is_cached else None)

@@ -1,7 +1,7 @@
-"""Files that one process leaves for others beside the dataset: whole or not at all, and plans not for ever.
+"""Cache files beside the dataset, written atomically. Plans and schedules unused for a week are deleted.
 
-Packs, planned or scheduled, are one `.npy` file, mapped instead of read: the ranks that find it share one copy of it in
-memory. A whole file is never replaced, for on network storage those who have mapped it would be killed.
+A plan or a schedule is one `.npy` file. It is memory-mapped, so all ranks of a node share one copy in memory. An
+existing file is never replaced: on network storage, a process that has mapped the replaced file would be killed.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from ..planning.arrays import Int64Array
 logger = logging.getLogger(__name__)
 
 PREFIX = "cache-packfix"
-UNUSED = 7 * 24 * 3600  # seconds after which packs that nobody asked for are removed
-UNFINISHED = 3600  # seconds after which nobody writes a file any more
+PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
+TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
 
 
-class Packs(NamedTuple):
-    """Documents in packs: pack i is `order[offsets[i]:offsets[i + 1]]`; `num_skipped` documents are in none."""
+class CachedPacks(NamedTuple):
+    """Documents in packs: pack i is `order[offsets[i]:offsets[i + 1]]`; `num_skipped` documents are in no pack."""
 
     order: Int64Array
     offsets: Int64Array
@@ -37,19 +37,23 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-def unfinished(path: Path, pid: int) -> Path:
-    """What a process of this node writes before it is called `path`."""
+def temporary_file(path: Path, pid: int) -> Path:
+    """The file that process `pid` of this node writes before it is renamed to `path`."""
     return path.with_name(f"{path.stem}-{os.uname().nodename}-{pid}.tmp{path.suffix}")
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> bool:
-    """Let `write` make the file, or leave it as it was: ranks of one job make the same file at the same time.
+def write_atomically(path: Path, write: Callable[[Path], None]) -> bool:
+    """Call `write` with a temporary file, then give that file the name `path`.
 
-    The first to finish is believed; a damaged file is removed by who finds it. Returns whether the file is there now.
+    Several ranks of a job may write the same file at once. The first one to finish wins, and an existing file is not
+    replaced. A damaged file is removed by the process that finds it.
+
+    Returns:
+        Whether the file exists now.
     """
     if path.is_file():
         return True  # another rank was faster
-    temporary = unfinished(path, os.getpid())
+    temporary = temporary_file(path, os.getpid())
     try:
         write(temporary)
         try:
@@ -59,25 +63,25 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> bool:
         except OSError:  # a file system without links
             temporary.replace(path)
         return True
-    except OSError as error:  # a dataset on a read-only disk is none the worse for it
-        logger.info("%s is not kept for the next start: %s", path.name, error)
+    except OSError as error:  # e.g. a read-only disk: training works without the cache
+        logger.info("%s is not cached for the next start: %s", path.name, error)
         return False
     finally:
         remove(temporary)
 
 
 def remove(path: Path) -> None:
-    """Remove the file if it is there and may be removed."""
+    """Remove the file, if it exists and this process may remove it."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def kept_packs(path: Path, num_documents: int) -> Packs | None:
-    """What `keep_packs` left there of so many documents, or None."""
+def read_cached_packs(path: Path, num_documents: int) -> CachedPacks | None:
+    """The packs that `cache_packs` wrote there, if they hold `num_documents` documents; else None."""
     try:
         flat = np.asarray(np.load(path, mmap_mode="r"))
         start = 2 + int(flat[0])
-        found = Packs(flat[start:], flat[2:start], int(flat[1]))
+        found = CachedPacks(flat[start:], flat[2:start], int(flat[1]))
         problem = _problem(found, num_documents)
     except FileNotFoundError:
         return None
@@ -87,16 +91,19 @@ def kept_packs(path: Path, num_documents: int) -> Packs | None:
         logger.warning("%s cannot be read (%s) and is made again.", path, problem)
         remove(path)
         return None
-    with contextlib.suppress(OSError):  # someone else's file: then someone else keeps it
-        os.utime(path)  # it was asked for
+    with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
+        os.utime(path)  # the time of the last use
     return found
 
 
-def _problem(packs: Packs, num_documents: int) -> str | None:
-    """Why these are not the packs of so many documents, each once or skipped: a disk may lose a part of a file."""
+def _problem(packs: CachedPacks, num_documents: int) -> str | None:
+    """Why `packs` do not hold each of `num_documents` documents once or as skipped; None if they do.
+
+    The check is needed because a disk may lose a part of a file.
+    """
     order, offsets = packs.order, packs.offsets
     if len(order) + packs.num_skipped != num_documents:
-        return f"it has {len(order)} documents and {packs.num_skipped} left out of {num_documents}"
+        return f"it has {len(order)} documents and {packs.num_skipped} skipped, but there are {num_documents}"
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(order) or (offsets[1:] < offsets[:-1]).any():
         return "its packs do not follow each other"
     has = np.zeros(num_documents, dtype=bool)
@@ -104,11 +111,11 @@ def _problem(packs: Packs, num_documents: int) -> str | None:
     return None if has.sum() == len(order) else f"{len(order) - has.sum()} documents are in it twice"
 
 
-def keep_packs(path: Path, packs: Packs) -> None:
-    """Leave packs for `kept_packs`, and remove those that nobody has asked for within a week."""
+def cache_packs(path: Path, packs: CachedPacks) -> None:
+    """Write packs for `read_cached_packs`, and delete those in the same folder that were unused for a week."""
     flat = np.concatenate([[len(packs.offsets), packs.num_skipped], packs.offsets, packs.order])
-    write_whole(path, lambda file: np.save(file, flat, allow_pickle=False))
-    for pattern, age in ((f"{PREFIX}-packs-*.npy", UNUSED), (f"{PREFIX}-*.tmp.*", UNFINISHED)):
+    write_atomically(path, lambda file: np.save(file, flat, allow_pickle=False))
+    for pattern, age in ((f"{PREFIX}-packs-*.npy", PACKS_LIFETIME), (f"{PREFIX}-*.tmp.*", TEMPORARY_LIFETIME)):
         for file in path.parent.glob(pattern):
             with contextlib.suppress(OSError):  # another rank was faster
                 if time.time() - file.stat().st_mtime > age:

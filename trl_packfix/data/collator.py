@@ -1,4 +1,4 @@
-"""Documents -> one packed batch. The only place where the first label of a document becomes -100."""
+"""Documents -> one packed batch. Only here the first label of a document becomes -100."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ import torch
 from . import boundaries
 
 IGNORE_INDEX = -100
-MASKS = ("completion_mask", "assistant_masks")  # of 0 and 1: which tokens are trained, where there are no labels
+MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
 READ = frozenset(("input_ids", "labels"))
 
 
 @dataclass
 class PackedDataCollator:
-    """Flatten documents to one row of T tokens that carries its boundaries, and no attention mask.
+    """Flatten documents to one row of T tokens with document boundaries and without an attention mask.
 
-    A call takes N documents, dictionaries with `input_ids` and, optionally, `labels` (lists, arrays or tensors of one
-    length; missing labels are the tokens themselves), and returns
+    A call takes N documents. Each is a dictionary with `input_ids` and, optionally, `labels`: lists, arrays or tensors
+    of one length. Missing labels are the tokens themselves. The call returns
 
     - `input_ids`, `labels`, `position_ids`: int64, shape (1, T). The first label of every document is -100: the token
       before it belongs to another document.
     - `cu_seq_lens_q`, `cu_seq_lens_k`: int32, shape (N + 1,); `max_length_q`, `max_length_k`: int, tokens.
     - `seq_idx`: int32, shape (1, T).
-    - `use_cache=False`: with a cache object transformers stops looking at the boundaries.
+    - `use_cache=False`: with a cache object transformers ignores the boundaries.
 
     Args:
         pad_to_multiple_of (`int`, *optional*):
-            Pad T to a multiple of this many tokens. The padding is *one* further document without trained tokens,
+            Pad T to a multiple of this number of tokens. The padding is *one* further document without trained tokens,
             never many of length 1.
         pad_token_id (`int`, defaults to 0): Token that fills the padding.
 
@@ -47,7 +47,7 @@ class PackedDataCollator:
     pad_token_id: int = 0
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if not documents[0].keys() <= READ:  # of the first alone: this runs in every batch
+        if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
             _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]
         labels = [
@@ -70,7 +70,7 @@ class PackedDataCollator:
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
         targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
         np.concatenate(tokens, out=input_ids[:num_tokens], casting="same_kind")
-        if all(map(is_, labels, tokens)):  # every token is trained, as the reader says it without a mask
+        if all(map(is_, labels, tokens)):  # the reader returns the tokens as labels if every token is trained
             targets[:num_tokens] = input_ids[:num_tokens]
         else:
             np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
@@ -93,20 +93,21 @@ class PackedDataCollator:
 
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
-    """Refuse documents with columns that say which tokens count, and would be ignored."""
+    """Refuse documents with columns that would be ignored although they mark trained tokens or boundaries."""
     columns = documents[0].keys()
     ignored = [name for name in MASKS if name in columns and "labels" not in columns]
     if ignored:
         raise ValueError(
             f"Documents of the batch have `{ignored[0]}` and no `labels`. The collator reads no mask, so all "
             f"{len(documents[0]['input_ids'])} tokens of the first would be trained. Give `labels` with -100 where a "
-            "token is not trained, or read the dataset with `packed_dataloader`, which makes them of the mask."
+            "token is not trained, or read the dataset with `packed_dataloader`, which computes labels from the mask."
         )
     if "seq_lengths" in columns:
         raise ValueError(
             f"Documents of the batch have `seq_lengths` ({list(documents[0]['seq_lengths'])[:5]} in the first), so "
-            "they are packs already. The collator takes each for one document, and those inside would see each other. "
-            "Give it the documents one by one, or read the dataset with `packed_dataloader`, which keeps boundaries."
+            "they are packs already. The collator treats each as one document, so the documents inside would see each "
+            "other. Give it the documents one by one, or read the dataset with `packed_dataloader`, which keeps the "
+            "boundaries."
         )
     for index, document in enumerate(documents):
         if not np.asarray(document.get("attention_mask", True)).all():

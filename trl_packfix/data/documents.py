@@ -1,4 +1,4 @@
-"""What a document is, a span of the table, and the ledger of what became of those that were given. numpy only."""
+"""Documents as spans of a table, and the ledger that counts what was cut, split and dropped. numpy only."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,10 @@ from ..planning.arrays import Int64Array
 
 @dataclass
 class Count:
-    """How much of something: documents, tokens, trained tokens (labels that are not -100, first of each document)."""
+    """A number of documents, their tokens and their trained tokens.
+
+    A trained token has a label that is not -100. The first token of a document is never one.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -28,12 +31,11 @@ class Count:
 
 @dataclass
 class Ledger:
-    """What became of the documents that were given. Every token is in exactly one of kept, truncated and dropped.
+    """Counts of the given documents by what was done with them. Each token is kept, truncated or dropped.
 
-    `truncated` and `split` count the documents concerned and what they lost; a split document loses no token, but the
-    first token of each later fragment is no longer a target. `fragments` is the number of documents that splitting
-    made. `dropped` has one entry per reason: `bad_row` (it could not be tokenised), `empty`,
-    `overlong`, `untrained`.
+    `truncated` and `split` count the documents concerned and the tokens they lost. A split document loses no token, but
+    the first token of each later fragment is no longer a target. `fragments` is the number of documents that splitting
+    made. `dropped` has one entry per reason: `bad_row` (it could not be tokenised), `empty`, `overlong`, `untrained`.
     """
 
     given: Count = field(default_factory=Count)
@@ -45,11 +47,11 @@ class Ledger:
 
     @property
     def lost_trained_tokens(self) -> int:
-        """Trained tokens that were given and will not be trained."""
+        """Given trained tokens that will not be trained: cut off, dropped, or the first of a later fragment."""
         return self.given.trained_tokens - self.kept.trained_tokens
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        """The ledger of both parts of a set."""
+        """The ledger of two sets together."""
         return Ledger(
             self.given + other.given,
             self.kept + other.kept,
@@ -64,7 +66,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Ledger":
-        """The ledger that `to_dict` was called on."""
+        """The inverse of `to_dict`."""
         counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
         dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
@@ -80,10 +82,10 @@ class Documents:
     Attributes:
         row, start, stop: the span, shape (N,); `start` and `stop` count tokens inside the row.
         trained: trained tokens of each document, shape (N,).
-        block: for `wrapped`, the block of `max_length` consecutive tokens that a document lies in, shape (N,).
-        ledger: what was cut, split and dropped on the way.
-        fingerprint: hash by which a restart knows them again; empty where they were made for nothing but a count.
-        file: where they are kept for the next start, if anywhere; their plans are kept beside it.
+        block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
+        ledger: what was cut, split and dropped.
+        fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
+        file: their cache file, if there is one; plans are cached beside it.
     """
 
     row: Int64Array
@@ -104,7 +106,7 @@ class Documents:
         return self.stop - self.start
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All of it by name, the ledger as JSON, for a file."""
+        """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
         arrays = {name: getattr(self, name) for name in ("row", "start", "stop", "trained", "block")}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
         arrays["fingerprint"] = np.array(self.fingerprint)
@@ -112,7 +114,7 @@ class Documents:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
-        """The documents that `to_arrays` was called on; `file` is where they are."""
+        """The inverse of `to_arrays`; `file` holds the arrays."""
         texts = ("ledger", "fingerprint")
         ledger, fingerprint = (str(arrays[name]) for name in texts)
         spans = {name: values for name, values in arrays.items() if name not in texts}

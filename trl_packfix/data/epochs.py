@@ -1,9 +1,9 @@
-"""The schedule of every epoch: documents -> plan -> schedule; where documents are many, made once.
+"""The schedule of every epoch: documents -> plan -> schedule. Schedules of many documents are cached.
 
-numpy only (`minibatch` draws its order with torch), so that a process of its own can make the next epoch's schedule
-while this one trains: see `ahead.py`. The first plan and every schedule are left beside the documents, for the ranks of
-a node and for the next start. They are pure functions of what stands, as a hash, in the name of their file: a process
-that does not find one makes it, and nobody waits for anybody.
+This module needs numpy only (`minibatch` draws its order with torch), so that a separate process can schedule the next
+epoch while the current one trains: see `ahead.py`. The first plan and every schedule are cached beside the documents,
+for all ranks of a node and for the next start. Each file name is a hash of everything its content depends on. A process
+that does not find the file computes the content itself, so no process waits.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
-from .cache_files import PREFIX, Packs, keep_packs, kept_packs, read_arrays
+from .cache_files import PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
 from .documents import Documents
 
-MANY = 50_000  # documents, from which on a plan is worth a file: it takes 0.1 s on one rank and 0.4 s on eight
+MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
 
 
 def _hash_of_code() -> str:
@@ -36,13 +36,14 @@ def _hash_of_code() -> str:
     return digest.hexdigest()
 
 
-# What other code planned is not found, for other ranks might plan otherwise. Taken now: files may change while we run.
+# The hash of the code is part of every file name, because another version may plan differently. It is computed at
+# import: the source files may change during the run.
 CODE = _hash_of_code()
 
 
 @dataclass
 class EpochPlanner:
-    """Documents -> plan -> schedule, for any epoch, with the number of optimizer steps of the first.
+    """Documents -> plan -> schedule, for any epoch. All epochs have the number of optimizer steps of the first.
 
     Args:
         documents: what to pack.
@@ -50,8 +51,8 @@ class EpochPlanner:
         accumulation, world_size: micro-batches per optimizer step, data-parallel ranks.
         shuffle: False keeps the order of the table (curricula, upsampled mixes).
         synchronisation: when ranks wait for each other, after every micro-batch or after the step.
-        cost_model: of the model, for the cost of attention against that of the matrices.
-        keeps: leave plans of many documents beside them; one rank of a node is enough.
+        cost_model: FLOPs of a document on the model, from its linear layers and its attention.
+        writes_cache: cache plans and schedules of many documents; one rank of a node is enough.
     """
 
     documents: Documents
@@ -66,7 +67,7 @@ class EpochPlanner:
     drop_last: bool = False
     synchronisation: Synchronisation = "micro"
     cost_model: CostModel = LLAMA_7B
-    keeps: bool = True
+    writes_cache: bool = True
     num_steps: int = field(init=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
@@ -78,7 +79,7 @@ class EpochPlanner:
             )
             unit = f"{len(self.documents)} documents"
         else:
-            packs = self._found_or_made("plan", 0, self._plan)
+            packs = self._read_or_compute("plan", 0, self._plan)
             self.first_plan = PackPlan(packs.order, packs.offsets, self.documents.lengths, self.capacity)
             self.num_steps = num_optimizer_steps(
                 self.first_plan.num_packs, self.accumulation, self.world_size, self.drop_last
@@ -87,8 +88,8 @@ class EpochPlanner:
         if self.num_steps == 0:
             raise ValueError(
                 f"The epoch has {unit}, and one optimizer step needs more of them ({self.accumulation} accumulation "
-                f"steps x {self.world_size} ranks). With `dataloader_drop_last=True` the only, incomplete step is "
-                "dropped and nothing would be trained. Set `dataloader_drop_last=False`, or lower "
+                f"steps x {self.world_size} ranks). With `dataloader_drop_last=True` the only step is incomplete and "
+                "is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
 
@@ -116,19 +117,19 @@ class EpochPlanner:
     def schedule(self, epoch: int) -> Schedule:
         """Documents of every step, micro-batch and rank of one epoch."""
         if not self.shuffle:
-            epoch = 0  # they are all the same
+            epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            order, offsets, num_skipped = self._found_or_made("schedule", epoch, self._schedule)
+            order, offsets, num_skipped = self._read_or_compute("schedule", epoch, self._schedule)
             self._latest = (epoch, Schedule(order, offsets, self.accumulation, self.world_size, num_skipped))
         return self._latest[1]
 
     def settings(self) -> dict[str, Any]:
-        """All arguments that decide which documents are in which batch, but for the documents."""
-        names = (each.name for each in fields(self) if each.init and each.name not in ("documents", "keeps"))
+        """All arguments that decide which documents are in which batch, except the documents themselves."""
+        names = (each.name for each in fields(self) if each.init and each.name not in ("documents", "writes_cache"))
         return {name: getattr(self, name) for name in names}
 
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
-        """Where the plan or schedule of an epoch is kept, be it there or not; None where none is."""
+        """The cache file of an epoch's plan or schedule, whether or not it exists; None if it is not cached."""
         if self.documents.file is None or len(self.documents) < MANY:
             return None
         settings: dict[str, Any] = self.settings()
@@ -137,15 +138,15 @@ class EpochPlanner:
         key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PREFIX}-packs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
 
-    def _found_or_made(
+    def _read_or_compute(
         self, kind: Literal["plan", "schedule"], epoch: int, make: Callable[[int], PackPlan | Schedule]
-    ) -> Packs:
+    ) -> CachedPacks:
         file = self.file(kind, epoch)
-        packs = None if file is None else kept_packs(file, len(self.documents))
+        packs = None if file is None else read_cached_packs(file, len(self.documents))
         if packs is None:
             packs = _packs(make(epoch))
-            if file is not None and self.keeps:
-                keep_packs(file, packs)
+            if file is not None and self.writes_cache:
+                cache_packs(file, packs)
         return packs
 
     def _plan(self, epoch: int) -> PackPlan:
@@ -167,10 +168,10 @@ class EpochPlanner:
         if self._traits.keeps_steps:
             order = unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths))
             return schedule_minibatches(lengths, order, self.batch_size, self._steps)
-        assert self.first_plan is not None  # of every strategy that does not keep the steps
+        assert self.first_plan is not None  # every strategy except `minibatch` has one
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
-            # The Trainer fixed the number of steps with the first plan; a plan that needs more cannot be used.
+            # The Trainer computed the number of steps from the first plan. A plan that needs more cannot be used.
             plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
         return schedule_packs(plan, lengths, self.num_steps, self._steps)
 
@@ -178,30 +179,30 @@ class EpochPlanner:
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,).
 
-    `minibatch` follows it, so that both runs see the same documents in every optimizer step.
+    `minibatch` uses it, so that both runs train on the same documents in every optimizer step.
     """
-    import torch  # not for those who need no random order of torch's
+    import torch  # here, so that the other strategies do not load it
 
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def _packs(made: PackPlan | Schedule) -> Packs:
-    return Packs(made.order, made.offsets, made.num_skipped if isinstance(made, Schedule) else 0)
+def _packs(made: PackPlan | Schedule) -> CachedPacks:
+    return CachedPacks(made.order, made.offsets, made.num_skipped if isinstance(made, Schedule) else 0)
 
 
-def make_ahead() -> None:
-    """The work of the process that `ahead.py` starts: make the schedule that standard input asks for, and leave it.
+def schedule_ahead() -> None:
+    """Entry point of the process that `ahead.py` starts: compute the schedule described on standard input, cache it.
 
-    Standard input stays open while whoever asked is alive; when it ends, so does this process.
+    Standard input stays open while the parent process is alive. At its end this process ends too.
     """
     os.nice(19)  # the ranks and their loaders come first
     documents, settings, epoch, target, code = pickle.load(sys.stdin.buffer)
     if code != CODE:
         sys.exit("trl_packfix has changed on disk since training began")
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    planner = EpochPlanner(Documents.from_arrays(read_arrays(documents), documents), **settings, keeps=False)
-    keep_packs(target, _packs(planner.schedule(epoch)))
+    planner = EpochPlanner(Documents.from_arrays(read_arrays(documents), documents), **settings, writes_cache=False)
+    cache_packs(target, _packs(planner.schedule(epoch)))
 
 
 def _end_with_parent() -> None:

@@ -1,8 +1,8 @@
-"""Data loaders over documents, inside the Trainer and without it.
+"""Data loaders over documents, for the Trainer and for other training loops.
 
-`PackedBatchSampler` hands out one rank's micro-batches of the schedule, `DocumentDataset` reads them, and the collator
-of the caller makes the batch. The sampler knows ranks, so nothing may shard it again: accelerate is told to leave the
-loader alone.
+`PackedBatchSampler` yields one rank's micro-batches of the schedule, `DocumentDataset` reads their documents, and the
+caller's collator makes the batch. The sampler yields the batches of one rank already, so accelerate must not shard the
+loader again: see `unsharded_loader`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
 from . import model_costs
-from .cache import prepared_documents
+from .cache import cached_documents
 from .checks import (
     check_choice,
     check_count,
@@ -32,15 +32,15 @@ from .checks import (
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import Documents
 from .epochs import EpochPlanner
-from .reader import TokenReader
+from .reader import Rows, TokenReader
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
 
 class DocumentDataset(torch.utils.data.Dataset):
-    """Documents by index, as dictionaries of numpy views on the table; index -1 is the dummy of an empty rank."""
+    """Documents by index, as dictionaries of numpy views of the table; index -1 is the dummy of an empty rank."""
 
-    def __init__(self, reader: TokenReader, documents: Documents, pad_token_id: int = 0):
+    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0):
         self.reader = reader
         self.documents = documents
         self.pad_token_id = pad_token_id
@@ -52,7 +52,7 @@ class DocumentDataset(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
-        # Python's own numbers for all at once: numpy's, one by one, cost more than the reading of a short document.
+        # `tolist` for all indices at once: indexing numpy arrays one by one costs more than reading a short document.
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
         return [
@@ -62,7 +62,7 @@ class DocumentDataset(torch.utils.data.Dataset):
 
 
 def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
-    """What a rank without documents runs: two tokens, none trained."""
+    """The document that a rank without documents runs: two tokens, neither of them trained."""
     return {"input_ids": np.full(2, pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
 
 
@@ -79,7 +79,7 @@ class PackedBatchSampler:
 
     @property
     def sampler(self) -> "PackedBatchSampler":
-        # accelerate, after `skip_first_batches`, reaches `set_epoch` only through `batch_sampler.batch_sampler.sampler`
+        # After `skip_first_batches`, accelerate calls `set_epoch` on `batch_sampler.batch_sampler.sampler` only.
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -96,9 +96,9 @@ class PackedBatchSampler:
 class PaddedBatchSampler:
     """Yields, for one rank, `batch_size` documents at a time in table order, for padded evaluation.
 
-    Ranks take turns batch by batch, and all run the same number of batches of the same size: the last ones are filled
-    with the dummy document. `batch_size` and `num_processes` tell accelerate how many rows of the last gathered batch
-    are real, so that `gather_for_metrics` cuts the dummies off.
+    Ranks take turns batch by batch. All run the same number of batches of the same size: the last ones are filled with
+    the dummy document. accelerate reads `batch_size` and `num_processes` to compute how many rows of the last gathered
+    batch are real, so that `gather_for_metrics` cuts the dummies off.
     """
 
     def __init__(self, num_documents: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -118,7 +118,7 @@ class PaddedBatchSampler:
 
 @dataclass
 class PaddedCollator:
-    """TRL's collator for rows that the reader made: it keeps their dtype, and losses take labels of int64 only."""
+    """TRL's collator for rows of the reader, converted to int64: it keeps their dtype, but losses need int64 labels."""
 
     collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]
 
@@ -133,16 +133,18 @@ def document_loader(
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
-    """Batches of the documents that the sampler names."""
+    """Batches of the documents whose indices the sampler yields."""
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
-    return left_alone(DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs), device)
+    return unsharded_loader(
+        DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs), device
+    )
 
 
-def left_alone(loader: DataLoader, device: torch.device | None) -> DataLoaderShard:
-    """A loader that accelerate moves to the device and otherwise leaves alone: it knows the ranks already.
+def unsharded_loader(loader: DataLoader, device: torch.device | None) -> DataLoaderShard:
+    """Wrap a loader of one rank's batches so that accelerate moves them to the device but does not shard them again.
 
-    (accelerate's own sharding of a rank-aware sampler trained 53 of 97 documents on 2 ranks, silently.)
+    (Sharded again by accelerate, a rank-aware sampler trained 53 of 97 documents on 2 ranks, without an error.)
     """
     loader = prepare_data_loader(
         loader,
@@ -176,18 +178,25 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
 ) -> DataLoader:
     """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
 
-    Each pass over the loader is the next epoch, with a plan of its own; `loader.set_epoch(epoch)` chooses one. The
-    batches of all ranks together hold every kept document once per epoch. Call `prepare_for_packing(model)` once, so
-    that the model reads the boundaries, and prove it with `check_isolation(model)`.
+    Each pass over the loader is the next epoch and has its own plan; `loader.set_epoch(epoch)` chooses an epoch. The
+    batches of all ranks together hold every document that is not dropped once per epoch. Call
+    `prepare_for_packing(model)` once, so that the model reads the boundaries, and test it with
+    `check_isolation(model)`.
 
     Args:
         dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.
-        max_length, batch_size: most tokens of a document; a pack holds `batch_size * max_length` tokens.
+        max_length: largest number of tokens of a document.
+        batch_size: a pack holds at most `batch_size * max_length` tokens.
         strategy: "stream", "bfd", "bfd_split", "wrapped" or "minibatch".
-        overlong: "truncate", "split", "drop" or "raise"; None: what the strategy implies.
-        gradient_accumulation_steps, rank, world_size: micro-batches per optimizer step; this data-parallel rank of all.
-        synchronisation: "step" where ranks wait for each other only at the end of a step (DDP, ZeRO-1).
-        cost_model: the config of the model, from which costs follow; the default is the costs of a Llama of 7B.
+        overlong: "truncate", "split", "drop" or "raise" documents longer than `max_length`; None: what the strategy
+            implies.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        rank, world_size: this data-parallel rank, and the number of data-parallel ranks.
+        seed, shuffle: of the order of documents; without shuffling it is that of the table.
+        synchronisation: "step" if ranks wait for each other only at the end of a step (DDP, ZeRO-1); "micro" if they
+            do after every micro-batch.
+        cost_model: the config of the model, from which costs are computed; default: the costs of a Llama with 7B
+            parameters.
         collate: default `PackedDataCollator()`.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (`num_workers`, `pin_memory`, ...).
 
@@ -195,7 +204,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         A `DataLoader` with `len()` micro-batches, a multiple of `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: arguments that do not exist or contradict each other, a rank that is none, padded rows.
+        ValueError: unknown or contradictory arguments, `rank` outside [0, world_size), or padded rows.
 
     >>> dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]})
     >>> sorted(batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7))
@@ -211,12 +220,12 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     check_max_length(max_length, batch_size)
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"`rank={rank}` was given with `world_size={world_size}`. Ranks count from 0 to {world_size - 1}; any "
-            "other would get documents of another rank, or none. Set `rank` to the data-parallel rank of this process."
+            f"`rank={rank}` was given with `world_size={world_size}`. Ranks count from 0 to {world_size - 1}, so there "
+            "are no documents for this one. Set `rank` to the data-parallel rank of this process."
         )
     reader = TokenReader(dataset)
     check_not_padded(dataset, "given")
-    documents = prepared_documents(
+    documents = cached_documents(
         reader, max_length, overlong or STRATEGIES[strategy].overlong, wrapped=STRATEGIES[strategy].cuts_blocks
     )
     planner = EpochPlanner(
@@ -230,7 +239,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         shuffle,
         synchronisation=synchronisation,
         cost_model=cost_model if isinstance(cost_model, CostModel) else model_costs.cost_model(cost_model),
-        keeps=rank == 0,
+        writes_cache=rank == 0,
     )
     return document_loader(
         DocumentDataset(reader, documents),

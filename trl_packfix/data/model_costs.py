@@ -1,7 +1,7 @@
-"""The cost model of a config: its tokens from the model itself, built without memory, its pairs from the config.
+"""The cost model of a model config: cost per token from the model's parameters, cost per pair from the config.
 
-A token costs two operations per parameter that it meets. On torch's meta device the model of any config is built at
-its real size within a second, so the parameters are counted, and no architecture is known by name.
+A token costs two operations per parameter that is applied to it. The parameters are counted on the model itself, which
+torch's meta device builds at its real size within a second and without memory. So no architecture needs its own rule.
 """
 
 import copy
@@ -22,7 +22,7 @@ from ..planning.costs import LLAMA_7B, CostModel, with_pairs_of
 
 logger = logging.getLogger(__name__)
 
-# By the names that configs share; after the first line those of DBRX, Gemma 4, Aria
+# Config fields that most models share, then those of DBRX, Gemma 4 and Aria
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_topk")
 
@@ -31,14 +31,14 @@ def cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) ->
     """The cost model of a causal language model with this config, on text alone.
 
     Args:
-        config: of transformers. Any other has the costs of a Llama of 7B.
-        model_class: built with `config` where transformers knows no model for it, as with remote code. Without it such
-            a config has the costs of a Llama of 7B.
+        config: a config of transformers. Any other object gets the costs of a Llama with 7B parameters.
+        model_class: the class to build if transformers has no model for `config`, as with remote code. Without it such
+            a config gets the costs of a Llama with 7B parameters.
     """
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
     known: tuple[tuple[Any, Any], ...] = (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
-        (text, MODEL_MAPPING),  # for the text parts of models for images; their LM head lies outside
+        (text, MODEL_MAPPING),  # the text parts of image models, whose LM head is outside of them
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         (config, {type(config): model_class}),
     )
@@ -47,31 +47,34 @@ def cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) ->
         return LLAMA_7B
     try:
         return with_pairs_of(text, 2.0 * active_parameters(_built(found, given)))
-    except Exception as error:  # of any model's own code; costs only decide how even the ranks are, and stop no run
+    except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
         logger.warning(
             f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
-            "its costs are taken to be those of a Llama of 7B. Packs may be balanced worse between ranks."
+            "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
         )
         return LLAMA_7B
 
 
 def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # needs nothing installed, and the parameters are the same
+    config._attn_implementation = "eager"  # needs no other package, and the parameters are the same
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return model_class(config)
 
 
 def active_parameters(model: PreTrainedModel) -> float:
-    """Parameters that one token of text meets; those of a module that several layers share count in each.
+    """Parameters that are applied to one token of text.
 
-    Embeddings are looked up and count nothing, experts count by the share of them that a token is sent to, and a model
-    inside with a config of its own (a tower for images or sound) is left out. A model without an LM head gets one.
+    - The parameters of a module that several layers share count once per layer.
+    - Embeddings do not count: they are looked up.
+    - Experts count by the share of them that a token is sent to.
+    - A submodel with its own config (a tower for images or sound) does not count.
+    - For a model without an LM head, one is added.
     """
     text = model.config.get_text_config()
     num_experts, share = _experts(text)
     total = 0.0 if model.get_output_embeddings() is not None else float(text.hidden_size * text.vocab_size)
-    shares = {"": 1.0}  # of each module, by name
+    shares = {"": 1.0}  # module name -> share of its parameters that is applied to a token
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, child = name.rpartition(".")
         shares[name] = shares[parent] * (share if child == "experts" else 1.0)
@@ -86,7 +89,7 @@ def active_parameters(model: PreTrainedModel) -> float:
 
 
 def _experts(config: PreTrainedConfig) -> tuple[float, float]:
-    """Experts of a layer, and the share of them that a token is sent to: (0, 1) without experts."""
+    """Number of experts of a layer, and the share of them that a token is sent to; (0, 1) without experts."""
     num_experts, active = _setting(config, _EXPERTS), _setting(config, _EXPERTS_PER_TOKEN)
     if not num_experts or not active:
         return 0.0, 1.0
@@ -94,7 +97,7 @@ def _experts(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def _setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
-    """The first of these that is set, in the config or in one inside it; the mean where each layer has its own."""
+    """The first of these fields that is set, in the config or a config inside it; the mean if it differs by layer."""
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for name in names:
             value = getattr(part, name, None)

@@ -1,13 +1,14 @@
-"""Tokens of a tokenised dataset as numpy views: the only place that touches token storage.
+"""Read tokens of a tokenised dataset as numpy views. This is the only module that touches token storage.
 
-A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader keeps, for every row, the buffer and where the
-row starts in it; reading a span is then one numpy slice, without a copy and without Python lists.
+A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds the buffers and the offsets of the rows in
+them. Reading a span is then one numpy slice, without a copy and without Python lists.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +18,48 @@ from datasets import Dataset, IterableDataset
 
 from .collator import IGNORE_INDEX, MASKS
 
-BAD_ROW = "packfix_bad_row"  # column: why a row has no tokens; empty where it has
-# Masks may be booleans, and of a column without values Arrow does not know the type.
+BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
+# A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
+class Rows(Protocol):
+    """R tokenised rows: what documents, plans, batches and reports need of a table."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row, shape (R,)."""
+
+    def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
+
+    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows could not be tokenised, shape (R,); None if no row is marked."""
+
+    def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """One span as `input_ids` and `labels`, shape (stop - start,)."""
+
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count."""
+
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
+
+
 def mask_columns(dataset: Dataset) -> list[str]:
-    """The columns of 0 and 1 that say which tokens are trained where there are no `labels`."""
+    """The columns of 0 and 1 that mark the trained tokens, used if there are no `labels`."""
     return [name for name in MASKS if name in dataset.column_names]
 
 
 def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
-    """Which rows could not be tokenised, shape (R,): those with a reason in `BAD_ROW`. None without this column."""
+    """Which rows could not be tokenised, shape (R,): those with a reason in the column `BAD_ROW`.
+
+    None if the dataset has no such column.
+    """
     if BAD_ROW not in dataset.column_names:
         return None
     reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
@@ -36,9 +67,9 @@ def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
 
 
 def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:
-    """Those of the `mask_columns` that TRL reads: a `completion_mask` only with `completion_only_loss`.
+    """The `mask_columns` that TRL reads. It reads a `completion_mask` only with `completion_only_loss`.
 
-    None means what TRL takes it for: that the rows have a prompt and a completion.
+    `completion_only_loss=None` means, as in TRL: True if the rows have a prompt and a completion.
     """
     columns = dataset.column_names
     if completion_only_loss is None:
@@ -47,10 +78,10 @@ def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[s
 
 
 class _ListColumn:
-    """One list column: the flat values of each Arrow chunk, and where the rows of the chunk start in them.
+    """One list column: the flat values of each Arrow chunk, and the offsets of the chunk's rows in them.
 
-    Opening it copies nothing and takes the same time for rows of any number: 8 bytes per row only where rows are
-    selected.
+    Opening it copies nothing, and its time does not depend on the number of rows. Only a dataset with selected rows
+    needs memory: 8 bytes per row.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, indices: npt.NDArray[np.int64] | None):
@@ -72,9 +103,9 @@ class _ListColumn:
                 offsets = chunk.offsets.to_numpy()
             values = chunk.values
             if pa.types.is_null(values.type) and not len(values):
-                values = values.cast(pa.int64())  # all rows are empty, and Arrow could not tell the type
+                values = values.cast(pa.int64())  # all rows are empty, so the type is null
             if pa.types.is_boolean(values.type):
-                values = values.cast(pa.int8())  # a mask: Arrow has eight of them in a byte, numpy one
+                values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, numpy one
             if chunk.null_count or values.null_count:
                 raise ValueError(
                     f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing values in "
@@ -104,7 +135,7 @@ class _ListColumn:
         return self.values[number][base + start : base + stop]
 
     def by_chunk(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[np.ndarray, npt.NDArray[np.int64], np.ndarray]]:
-        """Of each chunk with any of these rows: its values, which of `rows` are in it, and where they start in it."""
+        """For each chunk that has some of `rows`: its values, the indices of these `rows`, and their offsets in it."""
         rows = rows if self.indices is None else self.indices[rows]
         number = np.searchsorted(self.begins, rows, side="right") - 1
         order = np.argsort(number, kind="stable")
@@ -115,19 +146,18 @@ class _ListColumn:
                 yield values, chosen, self.offsets[i][rows[chosen] - self.begins[i]].astype(np.int64)
 
     def flat(self) -> np.ndarray:
-        """Values of all rows, row after row: shape (sum of lengths,). For short columns such as `seq_lengths`."""
+        """Values of all rows, row after row, shape (sum of lengths,). Meant for short columns such as `seq_lengths`."""
         parts = [self.read(row, 0, length) for row, length in enumerate(self.lengths)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 class TokenReader:
-    """Reads spans (row, start, stop) of a tokenised `datasets.Dataset`; R rows.
+    """Read spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
 
-    Columns: `input_ids`, or the `column` to read in its place; optionally `labels`, optionally `seq_lengths` (rows that
-    are packs already). Without `labels` they are made as they are read and never stored: the tokens, where there is a
-    `completion_mask` or `assistant_masks` only those under a 1. Selected and shuffled datasets are read through their
-    indices. Memory-mapped datasets stay on disk, and a reader that is sent to another process carries the path, not
-    the tokens.
+    Columns: `input_ids` (or `column` in its place), optionally `labels`, optionally `seq_lengths` (rows that are packs
+    already). Missing `labels` are computed while reading and never stored. They are the tokens; with a
+    `completion_mask` or `assistant_masks`, only the tokens under a 1. Selected and shuffled datasets are read through
+    their indices. Memory-mapped datasets stay on disk. A pickled reader holds the path, not the tokens.
 
     Raises:
         ValueError: no `input_ids`, a column of the wrong type, labels or a mask of another length, both masks and no
@@ -137,9 +167,9 @@ class TokenReader:
     def __init__(self, dataset: Dataset, column: str = "input_ids"):
         if isinstance(dataset, IterableDataset):
             raise ValueError(
-                "An `IterableDataset` was given where a table is read. Spans need all lengths before the first "
-                "document is read, and a stream has none. Load it without streaming, or give it to `SFTTrainer` with "
-                '`packing_strategy="stream"`.'
+                "An `IterableDataset` was given where a table is read. All lengths are needed before the first "
+                "document is read, and the lengths of a stream are not known. Load it without streaming, or give it "
+                'to `SFTTrainer` with `packing_strategy="stream"`.'
             )
         if dataset.format["type"] == "custom":
             raise ValueError(
@@ -156,7 +186,7 @@ class TokenReader:
         if len(targets) > 1:
             raise ValueError(
                 f"The dataset has the columns {targets} and no `labels`. A token is trained where both masks are 1, "
-                "and only one mask is read. Add `labels` (-100 where a token is not trained), or leave "
+                "but only one mask can be read. Add `labels` (-100 where a token is not trained), or leave "
                 "`skip_prepare_dataset` unset so that they are built."
             )
         names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW) if name in dataset.column_names)]
@@ -166,14 +196,14 @@ class TokenReader:
 
     def _open(self) -> None:
         table = self._dataset.data
-        # A selected or shuffled dataset keeps its table and remembers which rows it means; there is no public accessor.
+        # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
         mapping = self._dataset._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
         names = [name for name in self._dataset.column_names if name != BAD_ROW]
         columns = {name: _ListColumn(name, table.column(name), indices) for name in names}
         self._tokens = columns[self._dataset.column_names[0]]
         self._has_labels = "labels" in columns
-        # what says which tokens are trained; None: all
+        # labels or a mask; None if all tokens are trained
         self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
@@ -204,12 +234,12 @@ class TokenReader:
 
     @property
     def fingerprint(self) -> str:
-        """What `datasets` knows these rows and columns by: the same for the same data and steps in any process."""
+        """The fingerprint that `datasets` gives these rows and columns: equal for the same data in any process."""
         return self._dataset._fingerprint  # there is no public accessor
 
     @property
     def files(self) -> list[Path]:
-        """The Arrow files that the table is mapped from; none for a table in memory."""
+        """The Arrow files that the table is mapped from; [] for a table in memory."""
         return [Path(file["filename"]) for file in self._dataset.cache_files]
 
     @property
@@ -218,19 +248,19 @@ class TokenReader:
         return self._tokens.lengths
 
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """For rows that are packs already: documents per row (R,), and the lengths of all of them in order."""
+        """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
         if self._seq_lengths is None:
             return None
         return self._seq_lengths.lengths, self._seq_lengths.flat().astype(np.int64)
 
     def bad_rows(self) -> npt.NDArray[np.bool_] | None:
-        """Rows that could not be tokenised, shape (R,); None where no row was marked."""
+        """Which rows could not be tokenised, shape (R,); None if no row is marked."""
         return bad_rows(self._dataset)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """One span as `input_ids` and `labels`, shape (stop - start,): views on the dataset's own memory.
+        """One span as `input_ids` and `labels`, shape (stop - start,).
 
-        Only labels that are made from a mask are not a view.
+        Both are views of the dataset's own memory, except labels that are computed from a mask.
         """
         tokens = self._tokens.read(row, start, stop)
         if self._targets is None:
@@ -243,9 +273,10 @@ class TokenReader:
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Trained tokens of each span, shape (N,): labels that are not -100, the first of the span never counted.
+        """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count.
 
-        One pass over the labels or the mask, chunk by chunk; 4 bytes of working memory per token of the largest chunk.
+        This is one pass over the labels or the mask, chunk by chunk. It needs 4 bytes of memory per token of the
+        largest chunk.
         """
         untrained = IGNORE_INDEX if self._has_labels else 0
         if self._targets is None:
@@ -260,7 +291,7 @@ class TokenReader:
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether the first token of each span, shape (N,), has a label; it is never a target."""
+        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
         if self._targets is None:
             return np.ones(len(row), dtype=bool)
         found = np.zeros(len(row), dtype=bool)
@@ -269,7 +300,7 @@ class TokenReader:
         return found
 
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token id of all rows, for the check against the vocabulary. Reads every token."""
+        """Smallest and largest token id of all rows, to check them against the vocabulary. Reads every token."""
         values = [chunk for chunk in self._tokens.values if len(chunk)]
         if not values:
             return 0, 0

@@ -1,7 +1,7 @@
-"""Which spans of the table are documents: the only place where documents are cut, split or dropped, and counted.
+"""Compute which spans of the table are documents. Documents are cut, split, dropped and counted only here.
 
-No token is rewritten. A document is a span (row, start, stop) of the tokenised table; truncating, splitting, dropping
-and cutting into blocks only make other spans. The ledger counts what each of them cost.
+A document is a span (row, start, stop) of the tokenised table. Truncating, splitting, dropping and cutting into blocks
+change spans; no token is rewritten. The ledger counts the documents and tokens that each of them affects.
 """
 
 import logging
@@ -14,19 +14,19 @@ from datasets import Dataset
 
 from ..planning.arrays import Int64Array
 from .documents import Count, Documents, Ledger
-from .reader import TokenReader
+from .reader import Rows, TokenReader
 
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
 
-NUM_SHOWN = 10  # offenders that an error message names
+NUM_SHOWN = 10  # rows that an error message names
 
 
 @dataclass
 class _Spans:
-    """The documents while policies are applied to them."""
+    """The spans of the documents, while policies are applied to them."""
 
     row: Int64Array
     start: Int64Array
@@ -47,7 +47,7 @@ class _Spans:
 
 
 def make_documents(
-    reader: TokenReader,
+    reader: Rows,
     max_length: int | None,
     overlong: Overlong = "truncate",
     truncation_mode: TruncationMode = "keep_start",
@@ -55,20 +55,21 @@ def make_documents(
     keep_untrained: bool = False,
     may_be_empty: bool = False,
 ) -> Documents:
-    """Spans of all documents of the table, after the policy for those longer than `max_length` tokens.
+    """Spans of all documents of the table, after applying the policy for those longer than `max_length` tokens.
 
     Args:
         reader: the tokenised table; rows with `seq_lengths` hold several documents each.
         max_length: most tokens of a document; None applies no limit.
         overlong: cut to `max_length` (at the side that `truncation_mode` names), split into fragments of `max_length`,
             drop, or raise.
-        wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`); each fragment is
-            a document of its own, and `block` says where it lies. `overlong` is not used.
+        wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`). Each fragment
+            becomes a document, and `block` is the index of its block. `overlong` is not used.
         keep_untrained: keep documents without a trained token (evaluation and prediction).
-        may_be_empty: this is a part of a stream, of which nothing may be left.
+        may_be_empty: allow that no document remains, as in a part of a stream.
 
     Raises:
-        ValueError: `overlong="raise"` and documents are longer; `seq_lengths` do not fit their rows; nothing is left.
+        ValueError: `overlong="raise"` and documents are longer; `seq_lengths` do not fit their rows; no document
+            remains.
     """
     spans = _table_spans(reader)
     ledger = Ledger(given=spans.count())
@@ -77,7 +78,7 @@ def make_documents(
         spans = _drop(spans, bad[spans.row], "bad_row", ledger)
     spans = _drop(spans, spans.lengths == 0, "empty", ledger)
     if not keep_untrained:
-        # Before cutting: a document that never had a target is not a victim of the cut.
+        # Before cutting: documents that never had a target are not counted as lost by the cut.
         spans = _drop(spans, spans.trained == 0, "untrained", ledger)
     block = None
     if wrapped:
@@ -92,23 +93,23 @@ def make_documents(
         spans = _drop(spans, ~trained, "untrained", ledger)
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
-        refuse_nothing(ledger, f"The dataset has {len(reader)} rows", max_length)
+        refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
     return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block)
 
 
-def refuse_nothing(ledger: Ledger, given: str, max_length: int | None) -> None:
-    """Raise: nothing is left to train on."""
+def refuse_no_documents(ledger: Ledger, given: str, max_length: int | None) -> None:
+    """Raise a ValueError: no document remains to train on. `given` says what the ledger counts."""
     dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
     raise ValueError(
-        f"{given} and {ledger.given.documents} documents, and nothing is left to train on (dropped: {dropped}; "
-        f"`max_length={max_length}`). A document needs two tokens, the second or a later one trained. Check that "
-        "`labels` are not all -100, that completions are not empty, and that `max_length` leaves room for the trained "
-        "part."
+        f"{given} and {ledger.given.documents} documents, and no document remains to train on (dropped: {dropped}; "
+        f"`max_length={max_length}`). A document needs at least two tokens, and the second or a later one must be "
+        "trained. Check that `labels` are not all -100, that completions are not empty, and that `max_length` does "
+        "not cut off the trained part."
     )
 
 
 def drop_untrained(dataset: Dataset) -> Dataset:
-    """The rows of a tokenised dataset that have a trained token, for unpacked training; says how many are dropped."""
+    """The rows of a tokenised dataset that have a trained token, for unpacked training; logs how many are dropped."""
     documents = make_documents(TokenReader(dataset), max_length=None)
     if len(documents) == len(dataset):
         return dataset
@@ -117,7 +118,7 @@ def drop_untrained(dataset: Dataset) -> Dataset:
     return dataset.select(documents.row)
 
 
-def _table_spans(reader: TokenReader) -> _Spans:
+def _table_spans(reader: Rows) -> _Spans:
     """One span per row, or one per entry of `seq_lengths`."""
     packed = reader.seq_lengths()
     if packed is None:
@@ -152,7 +153,7 @@ def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledge
 
 
 def _apply_overlong(
-    reader: TokenReader, spans: _Spans, max_length: int, overlong: Overlong, truncation_mode: str, ledger: Ledger
+    reader: Rows, spans: _Spans, max_length: int, overlong: Overlong, truncation_mode: str, ledger: Ledger
 ) -> _Spans:
     long = spans.lengths > max_length
     if not long.any():
@@ -162,8 +163,8 @@ def _apply_overlong(
         named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in where)
         raise ValueError(
             f"{long.sum()} of {len(long)} documents are longer than `max_length={max_length}`; the first are in rows "
-            f'{named}. `overlong="raise"` allows none. Raise `max_length`, or set `overlong` to "truncate", "split" '
-            'or "drop".'
+            f'{named}. `overlong="raise"` refuses such documents. Raise `max_length`, or set `overlong` to "truncate", '
+            '"split" or "drop".'
         )
     if overlong == "drop":
         return _drop(spans, long, "overlong", ledger)
@@ -187,10 +188,10 @@ def _apply_overlong(
     return cut
 
 
-def _cut_into_blocks(reader: TokenReader, spans: _Spans, max_length: int, ledger: Ledger) -> _Spans:
+def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, ledger: Ledger) -> _Spans:
     """Cut the concatenation of all documents at every multiple of `max_length` tokens."""
     lengths = spans.lengths
-    begin = np.cumsum(lengths) - lengths  # place of each document in the concatenation
+    begin = np.cumsum(lengths) - lengths  # offset of each document in the concatenation
     first_block = begin // max_length
     fragments = (begin + lengths - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
@@ -199,7 +200,7 @@ def _cut_into_blocks(reader: TokenReader, spans: _Spans, max_length: int, ledger
 
 
 def _split(
-    reader: TokenReader, spans: _Spans, fragments: Int64Array, start: Int64Array, stop: Int64Array, ledger: Ledger
+    reader: Rows, spans: _Spans, fragments: Int64Array, start: Int64Array, stop: Int64Array, ledger: Ledger
 ) -> _Spans:
     """Replace document i by `fragments[i]` spans; `start` and `stop` count tokens inside the document."""
     base = np.repeat(spans.start, fragments)
@@ -215,5 +216,5 @@ def _split(
 
 
 def _index_in_group(counts: Int64Array) -> Int64Array:
-    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    """Index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,9 +1,10 @@
-"""Packing a stream: a bounded buffer in arrival order, whole optimizer steps for every rank, and its state.
+"""Pack a stream: a bounded buffer in arrival order, whole optimizer steps for every rank, and the state to resume from.
 
-What `planning.py`, `scheduling.py` and `loading.py` do for a table whose lengths are known. Documents are packed as
-they arrive, oldest first, each pack closed by an exact fill from at most `buffer_size` waiting documents. A pass over
-the stream ends with a step whose packs are split between the micro-batches of all ranks, as an epoch does, so every
-document is in exactly one pack of a pass; then the next pass begins. There is no end: `max_steps` bounds the run.
+For a table, whose lengths are known, `planning/packs.py`, `planning/schedule.py` and `loading.py` do this. Documents
+are packed as they arrive, oldest first. Each pack is closed by an exact fill from at most `buffer_size` waiting
+documents. As at the end of an epoch, the packs of the last step of a pass are split between the micro-batches of all
+ranks, so every document is in exactly one pack of a pass. Then the next pass begins. Passes do not end: `max_steps`
+ends the run.
 """
 
 import logging
@@ -27,21 +28,21 @@ from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .loading import dummy_document, left_alone
-from .spans import Overlong, refuse_nothing
+from .loading import dummy_document, unsharded_loader
+from .spans import Overlong, refuse_no_documents
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
-STATE_VERSION = 2  # to be raised when the state has other contents
+STATE_VERSION = 2  # raise it when the contents of the state change
 Pack = list[DocumentTokens]
 
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Of all passes: the ledger of what was read, and the packs that were trained, with what they held."""
+    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens."""
 
     ledger: Ledger = field(default_factory=Ledger)
     packs: int = 0
@@ -55,25 +56,25 @@ class StreamCounts:
 
 
 class PackedStream(torch.utils.data.IterableDataset):
-    """Micro-batches of one rank from a stream of tokenised documents, without end: each a list of documents.
+    """Endless micro-batches of one rank from a stream of tokenised documents; each is a list of documents.
 
-    A stream whose shards the ranks can share evenly is read shard by shard, each rank its own: a rank begins its next
-    pass when its own shards are read. Any other stream is read by every rank in full; all make the same packs, and
+    If the number of shards is a multiple of the number of ranks, each rank reads its own shards, and begins its next
+    pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
     each trains on its slots of every optimizer step, as with a table.
 
     Args:
         dataset: see `StreamReader`.
         batch_size, max_length: their product is the capacity of a pack in tokens.
         accumulation: micro-batches per optimizer step.
-        rank, world_size: this data-parallel rank of all.
+        rank, world_size: this data-parallel rank, and the number of data-parallel ranks.
         overlong, truncation_mode: the policy for documents longer than `max_length`, see `make_documents`.
         balance, cost_model, synchronisation: see `schedule_packs`.
-        buffer_size: documents that wait at most; 128 more are read at a time.
-        num_workers: processes that read; at most one per shard of this rank. They share its shards.
+        buffer_size: largest number of documents that wait for a pack; 128 more are read at a time.
+        num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
 
     Raises:
-        ValueError: a pass over the stream brings nothing to train on; what `StreamReader` refuses.
+        ValueError: a pass over the stream has no document to train on; what `StreamReader` refuses.
     """
 
     num_steps: int
@@ -112,7 +113,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         self.pad_token_id = pad_token_id
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
         if self.num_workers < num_workers and rank == 0:
-            message = "%d workers were asked for; %d read, because each needs a shard of its own."
+            message = "dataloader_num_workers=%d was given; %d workers read, because each needs its own shard."
             logger.warning(message, num_workers, self.num_workers)
         if self.num_workers:
             wait_for_threads_before_forks()
@@ -126,12 +127,12 @@ class PackedStream(torch.utils.data.IterableDataset):
         return self.batch_size * self.max_length
 
     def counts(self, num_steps: int) -> "StreamCounts":
-        """What was read and trained until so many steps, the last one handed out or the one before."""
+        """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it."""
         return self._snapshots[num_steps]["counts"]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same after a restart."""
+        """The settings that must be the same after a restart."""
         names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
         return {name: getattr(self, name) for name in names.split()} | {"num_shards": self.share.dataset.num_shards}
 
@@ -141,23 +142,23 @@ class PackedStream(torch.utils.data.IterableDataset):
         while True:
             for step in self._one_pass():
                 self.num_steps += 1
-                # The loader looks one micro-batch ahead, so the step before may still be the latest that was trained.
+                # The loader prefetches one micro-batch, so the latest trained step may be the one before.
                 before = self._snapshots[self.num_steps - 1]
                 self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
                 yield from step
             if not self._num_arrived:
-                refuse_nothing(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
+                refuse_no_documents(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
             self.num_passes += 1
             self._num_arrived = 0
             self._readers = [ReaderState()] * len(self._readers)
 
     def _one_pass(self) -> Iterator[list[Pack]]:
-        """What is left of the current pass: this rank's micro-batches, one optimizer step after the other."""
+        """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
         slots = self.accumulation * self.share.count
         packs = pack_arrivals(self._arrivals(), self.capacity, self.buffer_size, self.max_length)
         self._has_ended = False
         while True:
-            # Once nothing more arrives, the packs of the last buffer are decided together and wait for their steps.
+            # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
             while len(self._closed) < slots or self._has_ended:
                 pack = next(packs, None)
                 if pack is None:
@@ -173,7 +174,7 @@ class PackedStream(torch.utils.data.IterableDataset):
             yield self._micro_batches(step)
 
     def _arrivals(self) -> Iterator[int]:
-        """Tokens of each document, in arrival order; it waits under its position in this order."""
+        """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
         position = len(self._waiting)
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
         for chunk in self._chunks():
@@ -189,23 +190,23 @@ class PackedStream(torch.utils.data.IterableDataset):
         dataset, num = self.share.dataset, len(self._readers)
         parts = [dataset.shard(num, reader, contiguous=False) for reader in range(num)]
         for part in parts:
-            part.set_epoch(self.num_passes)  # shuffles anew, where the dataset shuffles
+            part.set_epoch(self.num_passes)  # a shuffled dataset gets a new order
         reader = StreamReader(
             parts, list(self._readers), self.max_length, self.overlong, self.truncation_mode, self.vocab_size
         )
-        # A generator of its own: the loader would draw from torch's global one, and dropout would change.
+        # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
         yield from DataLoader(
             reader,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.num_workers,
             generator=generator,
             **self.worker_kwargs,
         )
 
     def _micro_batches(self, packs: list[Pack]) -> list[Pack]:
-        """The packs of one optimizer step of all ranks that share the stream -> micro-batches of this rank."""
+        """Packs of one optimizer step, for all ranks that share the stream -> micro-batches of this rank."""
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
@@ -225,10 +226,10 @@ class PackedStream(torch.utils.data.IterableDataset):
             for micro_batch in schedule.micro_batches(self.share.index)
         ]
 
-    # State: every document that was read and not trained, and where reading goes on.
+    # State: every document that was read and not trained yet, and the positions of the readers.
 
     def _snapshot(self) -> dict[str, Any]:
-        """The state now; shares the documents, which nobody changes."""
+        """The current state. It shares the documents, which are never changed."""
         return {
             "closed": [len(pack) for pack in self._closed],
             "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
@@ -240,7 +241,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         }
 
     def begin(self, num_steps: int = 0) -> None:
-        """Begin with the first document, after so many optimizer steps on others."""
+        """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
         self._start = {
             "closed": [],
             "documents": [],
@@ -264,9 +265,10 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._snapshots = {self.num_steps: state}
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
-        """The state after `num_steps` optimizer steps, the last one handed out or the one before; for `torch.save`.
+        """The state after `num_steps` optimizer steps, the latest step that was yielded or the one before it.
 
-        It holds what was read and not trained yet: at most `buffer_size` documents and a chunk per reader.
+        It can be saved with `torch.save`. It holds the documents that were read and not trained yet: at most
+        `buffer_size`, and a chunk per reader.
         """
         state = self._snapshots[num_steps]
         documents = state["documents"]
@@ -285,14 +287,14 @@ class PackedStream(torch.utils.data.IterableDataset):
         }
 
     def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
-        """Go on from `state_dict()`.
+        """Continue from `state_dict()`.
 
         Args:
-            num_skipped: micro-batches that the caller throws away first, as the Trainer does after a restart: it gets
-                so many empty ones.
+            num_skipped: micro-batches that the caller discards first, as the Trainer does after a restart. They are
+                yielded as empty lists.
 
         Raises:
-            ValueError: the settings are not those that the state was saved under.
+            ValueError: the settings differ from those that the state was saved with.
         """
         given = self.settings | {"version": STATE_VERSION}
         saved = state["settings"] | {"version": state["version"]}
@@ -301,9 +303,9 @@ class PackedStream(torch.utils.data.IterableDataset):
         ]
         if changed:
             raise ValueError(
-                f"The checkpoint's stream was packed under other settings: {', '.join(changed)}. Which documents were "
-                "trained cannot be said under the new ones. Set them back, or set `ignore_data_skip=True` to begin the "
-                "stream anew."
+                f"The checkpoint's stream was packed with other settings: {', '.join(changed)}. The new settings give "
+                "other packs, so the documents not trained yet are unknown. Set them back, or set "
+                "`ignore_data_skip=True` to start the stream from its beginning."
             )
         lengths, counts = state["lengths"].tolist(), state["counts"]
         columns = {
@@ -319,29 +321,29 @@ class PackedStream(torch.utils.data.IterableDataset):
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
-    """Where the state of one rank's stream is in a checkpoint."""
+    """The file in a checkpoint that holds the state of one rank's stream."""
     return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _identity(chunk: Any) -> Any:
     return chunk
 
 
 def stream_loader(
     stream: PackedStream, collate: Callable[[Pack], dict[str, Any]], device: torch.device | None, pin_memory: bool
 ) -> DataLoaderShard:
-    """Batches of the stream, on the device; packing runs in this process, reading where the stream reads."""
+    """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes."""
     loader = DataLoader(
         stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
     )
-    return left_alone(loader, device)
+    return unsharded_loader(loader, device)
 
 
 def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: int, ignore_data_skip: bool) -> None:
-    """Set the stream to where it was after `num_steps` steps; the Trainer then throws `num_skipped` batches away.
+    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches.
 
     Raises:
-        ValueError: the state of this rank is not there; what `PackedStream.load_state_dict` refuses.
+        ValueError: the checkpoint has no state of this rank; what `PackedStream.load_state_dict` refuses.
     """
     file = stream_file(checkpoint, stream.rank)
     if ignore_data_skip:
@@ -349,9 +351,9 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: i
         return
     if not file.is_file():
         raise ValueError(
-            f"`resume_from_checkpoint={checkpoint!r}` was given and has no `{file.name}`, which says where the stream "
-            f"of rank {stream.rank} of {stream.world_size} was. More ranks than before, or a checkpoint that lies on "
-            "another node, cannot be continued. Launch as many ranks as before and copy the checkpoint to every node, "
-            "or set `ignore_data_skip=True` to begin the stream anew."
+            f"`resume_from_checkpoint={checkpoint!r}` was given and has no `{file.name}`, the position in the stream "
+            f"of rank {stream.rank} of {stream.world_size}. The run was saved with fewer ranks, or the checkpoint is "
+            "on another node. Launch as many ranks as before and copy the checkpoint to every node, or set "
+            "`ignore_data_skip=True` to start the stream from its beginning."
         )
     stream.load_state_dict(torch.load(file, weights_only=True), num_skipped)

@@ -1,8 +1,8 @@
-"""Reading a stream of documents: the share of a rank, chunk by chunk, with the state to go on from each chunk.
+"""Read a rank's share of a stream of documents, chunk by chunk, with a state to resume from after each chunk.
 
-Reading is what costs time (files, chat templates, tokenisation), so it may run in worker processes; packing is cheap
-and stays in the training process, which therefore always knows what was consumed. Each chunk carries the state of its
-reader behind it: what workers have read ahead is in no state and is read again after a restart.
+Reading is slow (files, chat templates, tokenisation), so it may run in worker processes. Packing is cheap and runs in
+the training process, so that process has a record of every document consumed. Each chunk comes with the state of its
+reader after it. Chunks that workers have read ahead are in no saved state; a restart reads them again.
 """
 
 import logging
@@ -36,7 +36,12 @@ DocumentTokens = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank reads: its own shards (then it is the only one of `count`), or all, of which it takes a part."""
+    """What one rank reads.
+
+    Attributes:
+        dataset: the rank's own shards, or the whole stream.
+        index, count: the rank trains on part `index` of `count` parts of each step. With its own shards: (0, 1).
+    """
 
     dataset: IterableDataset
     index: int
@@ -44,7 +49,7 @@ class Share:
 
 
 def share_of_rank(dataset: IterableDataset, rank: int, world_size: int) -> Share:
-    """Whole shards for each rank where they can be shared evenly; else every rank reads everything.
+    """Whole shards for each rank if their number is a multiple of `world_size`; else every rank reads everything.
 
     Raises:
         ValueError: the dataset has been split between ranks already.
@@ -52,11 +57,12 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int) -> Share
     if dataset._distributed is not None:
         raise ValueError(
             f"The dataset was split by node already (`split_dataset_by_node`, {dataset._distributed.world_size} "
-            "nodes). Every rank takes its share of a stream by itself, so documents would be lost. Give every rank the "
+            "nodes). It would be split between the ranks once more, and documents would be lost. Give every rank the "
             "whole dataset."
         )
     if dataset.num_shards % world_size == 0:
-        # Not `split_dataset_by_node`: it deals the shards anew in every pass, and ranks end their passes one by one.
+        # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
+        # different times.
         return Share(dataset.shard(world_size, rank, contiguous=False), 0, 1)
     if world_size > MANY_RANKS and rank == 0:
         logger.warning(
@@ -71,11 +77,13 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int) -> Share
 
 @dataclass(frozen=True)
 class ReaderState:
-    """How far one reader has come in a pass over its shards.
+    """The position of one reader in a pass over its shards.
 
     Attributes:
-        position: `IterableDataset.state_dict()` behind the last chunk, None at the start or where it is not exact.
-        examples: read so far. chunks: handed on so far. done: nothing is left.
+        position: `IterableDataset.state_dict()` after the last chunk; None at the start or if that state is not exact.
+        examples: examples read so far.
+        chunks: chunks yielded so far.
+        done: whether the pass has ended.
     """
 
     position: dict[str, Any] | None = None
@@ -86,7 +94,7 @@ class ReaderState:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents in order, what their making cost, and the state of reader number `reader` behind them."""
+    """Documents in order, their ledger, and the state of reader number `reader` after them."""
 
     documents: list[DocumentTokens]
     ledger: Ledger
@@ -96,14 +104,14 @@ class Chunk:
 
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset):
-    """One pass over a stream, in chunks; under a `DataLoader` with workers each one reads a part of its own.
+    """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own part.
 
     Args:
-        parts: for each reader what it reads: examples with `input_ids`, optionally `labels`, `seq_lengths`,
-            `attention_mask`. One reader per worker, or one without workers.
-        states: where each reader goes on.
+        parts: the dataset of each reader: examples with `input_ids`, optionally `labels`, `seq_lengths`,
+            `attention_mask`. There is one reader per worker, or one without workers.
+        states: the state from which each reader continues.
         max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
-        vocab_size: ids outside it are refused; None: not known.
+        vocab_size: token ids must be below it; None: not checked.
     """
 
     parts: list[IterableDataset]
@@ -120,16 +128,16 @@ class StreamReader(torch.utils.data.IterableDataset):
         if state.done:
             return
         if worker:
-            fsspec.asyn.reset_lock()  # of the process that this one was forked from: remote files would wait for it
+            fsspec.asyn.reset_lock()  # inherited from the parent process; reading remote files would wait for it
         if state.chunks > min(other.chunks for other in self.states if not other.done):
-            # Readers take turns, and this one was a turn ahead when the state was saved.
+            # Readers take turns, and this one was one turn ahead when the state was saved.
             yield Chunk([], Ledger(), number, state)
         is_exact = state_is_exact(dataset)
         dataset.load_state_dict(state.position)
-        # Not `iter(dataset)`: in a worker that would share out the part once more.
+        # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
         batches = dataset.iter(batch_size=CHUNK)
         if not is_exact and state.chunks:
-            # Shuffle buffers are not part of the dataset's state: read again what they had read.
+            # The dataset's state has no shuffle buffer: read the earlier examples of this pass again.
             next(islice(batches, state.chunks - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
@@ -148,10 +156,10 @@ class StreamReader(torch.utils.data.IterableDataset):
             spans = make_documents(reader, self.max_length, self.overlong, self.truncation_mode, may_be_empty=True)
         except ValueError as error:
             raise ValueError(
-                f"{error} (A stream: rows are counted from the {first:,}th that this reader read.)"
+                f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
             ) from error
         documents = [
-            # Copies: a view would keep the tokens of the whole chunk in memory.
+            # Copies, because a view would hold the tokens of the whole chunk in memory.
             {name: values.astype(np.int32) for name, values in reader.read(row, start, stop).items()}
             for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
         ]
@@ -159,21 +167,21 @@ class StreamReader(torch.utils.data.IterableDataset):
 
 
 def as_table(batch: dict[str, Any]) -> Dataset:
-    """Columns of rows (lists, arrays or tensors) as a table in memory, with those that packing reads."""
+    """Columns of rows (lists, arrays or tensors) as a table in memory; only the columns that packing reads."""
     columns = {}
     for name in COLUMNS:
         if name in batch:
             rows = [row if isinstance(row, list | str | None) else np.asarray(row) for row in batch[name]]
             columns[name] = pa.array(rows)
-    return Dataset(pa.table(columns), fingerprint="chunk")  # its hash would take longer than all the rest
+    return Dataset(pa.table(columns), fingerprint="chunk")  # hashing the table would take longer than all the rest
 
 
 def read_whole(dataset: IterableDataset) -> Dataset:
-    """All examples of a stream that ends, as a table in memory."""
+    """All examples of a finite stream, as a table in memory."""
     tables = [as_table(batch) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         raise ValueError(
-            "The evaluation set is an `IterableDataset` without examples, and no number can be computed from none. "
-            "Check that it was not read to its end already, and that its filters leave something."
+            "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. "
+            "Check that it was not read to its end before, and that its filters do not drop every example."
         )
     return concatenate_datasets(tables)

@@ -1,6 +1,6 @@
-"""Threads of a communication library enter Python when they like: forks and the end of the process wait for them.
+"""Workarounds for CPython races between gloo's threads and fork (Python 3.11) or interpreter exit (up to 3.13).
 
-Imports nothing heavy, so that a test can fork often.
+This module imports only the standard library, so that a test can fork often.
 """
 
 import atexit
@@ -13,11 +13,11 @@ from functools import cache
 
 @cache
 def wait_for_threads_before_forks() -> None:
-    """From now on let threads that are entering Python arrive before this process is forked (Python 3.11 only).
+    """From now on, wait before each fork until threads that are entering Python have done so (Python 3.11 only).
 
-    A thread of gloo enters Python to give a tensor back after a collective, and takes a lock of the interpreter on its
-    way. A data loader worker that is forked at that moment waits for this lock for ever, before its first line, and the
-    other ranks wait for the batch. Can go with Python 3.11, of which 3.11.7 has the error and 3.12 has not.
+    A gloo thread enters Python to release a tensor after a collective. For this it takes a lock of the interpreter. A
+    data loader worker that is forked at that moment waits for this lock forever, before its first line runs, and the
+    other ranks wait for its batch. Python 3.11.7 has this error, 3.12 does not: remove this with Python 3.11.
     https://github.com/python/cpython/issues/112275
     """
     if sys.version_info < (3, 12):
@@ -25,11 +25,11 @@ def wait_for_threads_before_forks() -> None:
 
 
 def _wait_for_threads() -> None:
-    time.sleep(0.01)  # gives the GIL away: who waits for it arrives
+    time.sleep(0.01)  # releases the GIL, so that a thread that waits for it enters Python
     was_enabled = gc.isenabled()
-    gc.disable()  # a collection under the lock could wait for a thread that wants the lock
+    gc.disable()  # a collection under the lock could wait for a thread that waits for the lock
     try:
-        sys._current_frames()  # takes the lock and gives it back: who holds it now does so no longer
+        sys._current_frames()  # takes the lock and releases it, so waits until its holder has released it
     finally:
         if was_enabled:
             gc.enable()
@@ -37,10 +37,11 @@ def _wait_for_threads() -> None:
 
 @cache
 def wait_for_threads_at_exit() -> None:
-    """Let threads that are about to enter Python arrive before the interpreter is taken down (until Python 3.13).
+    """At exit, wait until threads that are about to enter Python have done so (up to Python 3.13).
 
-    A thread of gloo that gives a tensor back to an interpreter that is ending is ended itself, inside C++ that does not
-    allow it: "terminate called without an active exception", and a run that saved everything has failed.
+    A gloo thread that releases a tensor while the interpreter shuts down is terminated inside C++ code, which does not
+    allow it. The process aborts with "terminate called without an active exception", so a run that has saved everything
+    is reported as failed.
     https://github.com/python/cpython/issues/87135
     """
     if sys.version_info < (3, 14):

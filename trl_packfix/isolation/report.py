@@ -1,6 +1,8 @@
 """The result of the leak probe: its report and its error."""
 
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
 
 from .repair import Repair
 from .tracing import Leak
@@ -94,3 +96,16 @@ class IsolationReport:
         raise PackingLeakError(
             f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
         )
+
+
+def finite(value: Any) -> Any:
+    """`value` for JSON, which has no infinity and no NaN: each becomes None, also inside dictionaries and lists.
+
+    >>> finite({"max_change": float("inf"), "leaks": [0.5]})
+    {'max_change': None, 'leaks': [0.5]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

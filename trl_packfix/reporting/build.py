@@ -1,23 +1,25 @@
-"""What packing did with the documents, counted for the report."""
+"""Make the report of a run: count what packing did with the documents."""
 
 import numpy as np
 
 from ..data.epochs import EpochPlanner
-from ..data.reader import TokenReader
+from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
 from ..planning.imbalance import imbalance, imbalance_bound
 from .report import PackingReport
 from .sample import length_histogram, plan_sample
 
-NUM_DRAWN = 100_000  # documents, for the efficiency of padded batches
+NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
 
 def make_report(
-    planner: EpochPlanner, overlong: str, reader: TokenReader, unpacked_counts_first: bool = False
+    planner: EpochPlanner, overlong: str, reader: Rows, unpacked_counts_first: bool = False
 ) -> PackingReport:
     """The report of a run that trains with this planner on documents of this table.
 
-    `unpacked_counts_first`: unpacked, TRL would divide the loss of this model by the first labels of rows, too.
+    Args:
+        unpacked_counts_first: whether TRL's unpacked training counts the first label of each row in the divisor of the
+            loss of this model.
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
@@ -63,7 +65,7 @@ def make_report(
 
 
 def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCounts | None = None) -> PackingReport:
-    """The report of a run on a stream; `counts` is what was read and packed by all ranks."""
+    """The report of a run on a stream; `counts` are the totals of all ranks."""
     counts = counts or StreamCounts()
     return PackingReport(
         strategy="stream",
@@ -89,7 +91,7 @@ def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCount
 
 
 def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
-    """Share of real tokens in padded batches of documents in random order: one draw of some of them, for scale."""
+    """Share of real tokens in padded batches of documents in random order, estimated from one random draw."""
     drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), NUM_DRAWN), replace=False)
     longest = np.maximum.reduceat(drawn, np.arange(0, len(drawn), batch_size))
     missing = -len(drawn) % batch_size  # documents of the last batch

@@ -1,7 +1,8 @@
-"""Pictures of a plan: packs as strips, the mask of one of them, the lengths, the cost of each rank. matplotlib.
+"""Draw a plan with matplotlib: packs as strips, the mask of one pack, the lengths, the cost of each rank.
 
-Nothing is told by colour alone: documents are numbered, trained tokens stand taller, padding and waiting are hatched.
-The hues are six of Okabe and Ito's, which colour-blind readers tell apart (https://jfly.uni-koeln.de/color/).
+No information is in the colour alone: documents are numbered, trained tokens are drawn taller, empty and waiting parts
+are hatched. The hues are six of Okabe and Ito's, which colour-blind readers can distinguish
+(https://jfly.uni-koeln.de/color/).
 """
 
 import itertools
@@ -20,27 +21,28 @@ if TYPE_CHECKING:
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 INK, QUIET = "#222222", "#8c8c8c"
 PALE = 0.30  # opacity of untrained tokens
-LABELLED = 1 / 45  # of the capacity: the narrowest document that has room for its number
-BOUNDED = 1 / 250  # and for a line where it starts
-WANTED_IN_MASK = 6  # blocks of one size: fewer show nothing, more cannot be told apart
+MIN_LABELLED = 1 / 45  # share of the capacity: narrower documents get no number
+MIN_BOUNDED = 1 / 250  # share of the capacity: narrower documents get no line at their start
+BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
 def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
-    """Four panels about one plan, written to `path` if one is given (the suffix says in which format).
+    """Four panels about one plan, saved to `path` if one is given, in the format of its suffix.
 
     Raises:
-        ValueError: the report is of a stream, or was read from a file: it holds no packs. ImportError: no matplotlib.
+        ValueError: the report has no packs, because it is of a stream or was read from a file.
+        ImportError: matplotlib is not installed.
     """
     if report.sample is None or report.lengths is None:
         raise ValueError(
-            f"The report of a run with strategy {report.strategy!r} was given without its first packs. A stream has "
-            "none before it is read, and a file keeps none. Plot `trainer.packing_report` of a dataset that is no "
-            "stream, or use `trl-packfix show --plot`."
+            f"The report of a run with strategy {report.strategy!r} was given without its first packs. The packs of a "
+            "stream are not known in advance, and a saved report does not hold them. Plot `trainer.packing_report` of "
+            "a dataset that is not a stream, or use `trl-packfix show --plot`."
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot: no window, and no global state of the caller's is touched
+    # Without pyplot: no window opens, and the caller's global state does not change.
     figure = Figure(figsize=(12, 7.2), layout="constrained")
     FigureCanvasAgg(figure)
     (strips, mask), (lengths, costs) = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
@@ -75,9 +77,9 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=_hue(document), alpha=PALE, linewidth=0)
             spans = [(start + first, end - first) for first, end in runs]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=_hue(document), linewidth=0)
-            if length > BOUNDED * report.capacity:
+            if length > MIN_BOUNDED * report.capacity:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-            if length > LABELLED * report.capacity:
+            if length > MIN_LABELLED * report.capacity:
                 _write_number(axes, start + length / 2, y, document)
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
@@ -86,7 +88,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     axes.set(
         xlim=(0, report.capacity * 1.002),
         ylim=(len(packs) - 0.4, -1.15),
-        xlabel=f"tokens, of at most {report.capacity:,}",
+        xlabel=f"tokens (capacity {report.capacity:,})",
     )
     axes.set_yticks(range(len(packs)), [pack.place(report.accumulation, report.world_size) for pack in packs])
     axes.set_ylabel("step" + (".micro-batch" if report.accumulation > 1 else ""))
@@ -95,7 +97,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     keys = [
         Patch(facecolor=HUES[0], label="trained (tall)"),
         Patch(facecolor=HUES[0], alpha=PALE, label="not trained (low)"),
-        Patch(facecolor="none", edgecolor=QUIET, hatch="////", label="room left"),
+        Patch(facecolor="none", edgecolor=QUIET, hatch="////", label="empty"),
     ]
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
 
@@ -119,7 +121,7 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
     from matplotlib.ticker import MaxNLocator
 
     packs = sample.packs
-    pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / WANTED_IN_MASK)))
+    pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / BLOCKS_IN_MASK)))
     ends = np.cumsum(pack.lengths).tolist()
     starts = [0, *ends[:-1]]
     total = ends[-1]
@@ -143,7 +145,7 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
 
 
 def _blocks(pack: "PackSample") -> float:
-    """Documents that stand out: as many of one size would have the same sum of squares."""
+    """Number of visible blocks: the number of equal documents with the same total and the same sum of squares."""
     lengths = np.array(pack.lengths, dtype=float)
     return lengths.sum() ** 2 / (lengths**2).sum()
 
@@ -168,20 +170,20 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHisto
     touched = ledger.truncated.documents + ledger.split.documents
     dropped = sum(count.documents for count in ledger.dropped.values())
     note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {dropped:,}"
-    left = report.max_length > np.sqrt(edges[0] * edges[-1])
+    is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
     axes.annotate(
         note,
         (report.max_length, 0.97),
         xycoords=("data", "axes fraction"),
-        xytext=(-6 if left else 6, 0),
+        xytext=(-6 if is_left else 6, 0),
         textcoords="offset points",
-        ha="right" if left else "left",
+        ha="right" if is_left else "left",
         va="top",
         fontsize=8.5,
         bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )
-    room = (0.7, 6 * counts.max())  # for the note
-    axes.set(xscale="log", yscale="log", ylim=room, xlabel="length in tokens", ylabel="documents")
+    limits = (0.7, 6 * counts.max())  # with space for the note
+    axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
     axes.xaxis.set_major_formatter(_thousands)
     axes.yaxis.set_major_formatter(_thousands)
     axes.set_title(
@@ -216,7 +218,7 @@ def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> 
     axes.set_xticks(range(steps), names if report.accumulation > 1 else [str(i) for i in range(steps)])
     axes.set(ylim=(0, float(longest.max()) * 1.12), ylabel="modelled cost (mean 1)")
     axes.set_xlabel("step.micro-batch" if report.accumulation > 1 else "step")
-    title = "one rank: nobody waits"
+    title = "one rank: no waiting"
     if ranks > 1:
         title = f"{ranks:,} ranks; hatched: waiting\nimbalance of the epoch: {report.imbalance:.3f}"
     axes.set_title(title, loc="left", fontsize=11)

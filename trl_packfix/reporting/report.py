@@ -1,4 +1,4 @@
-"""The report: what packing did with the data, in numbers that a person can act on."""
+"""The report: what packing did with the data, in numbers to act on."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -9,28 +9,33 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data.documents import Ledger
-from ..isolation.report import IsolationReport
+from ..isolation.report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
+
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What packing did with the training set; made once, before the first step.
+    """What packing did with the training set. It is made once, before the first step.
 
-    Units: documents, packs, tokens. `padding_efficiency` is what unpacked batches of the same batch size would have:
-    tokens / (tokens and padding). `lower_bound` is a bound: no plan needs fewer packs, and there may be none with as
-    few. What is not reached (`dataloader_drop_last`) is counted for the first epoch; the ledger is about the whole run.
-    `imbalance` is the modelled time of the first epoch over that of ranks that never wait, `imbalance_bound` what no
-    schedule of the same steps can beat.
+    Units are documents, packs and tokens.
 
-    `unpacked_loss` is what TRL's unpacked loss, and each gradient, would be as a share of the packed one: below 1 for
-    models such as GPT-2, of which TRL divides the loss by the first label of each document, too.
+    - `efficiency`: tokens / (packs x capacity).
+    - `padding_efficiency`: tokens / (tokens and padding) of unpacked batches of the same batch size.
+    - `lower_bound`: no plan needs fewer packs. A plan with this number of packs may not exist.
+    - `documents_not_reached`, `tokens_not_reached`: dropped by `dataloader_drop_last` in the first epoch. The ledger
+      does not count them: it is the same in every epoch.
+    - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
+    - `imbalance_bound`: no schedule of the same steps has a lower imbalance.
+    - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
+      models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
-    Of a stream (`num_rows` is None) nothing is known before it is read: the counts are of what was read so far, in all
+    The length of a stream is not known (`num_rows` is None). Its counts are those of the documents read so far, in all
     passes, and the report is made again when training ends.
 
     >>> from datasets import Dataset
@@ -72,18 +77,18 @@ class PackingReport:
     sample: PlanSample | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict:
-        """All but the sample, as JSON takes it."""
+        """All attributes except the sample, as JSON values."""
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
         del values["sample"]
-        return values
+        return finite(values)
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Packs as strips, the mask of one, lengths, and the cost of each rank; written to `path` if one is given.
+        """Draw packs as strips, the mask of one pack, lengths, and the cost of each rank; save it if `path` is given.
 
         Needs matplotlib (`pip install matplotlib`).
 
         Raises:
-            ValueError: of a stream, whose documents are not known.
+            ValueError: the report is of a stream, or was read from a file.
         """
         from .pictures import plot_report
 
@@ -98,15 +103,15 @@ class PackingReport:
 
     @property
     def lost_trained_share(self) -> float | None:
-        """Share of the given trained tokens that are cut, dropped or not reached; None where none were given."""
+        """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
         given = self.ledger.given.trained_tokens
         return (self.ledger.lost_trained_tokens + self.trained_tokens_not_reached) / given if given else None
 
     @property
     def warning(self) -> str | None:
-        """Says what to set, where more than 1 % of the trained tokens are lost to policies or not reached."""
+        """What to set, if more than 1 % of the trained tokens are lost; else None."""
         lost = self.lost_trained_share
-        if lost is None or lost <= 0.01:
+        if lost is None or lost <= MAX_LOST_SHARE:
             return None
         remedies = []
         if self.ledger.lost_trained_tokens:
@@ -156,16 +161,16 @@ class PackingReport:
             rows.append(
                 (
                     "unpacked loss",
-                    f"{self.unpacked_loss:.3f} of this one, and so are its gradients: for this model TRL divides by "
-                    "the first label of each document, too, which is no target; with SGD or max_grad_norm steps are "
-                    "smaller there",
+                    f"{self.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also "
+                    "counts the first label of each document in the divisor, although it is not a target; with SGD or "
+                    "max_grad_norm its steps are smaller",
                 )
             )
         if self.world_size > 1:
             rows.append(
                 (
                     "imbalance",
-                    f"{self.imbalance:.3f} modelled (1 is perfect); the documents of these steps allow no less than "
+                    f"{self.imbalance:.3f} modelled (1 is perfect); lower bound for the documents of these steps: "
                     f"{self.imbalance_bound:.3f}",
                 )
             )
@@ -173,7 +178,7 @@ class PackingReport:
 
     def _stream_lines(self) -> list[tuple[str, str]]:
         rows = [
-            ("documents", "a stream: how many it has is not known; packed in arrival order, begun again at its end"),
+            ("documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"),
             (
                 "micro-batch",
                 f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
@@ -201,7 +206,7 @@ class PackingReport:
         return rows
 
     def _common_lines(self) -> list[tuple[str, str]]:
-        """What was lost on the way, and what the packs run on."""
+        """Lines of every report: what was lost, the attention, repairs and isolation."""
         ledger, rows = self.ledger, []
         if ledger.truncated.documents:
             rows.append(
@@ -225,7 +230,7 @@ class PackingReport:
             if self.isolation.repaired:
                 repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
                 rows.append(("repaired", f"{repairs}: these see each document by itself, which costs some padding"))
-            rows.append(("isolation", _verdict(self.isolation)))
+            rows.append(("isolation", _isolation_text(self.isolation)))
         return rows
 
     def _against_unpacked(self) -> str:
@@ -235,7 +240,7 @@ class PackingReport:
         if STRATEGIES[self.strategy].keeps_steps:
             same = "the same" if self.unpacked_loss == 1 else "the same but for the loss"
             return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
-        assert self.documents_per_step is not None  # of a table it is known
+        assert self.documents_per_step is not None  # it is known for a table
         ratio = self.documents_per_step / documents
         if ratio < 1.1:  # a learning rate 1.05 times as high
             return (
@@ -251,20 +256,25 @@ class PackingReport:
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, as a table on a terminal and as plain lines elsewhere."""
-        console = console or Console()
-        if console.is_terminal:
-            table = Table(title="Packing report", show_header=False, title_justify="left")
-            for label, text in self.lines():
-                table.add_row(label, text)
-            console.print(table)
-            return
-        width = max(len(label) for label, _ in self.lines())
-        print("Packing report")
-        for label, text in self.lines():
-            print(f"  {label:<{width}}  {text}")
+        show_lines("Packing report", self.lines(), console)
 
 
-def _verdict(isolation: IsolationReport) -> str:
+def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
+    """Print labels and texts, as a table on a terminal and as plain lines elsewhere."""
+    console = console or Console()
+    if console.is_terminal:
+        table = Table(title=title, show_header=False, title_justify="left")
+        for label, text in lines:
+            table.add_row(label, text)
+        console.print(table)
+        return
+    width = max(len(label) for label, _ in lines)
+    print(title)
+    for label, text in lines:
+        print(f"  {label:<{width}}  {text}")
+
+
+def _isolation_text(isolation: IsolationReport) -> str:
     if isolation.error is not None:
         return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
     if not isolation.isolated:
@@ -280,7 +290,7 @@ def _verdict(isolation: IsolationReport) -> str:
 
 
 def metrics(report: PackingReport) -> dict[str, float]:
-    """The numbers for a logger, by the names they have there; what is not known is left out."""
+    """The numbers for a logger, by their names there. Unknown numbers are omitted."""
     found = {
         "documents": report.num_documents,
         "packs": report.num_packs,
@@ -296,7 +306,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
 
 
 def add_to_card(card: Path, report: PackingReport) -> None:
-    """Say in a model card that the model was trained on packs, how, and what was proved."""
+    """Add a section to a model card: that the model was trained on packs, how, and the result of the leak probe."""
     rows = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text in report.lines())
     proof = (
         "" if report.isolation is None else ", which was tested on this model before its first step: see `isolation`"

@@ -1,6 +1,6 @@
-"""What is kept of a plan to look at: the lengths of all documents in a few bins, and the first packs. numpy only.
+"""Sample a plan for display: a histogram of the lengths of all documents, and the first packs. numpy only.
 
-The report prints the histogram, and the pictures draw all of it.
+The report prints the histogram. The pictures show the histogram and the packs.
 """
 
 from dataclasses import dataclass, replace
@@ -9,22 +9,23 @@ import numpy as np
 
 from ..data.collator import IGNORE_INDEX
 from ..data.epochs import EpochPlanner
-from ..data.reader import TokenReader
+from ..data.reader import Rows
 from ..planning.arrays import Int64Array
 from ..planning.imbalance import rank_costs
 
 NUM_BINS = 24
 NUM_PACKS = 8
 NUM_MICRO_STEPS = 8
-SHADES = " .:-=+*#%@"  # that any terminal and log file can hold
+SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log file
 
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Documents by length in tokens, before any is cut.
+    """Documents by length in tokens, before documents are cut.
 
     Attributes:
-        edges: bin i holds lengths from `edges[i]` up to, but not including, `edges[i + 1]`; widths grow evenly.
+        edges: bin i holds lengths from `edges[i]` up to, but not including, `edges[i + 1]`; evenly spaced on a
+            logarithmic scale.
         counts: documents in each bin, one fewer than edges.
         median, p99: tokens that half and 99 % of the documents do not exceed.
     """
@@ -53,7 +54,7 @@ class LengthHistogram:
 def length_histogram(lengths: Int64Array) -> LengthHistogram:
     """Bins of even width on a logarithmic scale; lengths in tokens, shape (N,), at least one above 0.
 
-    Empty documents are not counted. 8 bytes per token of the longest.
+    Empty documents are not counted. It needs 8 bytes of memory per token of the longest document.
     """
     per_length = np.bincount(lengths)
     per_length[0] = 0
@@ -70,11 +71,11 @@ class PackSample:
     """The documents of one micro-batch, in order.
 
     Attributes:
-        step, micro, rank: where it is trained: optimizer step, micro-batch of it, data-parallel rank.
-        documents: indices of the documents, as the planner counts them.
-        rows: row of the table that each comes from.
-        lengths: tokens of each.
-        trained: of each, the runs of trained tokens as (first, one after the last), counted from its start.
+        step, micro, rank: its optimizer step, its micro-batch in this step, its data-parallel rank.
+        documents: indices of the documents in the planner.
+        rows: table row of each document.
+        lengths: tokens of each document.
+        trained: for each document, the runs of trained tokens as (first, one after the last) from its start.
     """
 
     step: int
@@ -86,7 +87,7 @@ class PackSample:
     trained: list[list[tuple[int, int]]]
 
     def place(self, accumulation: int, world_size: int) -> str:
-        """Where it is trained, in as few words as tell it from others: "3", "3.1" or "3.1 rank 2"."""
+        """Step, and micro-batch and rank if there are several: "3", "3.1" or "3.1 rank 2"."""
         micro = f".{self.micro}" if accumulation > 1 else ""
         rank = f" rank {self.rank}" if world_size > 1 else ""
         return f"{self.step}{micro}{rank}"
@@ -105,11 +106,11 @@ class PlanSample:
     costs: list[list[float]]
 
 
-def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM_PACKS) -> PlanSample:
+def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS) -> PlanSample:
     """`num_packs` micro-batches that hold a document, and the costs of the first micro-steps.
 
-    Where a step has more micro-batches than that, they are taken evenly from all of the first: within a step the
-    dearest packs come first.
+    If a step has more micro-batches than that, they are evenly spaced over the first step, because within a step the
+    most expensive packs come first.
     """
     documents, schedule = planner.documents, planner.schedule(0)
     accumulation, world_size = planner.accumulation, planner.world_size
@@ -136,7 +137,7 @@ def plan_sample(planner: EpochPlanner, reader: TokenReader, num_packs: int = NUM
     )
 
 
-def _trained_runs(reader: TokenReader, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+def _trained_runs(reader: Rows, row: int, start: int, stop: int) -> list[tuple[int, int]]:
     trained = reader.read(row, start, stop)["labels"] != IGNORE_INDEX
     trained[0] = False  # the first token of a document is never a target
     edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))

@@ -1,4 +1,4 @@
-"""Packs as they reach the model, as text: made by the reader and the collator of training, read back from the batch."""
+"""Show packs as text. They are made by the reader and the collator of training, and read back from the batch."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from rich.text import Text
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset
-from ..data.reader import TokenReader
+from ..data.reader import Rows
 from .sample import plan_sample
 
-STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # neighbours differ; the number says it without colour
+STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # documents are numbered too, for output without colour
 LEGEND = (
-    "[n] document n of the pack, one colour each; [[trained tokens]] are bold too; [... n ...] tokens left out here"
+    "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
 )
 
 
@@ -25,10 +25,10 @@ class ShownDocument:
     """One document of a batch.
 
     Attributes:
-        row, start, stop: the span of the table that it is.
+        row, start, stop: its span of the table.
         positions: its first and last position id.
-        runs: (trained?, first, one after the last) of its tokens, counted from its start.
-        tokens: its ids, shape (n,).
+        runs: (whether trained, first, one after the last) for each run of its tokens, from its start.
+        tokens: its token ids, shape (n,).
     """
 
     row: int
@@ -45,7 +45,7 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One batch of shape (1, T): where it is trained, and its documents in order."""
+    """One batch of shape (1, T): its step, micro-batch and rank as text, and its documents in order."""
 
     place: str
     capacity: int
@@ -53,7 +53,7 @@ class ShownPack:
     documents: list[ShownDocument]
 
     def to_dict(self, tokenizer: Any, has_tokens: bool = True) -> dict[str, Any]:
-        """Everything, as JSON takes it; no text without a tokenizer, no ids where only lengths are known."""
+        """All attributes as JSON values. `text` is None without a tokenizer, `input_ids` if only lengths are known."""
         return {
             "place": self.place,
             "capacity": self.capacity,
@@ -79,8 +79,8 @@ class ShownPack:
         }
 
 
-def shown_packs(planner: EpochPlanner, reader: TokenReader, num_packs: int) -> Iterator[ShownPack]:
-    """The first packs of the run that trains with this planner, each taken from a batch that the collator made."""
+def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator[ShownPack]:
+    """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
     documents = planner.documents
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
     for pack in plan_sample(planner, reader, num_packs).packs:
@@ -104,13 +104,13 @@ def shown_packs(planner: EpochPlanner, reader: TokenReader, num_packs: int) -> I
 def pack_text(
     pack: ShownPack, tokenizer: Any, has_tokens: bool = True, num_documents: int = 8, num_tokens: int = 60
 ) -> Text:
-    """A pack for people, in colour where the terminal has it.
+    """A pack as text, in colour if the terminal has it.
 
     Args:
-        tokenizer: what turns ids into text; None shows ids.
-        has_tokens: False where only lengths are known: then no token is shown.
-        num_documents: most documents that are written out.
-        num_tokens: most tokens of a document that are written out, half from its start and half from its end.
+        tokenizer: decodes the token ids; None shows the ids.
+        has_tokens: False if only lengths are known; then no token is shown.
+        num_documents: largest number of documents to show.
+        num_tokens: largest number of tokens to show per document, half from its start and half from its end.
     """
     count = pack.cu_seq_lens[-1]
     text = Text()
@@ -138,7 +138,7 @@ def pack_text(
 
 
 def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator[tuple[str, bool]]:
-    """Text and whether it is trained, run after run, without the middle of a long document."""
+    """Text of each run and whether it is trained, without the middle of a long document."""
     length, half = len(document.tokens), num_tokens // 2
     hidden = (half, length - half) if length > num_tokens else (length, length)
     for trained, first, end in document.runs:

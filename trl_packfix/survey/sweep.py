@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from ..isolation.packed_model import PackedModel
-from ..isolation.report import IsolationReport
+from ..isolation.report import IsolationReport, finite
 from . import zoo
 from .judge import Judge, Judgement, packed_by_trl
 
@@ -62,7 +62,7 @@ class Row:
         return self.verdict in VERDICTS[:4] and not self.false_negatives
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"error": _finite(self.error), "stock_error": _finite(self.stock_error)}
+        return finite(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,6 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
 
 def _crash(error: Exception) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, "", error=f"the probe itself raised {_message(error)}")
-
-
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None  # JSON has no infinity
 
 
 def _message(error: Exception) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..data.cache import prepared_documents
+from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
@@ -131,7 +131,7 @@ class ExactEvaluation(PackedObjective):
         args = self.args
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
-        return prepared_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        return cached_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
 
     def check_evaluation_sets(self) -> None:
         """Refuse sets of which training would evaluate a loss and which have none; a stream is read only later.
@@ -183,7 +183,7 @@ class ExactEvaluation(PackedObjective):
             world_size=args.world_size,
             shuffle=False,
             cost_model=self._cost_model,
-            keeps=args.local_process_index == 0,
+            writes_cache=args.local_process_index == 0,
         )
         return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
 

@@ -25,7 +25,7 @@ from trl.trainer.utils import get_config_model_id
 from ..attention.models import base_model
 from ..compat import forget_evaluation
 from ..data import checks as dataset_checks
-from ..data.cache import prepared_documents
+from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
@@ -161,7 +161,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
                 self.add_callback(StreamCallback(self))
             else:
                 self._reader = TokenReader(self.train_dataset)
-                self._documents = prepared_documents(
+                self._documents = cached_documents(
                     self._reader,
                     args.max_length,
                     args.effective_overlong,
@@ -253,7 +253,7 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             drop_last=args.dataloader_drop_last,
             synchronisation=checks.synchronisation(self.accelerator),
             cost_model=self._cost_model,
-            keeps=args.local_process_index == 0,
+            writes_cache=args.local_process_index == 0,
         )
 
     def _loader(
