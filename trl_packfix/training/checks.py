@@ -17,7 +17,7 @@ from .config import SFTConfig
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
 
 
-def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
+def text_config(model: Any, args: SFTConfig) -> PretrainedConfig:
     """The text config of a model that is given as an object or as a name."""
     if isinstance(model, str):
         init: Any = args.model_init_kwargs or {}
@@ -82,7 +82,7 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
                 "is on. Virtual tokens stand once before a row, so the documents of a pack would share them or lose "
                 "them. Use LoRA, or set `packing=False`."
             )
-    positions = getattr(model_config(model, args), "max_position_embeddings", None)
+    positions = getattr(text_config(model, args), "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "

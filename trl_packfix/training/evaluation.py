@@ -9,7 +9,7 @@ enter it). Where the user says what the loss is, by `compute_loss_func` or by a 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,16 +21,15 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..compat import forget_evaluation
 from ..data.cache import prepared_documents
-from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
-from ..isolation.packed_model import PackedModel
-from ..planning.costs import CostModel
 from .checks import check_tokenised
 from .objective import PackedObjective
 
@@ -75,15 +74,8 @@ class EvaluationTotals:
 class ExactEvaluation(PackedObjective):
     """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
 
-    packed_model: PackedModel
-    eval_dataset: Any
+    eval_dataset: Any  # one, or several by name
     _has_said_whose_loss = False
-    _cost_model: CostModel
-    _vocab_size: int | None
-    _padded_collator: Any  # what an unpacked run collates with
-    _packed_collator: Callable[[], PackedDataCollator]
-    _packed_model: Callable[[], PackedModel]
-    _loader: Callable[..., DataLoader]
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -174,7 +166,7 @@ class ExactEvaluation(PackedObjective):
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._loader(rows, sampler, PaddedCollator(self._padded_collator))
+            return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
         planner = EpochPlanner(
             documents,
             "bfd",
@@ -185,7 +177,14 @@ class ExactEvaluation(PackedObjective):
             cost_model=self._cost_model,
             keeps=args.local_process_index == 0,
         )
-        return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
+        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), self._make_packed_collator())
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        if forget_evaluation(self.accelerator, self.model):
+            self.model_wrapped = self.model
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def evaluation_loop(
         self,
@@ -234,7 +233,7 @@ class ExactEvaluation(PackedObjective):
             with self.packed_model.attending():
                 yield
             return
-        packed_model = self._packed_model()
+        packed_model = self._make_packed_model()
         with packed_model.attending():
             with self.compute_loss_context_manager():
                 packed_model.prove(self.model).raise_if_leaking()

@@ -17,10 +17,9 @@ batch is padding or a dummy.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -28,12 +27,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.forwards import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
+from .config import SFTConfig
+from .loading import PackedLoading
 from .routers import gives_router_logits
 from .totals import TrainingTotals
-
-if TYPE_CHECKING:
-    from ..isolation.packed_model import PackedModel
-    from .config import SFTConfig
 
 NUM_DUMMY_TOKENS = 2
 
@@ -53,22 +50,17 @@ class DocumentsAreWeighted(TrainerCallback):
             )
 
 
-class PackedObjective(trl.SFTTrainer):
+class PackedObjective(PackedLoading):
     """The part of the trainer that computes the training loss and what is logged about it.
 
     `_total_train_tokens` counts real tokens, neither padding nor dummies; it is exact at each log and checkpoint.
     """
 
-    args: "SFTConfig"
-    model: nn.Module
-    packed_model: "PackedModel"  # with packing
-
-    def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
-        config = kwargs["args"]
-        self._check_weighting(config, compute_loss_func)
-        super().__init__(compute_loss_func=compute_loss_func, **kwargs)
+    def __init__(self, *, args: SFTConfig, compute_loss_func: Callable | None, **kwargs: Any):
+        self._check_weighting(args, compute_loss_func)
+        super().__init__(args=args, compute_loss_func=compute_loss_func, **kwargs)
         self._check_router_loss()
-        if config.document_weighting == "document" and not self._owns_objective:
+        if args.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
                 f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
                 f"{self.get_sp_size()}). There the loss stays TRL's, which counts tokens. Set "
@@ -76,14 +68,12 @@ class PackedObjective(trl.SFTTrainer):
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
-        # TRL's divisor of an unpacked loss then holds the first label of each row, which is no target
-        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
-        if config.packing:
+        if args.packing:
             # transformers' hook would give every document of a pack the noise of one document of T tokens
             self.neftune_noise_alpha = None
-        if config.document_weighting == "document":
+        if args.document_weighting == "document":
             self.add_callback(DocumentsAreWeighted(self))
-        if config.packing or config.document_weighting == "document":
+        if args.packing or args.document_weighting == "document":
             # The mean is over the whole optimizer step, also for models that transformers would not hand its count
             self.model_accepts_loss_kwargs = True
 
@@ -317,8 +307,8 @@ class PackedObjective(trl.SFTTrainer):
         """Most tokens of a pack; None where micro-batches are not filled up to it."""
         if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
             return None
-        assert self.args.max_length is not None  # or there would be no packing
-        return self._train_batch_size * self.args.max_length
+        assert self.packing_report is not None  # made with the training loader
+        return self.packing_report.capacity
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._gather_totals()  # a checkpoint between two logs must not forget the tokens since the last

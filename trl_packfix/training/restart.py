@@ -12,19 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import trl
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import TokenReader
-from ..data.stream import PackedStream, stream_file
+from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
 from . import checkpoints
 from .callbacks import BeforeFirstStep, PlanAhead
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
+from .evaluation import ExactEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +113,9 @@ def _short(value: Any) -> str:
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
-class ExactRestart(trl.SFTTrainer):
+class ExactRestart(ExactEvaluation):
     """The part of the trainer that saves what a restart needs, and continues exactly or not at all."""
 
-    args: SFTConfig
-    _reader: TokenReader
-    _left_over: dict[str, int]
-    _settings: dict[str, Any]
-    _train_planner: EpochPlanner | None = None
     _resumed: tuple[str, dict[str, Any]] | None = None
 
     def train(
@@ -209,12 +205,31 @@ class ExactRestart(trl.SFTTrainer):
         """Whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
         return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
 
-    def _check_restart(self, planner: EpochPlanner) -> None:
-        """Remember the planner of this run; if it resumes, compare its batches with those of the run before."""
-        self._train_planner = planner
-        self._settings = settings_of(self.args, planner, self._reader)
-        if self._resumed is not None and not self.args.ignore_data_skip:
-            check_same_batches(*self._resumed, self._settings, planner)
+    def get_train_dataloader(self) -> DataLoader:
+        """TRL's, or the loader of packs. Where the run resumes, its batches are compared with those of the run before.
+
+        Raises:
+            ValueError: they differ.
+        """
+        loader = super().get_train_dataloader()
+        planner = self._train_planner
+        if planner is not None:
+            self._settings = settings_of(self.args, planner, self._reader)
+            if self._resumed is not None and not self.args.ignore_data_skip:
+                check_same_batches(*self._resumed, self._settings, planner)
+        return loader
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        # The only method that has both the checkpoint and the loader: a stream continues from the state saved there.
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        stream = getattr(train_dataloader, "dataset", None)
+        if resume_from_checkpoint is not None and isinstance(stream, PackedStream):
+            args, step = self.args, self.state.global_step
+            num_skipped = step % max_steps * args.gradient_accumulation_steps
+            resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
+        return model, loader
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.args.packing:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,7 +9,6 @@ import torch
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
-from torch.utils.data import DataLoader
 from transformers import (
     DataCollator,
     EvalPrediction,
@@ -22,34 +20,13 @@ from transformers import (
 )
 from trl.trainer.utils import get_config_model_id
 
-from ..attention.forwards import base_model
-from ..compat import forget_evaluation
 from ..data import checks as dataset_checks
-from ..data.cache import prepared_documents
-from ..data.collator import PackedDataCollator
-from ..data.documents import Documents
-from ..data.epochs import EpochPlanner
-from ..data.loading import (
-    DocumentDataset,
-    PackedBatchSampler,
-    PaddedBatchSampler,
-    document_loader,
-)
-from ..data.model_costs import cost_model
-from ..data.reader import TokenReader, applied_masks, mask_columns
+from ..data.reader import applied_masks, mask_columns
 from ..data.spans import drop_untrained
-from ..data.stream import PackedStream, resume, stream_loader
-from ..data.threads import wait_for_threads_at_exit
-from ..isolation.packed_model import PackedModel
-from ..planning.costs import CostModel
-from ..planning.strategies import STRATEGIES, Strategy
-from ..reporting.build import make_report, make_stream_report
-from ..reporting.report import PackingReport, add_to_card
+from ..reporting.report import add_to_card
 from . import bad_rows, checks
 from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
 from .config import SFTConfig, adopt
-from .evaluation import ExactEvaluation
-from .noise import DocumentNoise
 from .restart import ExactRestart
 
 if TYPE_CHECKING:
@@ -61,7 +38,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class SFTTrainer(ExactRestart, ExactEvaluation):
+class SFTTrainer(ExactRestart):
     """
     Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
     apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
@@ -124,9 +101,6 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             checks.check_overrides(type(self))
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         dataset_checks.check_rows(train_dataset, "train")
-        self._vocab_size = getattr(checks.model_config(model, args), "vocab_size", None)
-        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
-        self.packing_report: PackingReport | None = None
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
 
@@ -148,28 +122,10 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             formatting_func=formatting_func,
         )
 
-        if self.args.world_size > 1:
-            wait_for_threads_at_exit()
-        self._padded_collator = self.data_collator
         self.add_callback(BeforeTraining(self))
-        if self.args.packing:
-            checks.check_parallelism(self.accelerator)
-            checks.check_one_device(self.model)
-            self.padding_free = True
-            self.data_collator = self._packed_collator()
-            if isinstance(self.train_dataset, IterableDataset):
-                self.add_callback(StreamCallback(self))
-            else:
-                self._reader = TokenReader(self.train_dataset)
-                self._documents = prepared_documents(
-                    self._reader,
-                    args.max_length,
-                    args.effective_overlong,
-                    args.truncation_mode,
-                    wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
-                )
-                self.add_callback(PlanAhead(self))
-            self.packed_model = self._packed_model()
+        if args.packing:
+            is_stream = isinstance(self.train_dataset, IterableDataset)
+            self.add_callback(StreamCallback(self) if is_stream else PlanAhead(self))
             self.add_callback(BeforeFirstStep(self))
 
     # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
@@ -215,138 +171,9 @@ class SFTTrainer(ExactRestart, ExactEvaluation):
             dataset = drop_untrained(dataset)
         return dataset
 
-    # Loading
-
-    def _packed_collator(self) -> PackedDataCollator:
-        return PackedDataCollator(self.args.pad_to_multiple_of, self._tokenizer.pad_token_id)
-
-    def get_train_dataloader(self) -> DataLoader:
-        if not self.args.packing:
-            return super().get_train_dataloader()
-        if isinstance(self.train_dataset, IterableDataset):
-            return self._stream_loader()
-        planner = self._planner(self._documents, self.args.packing_strategy)
-        self._check_restart(planner)
-        self.packing_report = make_report(
-            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
-        )
-        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
-        return self._loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
-
-    @cached_property
-    def _cost_model(self) -> CostModel:  # type: ignore[override]  # declared as an attribute by the part that evaluates
-        model = base_model(self.model)
-        return cost_model(model.config, type(model))
-
-    def _planner(self, documents: Documents, strategy: Strategy) -> EpochPlanner:
-        args = self.args
-        return EpochPlanner(
-            documents,
-            strategy,
-            batch_size=self._train_batch_size,  # what `auto_find_batch_size` has arrived at
-            max_length=args.max_length or int(documents.lengths.max()),
-            accumulation=args.gradient_accumulation_steps,
-            world_size=args.world_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.train_sampling_strategy != "sequential",
-            balance=args.balance,
-            drop_last=args.dataloader_drop_last,
-            synchronisation=checks.synchronisation(self.accelerator),
-            cost_model=self._cost_model,
-            keeps=args.local_process_index == 0,
-        )
-
-    def _loader(
-        self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable
-    ) -> DataLoader:
-        args = self.args
-        return document_loader(
-            dataset,
-            sampler,
-            collate,
-            self.accelerator.device,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=self._pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            **self._worker_kwargs,
-        )
-
-    @property
-    def _pin_memory(self) -> bool:
-        return self.args.dataloader_pin_memory and self.accelerator.device.type != "cpu"
-
-    @property
-    def _worker_kwargs(self) -> dict[str, Any]:
-        return {
-            "multiprocessing_context": self.args.dataloader_multiprocessing_context,
-            "prefetch_factor": self.args.dataloader_prefetch_factor,
-            "in_order": self.args.dataloader_in_order,
-        }
-
-    # Streams
-
-    def _stream_loader(self) -> DataLoader:
-        args = self.args
-        assert args.max_length is not None  # a stream is packed by length, and the config was refused without
-        stream = PackedStream(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
-            max_length=args.max_length,
-            accumulation=args.gradient_accumulation_steps,
-            rank=args.process_index,
-            world_size=args.world_size,
-            overlong=args.effective_overlong,
-            truncation_mode=args.truncation_mode,
-            balance=args.balance,
-            cost_model=self._cost_model,
-            synchronisation=checks.synchronisation(self.accelerator),
-            vocab_size=self._vocab_size,
-            pad_token_id=self._tokenizer.pad_token_id,
-            num_workers=args.dataloader_num_workers,
-            worker_kwargs=self._worker_kwargs,
-        )
-        self.packing_report = make_stream_report(stream, args.max_steps)
-        return stream_loader(stream, self.data_collator, self.accelerator.device, self._pin_memory)
-
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> tuple[torch.nn.Module, DataLoader]:
-        if forget_evaluation(self.accelerator, self.model):
-            self.model_wrapped = self.model
-        # The only place that knows the checkpoint and the loader: a stream goes on from the state saved there.
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        stream = getattr(train_dataloader, "dataset", None)
-        if resume_from_checkpoint is not None and isinstance(stream, PackedStream):
-            args, step = self.args, self.state.global_step
-            num_skipped = step % max_steps * args.gradient_accumulation_steps
-            resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
-        return model, loader
-
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         super().create_model_card(model_name, dataset_name, tags)
         if self.packing_report is not None and self.is_world_process_zero():
             add_to_card(Path(str(self.args.output_dir)) / "README.md", self.packing_report)
-
-    # Attention
-
-    def _packed_model(self) -> PackedModel:
-        args = self.args
-        return PackedModel(
-            self.model,
-            self._compute_dtype(),
-            args.device.type,
-            args.max_length,
-            args.on_leak,
-            args.enforce_flash_attention,
-            []
-            if args.neftune_noise_alpha is None
-            else [DocumentNoise(base_model(self.model), args.neftune_noise_alpha)],
-        )
-
-    def _compute_dtype(self) -> torch.dtype:
-        """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
-        if self.args.bf16:
-            return torch.bfloat16
-        return torch.float16 if self.args.fp16 else base_model(self.model).dtype
