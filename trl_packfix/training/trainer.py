@@ -1,4 +1,4 @@
-"""The trainer: TRL's, with the rooms of this package wired in. It has no rule of its own."""
+"""`SFTTrainer`: its constructor, the preparation of datasets, and the model card. Its bases hold the rest."""
 
 import copy
 from collections.abc import Callable
@@ -44,18 +44,18 @@ class SFTTrainer(ExactRestart):
     apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
 
     With `packing=True` (or `padding_free=True`) the tokenised table stays as it is, one row per example; packs are
-    planned from lengths, read as spans and flattened to one row of at most `per_device_train_batch_size * max_length`
-    tokens that carries its boundaries. See [`SFTConfig`] for the fields of packing.
+    planned from lengths and read as spans. Each is one row of at most `per_device_train_batch_size * max_length`
+    tokens, with its document boundaries. See [`SFTConfig`] for the fields of packing.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): as in TRL.
         args ([`SFTConfig`], [`trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
-            TRL's `SFTConfig` keeps its meaning: its default `packing_strategy="bfd"` is bfd. It is not changed.
+            TRL's `SFTConfig` keeps its meaning: its default `packing_strategy="bfd"` is bfd. It is not modified.
 
     All other arguments are those of [`trl.SFTTrainer`]. A `data_collator` is refused with packing.
 
     Attributes:
-        packing_report ([`PackingReport`] or None): what packing did; made when training starts.
+        packing_report ([`PackingReport`] or None): what packing did. None until training starts.
 
     Example:
 
@@ -94,15 +94,17 @@ class SFTTrainer(ExactRestart):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = adopt(args, f"{name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
-            # Before TRL's own guard, which refuses `padding_free` with a `max_length`
+            # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
         if args.packing:
-            args.padding_free = False  # a pack has no padding anyway; TRL's branch for it builds another collator
+            args.padding_free = False  # packs have no padding; TRL would build another collator for it
             checks.check_overrides(type(self))
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         dataset_checks.check_rows(train_dataset, "train")
         self._has_own_collator = data_collator is not None
-        self._prepares_training_set = True  # TRL prepares it first; an evaluation set may be called "train", too
+        self._prepares_training_set = (
+            True  # the first set that TRL prepares; an evaluation set may be named "train", too
+        )
 
         super().__init__(
             model=model,
@@ -128,13 +130,13 @@ class SFTTrainer(ExactRestart):
             self.add_callback(StreamCallback(self) if is_stream else PlanAhead(self))
             self.add_callback(BeforeFirstStep(self))
 
-    # Preparation: TRL tokenises and builds labels; cutting and packing are ours, on spans.
+    # TRL tokenises and builds labels. Cutting and packing come later, on spans.
 
     def _prepare_dataset(
         self,
         dataset: AnyDataset,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: SFTConfig,  # type: ignore[override]  # that of this trainer
+        args: SFTConfig,  # type: ignore[override]  # narrower than TRL's
         packing: bool,
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
@@ -149,7 +151,7 @@ class SFTTrainer(ExactRestart):
                     if masks != mask_columns(dataset):
                         dataset = dataset.remove_columns("completion_mask")
                     if len(masks) < 2:
-                        # TRL would write all tokens once more as labels, row by row; the reader makes them
+                        # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
                 dataset_checks.check_raw_dataset(
@@ -158,14 +160,14 @@ class SFTTrainer(ExactRestart):
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)
-            # TRL would cut tokens here, and drop rows in which none is left to train; documents are cut as spans
+            # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
 
         def prepare(rows: Any, args: SFTConfig, is_formatted: bool = True) -> Any:
             function = formatting_func if is_formatted else None
             return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
 
-        # Where documents are counted, rows that are dropped stay as documents without tokens.
+        # With packing, dropped training rows stay as documents without tokens, so that they are counted.
         dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
