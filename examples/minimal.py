@@ -2,7 +2,7 @@
 
     python examples/minimal.py
 
-Where no hub can be reached, put a folder and a file in the places of the two names, or start with examples/demo.py.
+If the Hub is unreachable, use local paths instead of the two names, or start with examples/demo.py.
 """
 
 from datasets import load_dataset

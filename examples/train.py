@@ -1,6 +1,6 @@
-"""Fine-tune a language model on packed documents: all of it or LoRA, on one process or many.
+"""Fine-tune a language model on packed documents: full or LoRA, on one process or many.
 
-On one GPU, or on a CPU where there is none:
+On one GPU, or on the CPU of a machine without one:
     python examples/train.py
     python examples/train.py --use_peft --learning_rate 2e-4 --config examples/configs/lora.yaml
 
@@ -15,10 +15,11 @@ On several nodes: examples/launch.
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
-Without --model_name_or_path and --dataset_name it takes small ones from the hub or, where the hub cannot be reached,
-those of the demo (examples/offline.py), and says which. `--config FILE.yaml` holds any of the flags below; flags on
-the command line go first. `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir,
-and begins where there is none. Packing is on, with micro-batches of per_device_train_batch_size * max_length tokens.
+Both names accept local paths. Without --model_name_or_path or --dataset_name it uses a small one from the Hub or, if
+the Hub is unreachable, that of the demo (examples/offline.py), and prints its name. `--config FILE.yaml` may set any
+of the flags below; flags on the command line override it. `--resume_from_checkpoint newest` continues from the newest
+whole checkpoint in output_dir, or starts anew if there is none. Packing is on, with micro-batches of
+per_device_train_batch_size * max_length tokens.
 """
 
 import argparse
@@ -43,23 +44,23 @@ ZERO3 = Path(__file__).parent.parent / "deepspeed_configs" / "zero3.json"
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Every flag with its default, and this file's text as it stands."""
+    """Shows every flag with its default, and the docstring of this file unchanged."""
 
 
 def machine_settings() -> dict:
-    """Defaults that follow from the launcher and the machine; a YAML file and flags go before them."""
+    """Defaults for this launcher and machine. A YAML file and flags override them."""
     gpu = torch.cuda.is_available()
-    if "CROSS_SIZE" not in os.environ:  # which only the deepspeed launcher sets
+    if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
         return {} if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
-    # As `accelerate launch --use_deepspeed` does. Unlike a default of `--deepspeed`, this also counts the ranks where
-    # there is no GPU (transformers passes no backend on there). An explicit `--deepspeed` goes before it.
+    # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
+    # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
-    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed asks for a GPU before it allows bf16
+    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached, as the main process sees it: every rank must choose alike."""
+    """Whether the Hub is reachable from the main process. All ranks use its answer, so that they choose the same."""
     answer = False
     if PartialState().is_main_process and not constants.HF_HUB_OFFLINE:
         try:
@@ -86,7 +87,7 @@ def choose_split(dataset: DatasetDict, flag: str, split: str) -> Dataset | Itera
     if split not in dataset:
         raise SystemExit(
             f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
-            f"part there is nothing to train or evaluate on. Set `--{flag}` to one of these, or `--eval_strategy no`."
+            f"split there is nothing to train or evaluate on. Set `--{flag}` to one of these, or `--eval_strategy no`."
         )
     return dataset[split]
 
@@ -95,7 +96,7 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
     if None in (model_args.model_name_or_path, script_args.dataset_name) and hub_answers():
         model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
         script_args.dataset_name = script_args.dataset_name or HUB_DATASET
-    # One process on each machine downloads or unpacks, the others find it done.
+    # One process on each machine downloads or unpacks; the others wait for it.
     with training_args.main_process_first(desc="model and dataset"):
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
         dataset = load_documents(script_args)
@@ -121,7 +122,7 @@ def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: Mod
     trainer.accelerator.print(f"Saved in {training_args.output_dir}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    trainer.accelerator.wait_for_everyone()  # gloo ends with an error in ranks that others left
+    trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another one exits before it
     trainer.end()
 
 

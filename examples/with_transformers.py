@@ -1,9 +1,9 @@
-"""The same plan, sampler and collator under transformers' own Trainer, for those who do not use TRL.
+"""The same plan, sampler and collator with transformers' own Trainer, without TRL.
 
     python examples/with_transformers.py
 
-Two things make a packed batch right: boundaries, which the collator of `packed_dataloader` puts into every batch, and
-attention that reads them without a mask, which `prepare_for_packing` sets on the model. `check_isolation` proves it.
+A packed batch needs two things: document boundaries, which `packed_dataloader` puts into every batch, and attention
+that reads them, which `prepare_for_packing` sets on the model. `check_isolation` proves that documents are isolated.
 """
 
 from datasets import load_dataset

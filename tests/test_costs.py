@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.data.model_costs import cost_model
+from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, with_pairs_of
 from trl_packfix.survey.zoo import causal_types, image_text_types, shrink
 
@@ -67,7 +67,7 @@ def test_tokens_and_pairs_cost_what_torch_counts(name):
     # eager attention computes all n * n pairs of every layer, those that a mask hides too
     per_pair = (two - 2 * one) / (long**2 - 2 * short**2)
     per_token = (one - per_pair * short**2) / short
-    model = cost_model(config)
+    model = make_cost_model(config)
     assert per_pair == all_pairs(model)
     assert per_token <= model.per_token <= 1.03 * per_token  # norms and biases are parameters, and no products
     assert bool(model.windows) == (name in ("gemma3_text", "mistral", "gpt_oss"))
@@ -95,7 +95,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_tokens_cost_two_operations_per_published_parameter(name):
     billions, per_pair = PUBLISHED[name]
-    model = cost_model(AutoConfig.for_model(name))
+    model = make_cost_model(AutoConfig.for_model(name))
     assert model.per_token == pytest.approx(2e9 * billions, rel=0.01)
     assert all_pairs(model) == per_pair
 
@@ -149,7 +149,7 @@ def test_every_config_costs_what_a_forward_at_its_size_does(data_dir):
         config = AutoConfig.for_model(model_type, **values)
         known = NOT_AS_RUN[model_type][0] if model_type in NOT_AS_RUN else COUNTED.get(file.stem)
         expected = met_parameters(config) if known is None else 1e9 * known
-        ratio = cost_model(config).per_token / 2 / expected
+        ratio = make_cost_model(config).per_token / 2 / expected
         num_compared += 1
         if not 0.99 < ratio < 1.01:
             wrong[file.stem] = ratio
@@ -192,7 +192,7 @@ def test_every_type_has_costs_of_its_own():
     types = sorted({*causal_types(), *image_text_types()} - set(NOT_BUILT))
     assert len(types) > 200
     state = torch.get_rng_state()
-    models = {name: cost_model(CONFIG_MAPPING[name](**shrink(CONFIG_MAPPING[name]()))) for name in types}
+    models = {name: make_cost_model(CONFIG_MAPPING[name](**shrink(CONFIG_MAPPING[name]()))) for name in types}
     assert not [name for name, model in models.items() if model == LLAMA_7B]
     assert torch.equal(state, torch.get_rng_state())  # a run draws what it would have drawn
 
@@ -228,8 +228,8 @@ def test_layers_by_kind():
 
 
 def test_without_a_config_it_is_a_llama_of_7b():
-    assert cost_model(None) == LLAMA_7B
-    llama = cost_model(AutoConfig.for_model("llama"))  # transformers' defaults are Llama 2 7B
+    assert make_cost_model(None) == LLAMA_7B
+    llama = make_cost_model(AutoConfig.for_model("llama"))  # transformers' defaults are Llama 2 7B
     assert (llama.per_pair, llama.per_token) == (LLAMA_7B.per_pair, pytest.approx(LLAMA_7B.per_token, rel=1e-4))
     # attention costs as much as all matrices at 50,400 tokens
     n = np.array([50_400])
@@ -259,7 +259,7 @@ def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
     rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
     run = SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer())
     assert len(run.get_train_dataloader()) == 1
-    assert run._cost_model == cost_model(model.config) != LLAMA_7B
+    assert run._cost_model == make_cost_model(model.config) != LLAMA_7B
 
 
 def test_a_model_of_other_code_is_counted_by_its_class():
@@ -270,8 +270,8 @@ def test_a_model_of_other_code_is_counted_by_its_class():
         config_class = OtherConfig
 
     config = OtherConfig(**{name: value for name, value in SIZE.items() if "implementation" not in name})
-    assert cost_model(config) == LLAMA_7B  # nothing says what it is made of
-    assert cost_model(config, OtherModel) == cost_model(LlamaConfig(**config.to_diff_dict()))
+    assert make_cost_model(config) == LLAMA_7B  # nothing says what it is made of
+    assert make_cost_model(config, OtherModel) == make_cost_model(LlamaConfig(**config.to_diff_dict()))
 
 
 def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
@@ -283,7 +283,7 @@ def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
         model_type = "broken"
 
     with caplog.at_level(logging.WARNING, "trl_packfix"):
-        assert cost_model(BrokenConfig(), BrokenModel) == LLAMA_7B
+        assert make_cost_model(BrokenConfig(), BrokenModel) == LLAMA_7B
     assert "needs a kernel that is not installed" in caplog.text and "Llama of 7B" in caplog.text
 
 

@@ -430,4 +430,4 @@ def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
 def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
     run = trainer(tmp_path, saved(tmp_path / "data"))
     assert [type(each) for each in run.callback_handler.callbacks].count(PlanAhead) == 1
-    assert run._planner(run._documents, "stream").writes_cache  # a single process is local rank 0
+    assert run._make_planner().writes_cache  # a single process is local rank 0

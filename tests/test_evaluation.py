@@ -161,8 +161,9 @@ def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tm
 ANSWERS = Dataset.from_dict({"prompt": ["some words"] * 6, "completion": ["yes", "no"] * 3})
 BEYOND = Dataset.from_dict({"prompt": ["word " * 30] * 3, "completion": ["yes"] * 3})  # 64 tokens do not reach it
 REFUSED = (
-    r"`eval{}_loss` was asked for, of 3 documents with 462 tokens, of which 12 have a label.*0 within `max_length=64`.*"
-    r"of none there is no mean.*Raise `max_length`"
+    r"Cannot compute `eval{}_loss`: of 462 tokens in 3 documents, 12 have a label.*0 after truncation to "
+    r"`max_length=64`.*"
+    r"0.0 would make this the best checkpoint.*Raise `max_length`"
 )
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from trl_packfix import packed_dataloader, plan_packs
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.data.model_costs import cost_model
+from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
@@ -187,4 +187,4 @@ def test_costs_follow_from_the_config_of_the_model():
     dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3]})
     config = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=9)
     loader = packed_dataloader(dataset, max_length=8, cost_model=config)
-    assert loader.batch_sampler.planner.cost_model == cost_model(config) != LLAMA_7B
+    assert loader.batch_sampler.planner.cost_model == make_cost_model(config) != LLAMA_7B

@@ -42,6 +42,7 @@ def first_step(run):
         run.packed_model.attend()
     accumulation = run.args.gradient_accumulation_steps
     run.current_gradient_accumulation_steps = accumulation
+    run.state.max_steps = 1  # `train` sets it; after the last step no batch is fetched
     return run.get_batch_samples(iter(run.get_train_dataloader()), accumulation, run.args.device)
 
 

@@ -72,7 +72,7 @@ def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
     again = resume(folder, True)
     assert again._resumed[0] == str(folder / "checkpoint-10")
     assert torch.equal(weights(again), weights(run))
-    assert "checkpoint-15 is passed over, because its file `model.safetensors` has 4 bytes of" in caplog.text
+    assert "checkpoint-15 is skipped, because its file `model.safetensors` has 4 bytes of" in caplog.text
 
 
 def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
@@ -88,7 +88,7 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
         (tmp_path / name / "trainer_state.json").unlink()
     anew = trainer(tmp_path, texts(40), **settings)
     anew.train(resume_from_checkpoint="newest")
-    assert anew._resumed is None and "Starting anew: checkpoint-6 is passed over" in caplog.text
+    assert anew._resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):
-    (pack,) = shown_packs(run._planner(run._documents, "stream"), run._reader, 1)
+    (pack,) = shown_packs(run._make_planner(), run._reader, 1)
     text = pack_text(pack, run.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]

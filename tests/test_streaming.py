@@ -598,4 +598,4 @@ def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
 
 def test_ranks_that_read_different_streams_are_refused(two_ranks):
     for message in two_ranks["different"]:
-        assert "with others on 1 of 2 ranks" in message and "`seed`" in message
+        assert "with other tokens on 1 of 2 ranks" in message and "`seed`" in message

@@ -8,7 +8,7 @@
 # TRAIN     the script to run (default examples/train.py)
 #
 # Every node needs this folder, the environment and the dataset under the same path. Variables for all ranks (NCCL_...,
-# HF_...) go into a file `.deepspeed_env` in the home folder, one NAME=VALUE per line: ssh does not hand them on.
+# HF_...) go into a file `.deepspeed_env` in the home folder, one NAME=VALUE per line: ssh does not pass them on.
 set -euo pipefail
 
 hostfile=${HOSTFILE:-examples/launch/hostfile}

@@ -100,7 +100,7 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
     )
 
 
-def model_config(args: argparse.Namespace) -> Any:
+def load_model_config(args: argparse.Namespace) -> Any:
     """The config of `--model`; None without this flag."""
     if args.model is None:
         return None
@@ -109,11 +109,11 @@ def model_config(args: argparse.Namespace) -> Any:
     return AutoConfig.from_pretrained(args.model)
 
 
-def cost_model(args: argparse.Namespace) -> "CostModel":
+def load_cost_model(args: argparse.Namespace) -> "CostModel":
     """The cost model of `--model`, else of a Llama with 7B parameters."""
-    from ..data.model_costs import cost_model
+    from ..data.model_costs import make_cost_model
 
-    return cost_model(model_config(args))
+    return make_cost_model(load_model_config(args))
 
 
 def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":

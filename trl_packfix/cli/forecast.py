@@ -19,6 +19,7 @@ from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..training.config import SFTConfig
+from ..training.planner import make_planner
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
 
@@ -88,7 +89,8 @@ def forecasts(
         policy = _policy(config)
         if documents is None or policy != made_for:
             documents, made_for = make_documents(reader, *policy), policy
-        planner = _planner(documents, config, world_size, cost_model, synchronisation)
+        batch_size = config.per_device_train_batch_size
+        planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
         report = make_report(planner, config.effective_overlong, reader)
         # only of the documents that the epoch reaches, like the imbalance
         flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
@@ -102,7 +104,8 @@ def forecasts(
 
 def planner_for(reader: Rows, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
     """The planner of a training run with this config on `world_size` ranks."""
-    return _planner(make_documents(reader, *_policy(config)), config, world_size, cost_model)
+    documents = make_documents(reader, *_policy(config))
+    return make_planner(config, documents, cost_model, world_size, "micro", config.per_device_train_batch_size)
 
 
 def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
@@ -110,30 +113,6 @@ def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     wrapped = STRATEGIES[config.packing_strategy].cuts_blocks
     return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
-
-
-def _planner(
-    documents: Documents,
-    config: SFTConfig,
-    world_size: int,
-    cost_model: CostModel,
-    synchronisation: Synchronisation = "micro",
-) -> EpochPlanner:
-    assert config.max_length is not None
-    return EpochPlanner(
-        documents,
-        config.packing_strategy,
-        batch_size=config.per_device_train_batch_size,
-        max_length=config.max_length,
-        accumulation=config.gradient_accumulation_steps,
-        world_size=world_size,
-        seed=config.seed if config.data_seed is None else config.data_seed,
-        shuffle=config.train_sampling_strategy != "sequential",
-        balance=config.balance,
-        drop_last=config.dataloader_drop_last,
-        synchronisation=synchronisation,
-        cost_model=cost_model,
-    )
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
-    config = flags.model_config(args)
+    config = flags.load_model_config(args)
     positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     for length in args.max_length or ():
         if positions is not None and length > positions:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), positions)
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
-    model = flags.cost_model(args)
+    model = flags.load_cost_model(args)
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=len(configs) * len(args.world_size))

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = flags.packing_config(args, args.max_length, args.strategy)
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
-    planner = planner_for(reader, config, args.world_size, flags.cost_model(args))
+    planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args))
     if args.plot:
         try:
             make_report(planner, config.effective_overlong, reader).plot(args.plot)

@@ -20,7 +20,6 @@ from ..planning.balance import Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
-from . import model_costs
 from .cache import cached_documents
 from .checks import (
     check_choice,
@@ -32,6 +31,7 @@ from .checks import (
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import Documents
 from .epochs import EpochPlanner
+from .model_costs import make_cost_model
 from .reader import Rows, TokenReader
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
@@ -238,7 +238,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         seed,
         shuffle,
         synchronisation=synchronisation,
-        cost_model=cost_model if isinstance(cost_model, CostModel) else model_costs.cost_model(cost_model),
+        cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
         writes_cache=rank == 0,
     )
     return document_loader(

@@ -27,7 +27,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_topk")
 
 
-def cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) -> CostModel:
+def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) -> CostModel:
     """The cost model of a causal language model with this config, on text alone.
 
     Args:

@@ -1,7 +1,8 @@
-"""Rows that cannot be tokenised, found with TRL's own preparation of one row at a time: refused, or left out.
+"""Rows that cannot be tokenised: found by running TRL's own preparation on single rows, and refused or dropped.
 
-A table goes through TRL's maps as it is, and is looked through only after these have failed. With `bad_rows="drop"`,
-and of a stream always, TRL's functions run in one map that gives a row without tokens the reason (column `BAD_ROW`).
+By default a table goes through TRL's maps unchanged, and rows are tried one by one only after a map has failed. With
+`bad_rows="drop"`, and for streams always, TRL's functions run inside one map. For a row that fails, this map returns no
+tokens and writes the reason to the column `BAD_ROW`.
 """
 
 import copy
@@ -20,8 +21,8 @@ from .config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
-NUM_SHOWN = 10  # rows that a message names
-NUM_TRIED = 1000  # rows of a stream that are tried to find one that can be tokenised
+NUM_SHOWN = 10  # bad rows named in a message
+NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
 CHATML = ("role", "content")
 TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
 
@@ -37,19 +38,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Stands in for a stream while TRL prepares it: `map` records a step, iterating tries all steps on each row.
+    """Replaces a stream while TRL prepares it: `map` records a step, and iterating applies all steps to each row.
 
-    It gives the rows that can be prepared, as TRL looks at the first of them to choose its steps.
+    Iterating yields the rows that can be prepared. TRL reads the first of them to choose its steps.
 
     Raises:
-        ValueError: when it is iterated, no row can be prepared.
+        ValueError: on iteration, no row can be prepared.
     """
 
     rows: Iterable[dict[str, Any]]
     name: str
     text_field: str
     steps: tuple[Step, ...] = ()
-    column_names = None  # not known before a row is read, as of a stream
+    column_names = None  # unknown before a row is read, as for a stream
 
     def map(
         self,
@@ -85,13 +86,13 @@ def prepared(
     prepare: Callable[..., Any],
     marks: bool,
 ) -> Dataset | IterableDataset:
-    """What TRL makes of a dataset, or of those of its rows that can be tokenised.
+    """Prepare a dataset as TRL does, and refuse or drop the rows that cannot be tokenised.
 
     Args:
-        prepare: TRL's `_prepare_dataset` as a function of a dataset, of `args`, and of `is_formatted`, False where the
-            rows have gone through the user's formatting function.
-        marks: with `bad_rows="drop"`, rows to leave out stay in place, without tokens and with the reason in the
-            column `BAD_ROW`.
+        prepare: TRL's `_prepare_dataset` as a function of a dataset, `args` and `is_formatted`. The last is False if
+            the user's formatting function has already been applied to the rows.
+        marks: with `bad_rows="drop"`, keep bad rows in place, without tokens and with the reason in the column
+            `BAD_ROW`, instead of removing them.
 
     Raises:
         ValueError: with `bad_rows="raise"`, rows cannot be tokenised; with "drop", no row can.
@@ -112,12 +113,12 @@ def prepared(
             return prepare(dataset, args)
         except Exception as error:
             failure = error
-        if dataset.format["type"] != "custom":  # which TRL refuses
+        if dataset.format["type"] != "custom":  # TRL refuses transforms itself
             found = _with_tokens(dataset, name, args, prepare, tokens_only=True)
             bad = _bad_rows(found)
             if len(bad):
                 _refuse(name, _first(found, bad), len(bad), len(dataset))
-        raise failure  # it was not about any row
+        raise failure  # no single row was the cause
     with global_then_local_main_first():
         dataset = _with_tokens(dataset, name, args, prepare, marks)
     bad = _bad_rows(dataset)
@@ -144,6 +145,7 @@ def _bad_rows(dataset: Dataset) -> np.ndarray:
 
 
 def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
+    """Row number and reason of the first bad rows."""
     reasons = dataset.select(bad[:NUM_SHOWN]).with_format(None)[BAD_ROW]
     return list(zip(bad[:NUM_SHOWN].tolist(), reasons, strict=True))
 
@@ -170,7 +172,7 @@ def _recorded(rows: Any, name: str, args: SFTConfig, prepare: Callable[..., Any]
 
 
 def _removed(columns: list[str], steps: tuple[Step, ...]) -> list[str]:
-    """Those of the columns that TRL removes: it renames what is in `conversations`, which is then of another type."""
+    """The columns that TRL removes. (It renames keys inside `conversations`, which changes the type of that column.)"""
     return [column for column in columns if any(column in step.removed for step in steps)]
 
 
@@ -216,14 +218,14 @@ def _refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> 
         f"{count} of {total} rows of the {name} dataset cannot be tokenised; the first are "
         f"{[number for number, _ in first]}. Row {row}: {reason}. Every row must go through the chat template and the "
         "tokenizer. Correct or remove these rows (`dataset.select`), set `chat_template_path` to a template that takes "
-        'them, or set `bad_rows="drop"`, which leaves them out, counted, where others remain.'
+        'them, or set `bad_rows="drop"`, which drops and counts them as long as other rows remain.'
     )
 
 
 def _reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
-    """Why a row cannot be tokenised: what it lacks, where that can be seen, and the error."""
+    """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, RuntimeError) and "assistant_only_loss" in str(error):
-        # TRL's own error, which says at length what to look for
+        # Replaces TRL's own error, which is long
         return "no assistant tokens under the chat template (see its `{% generation %}` markers, `assistant_only_loss`)"
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
     gap = _gap(row, text_field)
@@ -231,7 +233,7 @@ def _reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
 
 
 def _gap(row: dict[str, Any], text_field: str) -> str | None:
-    """The first thing in a row that is not what TRL's documentation says."""
+    """The first field of a row that does not have the form in TRL's documentation."""
     for column in ("messages", "conversations", "prompt", "completion", text_field):
         if column not in row:
             continue

@@ -1,4 +1,4 @@
-"""What the trainer does at fixed moments: before the first step, at each epoch, with each checkpoint."""
+"""Callbacks of the trainer: before the first step, at each epoch, with each checkpoint."""
 
 import logging
 from dataclasses import replace
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BeforeTraining(TrainerCallback):
-    """Refuses evaluation sets without a loss before the first step, not at the first evaluation."""
+    """Refuses evaluation sets without a trained token before the first step, not at the first evaluation."""
 
     def __init__(self, trainer: "ExactEvaluation"):
         self.trainer = trainer
@@ -32,7 +32,7 @@ class BeforeTraining(TrainerCallback):
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Proves isolation on the model as it will train, on all ranks together; shows the report and saves it."""
+    """Proves isolation on the wrapped model, on all ranks together, then shows and saves the report."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -49,7 +49,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
-        # into the loggers, and with the log history into trainer_state.json
+        # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {
                 "isolation/max_change": isolation.max_change,
@@ -62,18 +62,18 @@ class BeforeFirstStep(TrainerCallback):
         )
 
     def end(self) -> None:
-        """Training is over, or has failed: the model is free for other uses."""
+        """Give the model back its own attention, after training has ended or failed."""
         self.trainer.packed_model.rest()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was cut, split and dropped stays with the weights that were trained without it."""
+        """Save the report in every checkpoint: it counts what was cut, split and dropped."""
         if args.packing_report and self.trainer.is_world_process_zero():
             folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
             self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 class PlanAhead(TrainerCallback):
-    """Starts the process at the beginning of every epoch but the last, on one rank of each node."""
+    """Starts the process that plans the next epoch, at the start of every epoch but the last, on one rank per node."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -81,9 +81,9 @@ class PlanAhead(TrainerCallback):
         self._has_warned = False
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.end()  # what is not there yet is made by the ranks themselves now
+        self.end()  # if the plan of this epoch is not ready, the ranks make it themselves
         planner = self.trainer._train_planner
-        if planner is None:  # the loader is the user's own
+        if planner is None:  # the user made the loader
             return
         epoch = state.global_step // planner.num_steps + 1
         if args.local_process_index == 0 and planner.shuffle and epoch < state.num_train_epochs:
@@ -93,22 +93,24 @@ class PlanAhead(TrainerCallback):
                 self._warn(str(error))
 
     def end(self) -> None:
-        """To be called when training ends, well or not."""
+        """Stop the process. Called when training ends or fails."""
         if self._next is not None and (problem := self._next.end()) is not None:
             self._warn(problem)
         self._next = None
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
-            logger.warning("The next epoch could not be planned ahead (%s); each rank plans it as it begins.", problem)
+            logger.warning(
+                "The next epoch could not be planned ahead (%s). Each rank plans it when it begins.", problem
+            )
         self._has_warned = True
 
 
 class StreamCallback(TrainerCallback):
-    """Reports, with each checkpoint and at the end, what was read and trained.
+    """Reports with each checkpoint, and at the end, what was read and trained.
 
     Raises:
-        ValueError: when training begins, the ranks read different streams.
+        ValueError: at the start of training, the ranks read different streams.
     """
 
     def __init__(self, trainer: Any):
@@ -122,9 +124,10 @@ class StreamCallback(TrainerCallback):
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(
-                f"The stream begins with {len(firsts[0])} tokens on rank 0 and with others on {len(other)} of "
-                f"{args.world_size} ranks (the first is rank {other[0]}). Ranks share one stream, and if each reads "
-                "another, documents are trained twice or never. Give `shuffle` a `seed`, and every rank the same files."
+                f"The stream begins with {len(firsts[0])} tokens on rank 0 and with other tokens on {len(other)} of "
+                f"{args.world_size} ranks (the first is rank {other[0]}). All ranks share one stream. If they read "
+                "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
+                "files."
             )
 
     def on_save(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
@@ -136,9 +139,9 @@ class StreamCallback(TrainerCallback):
             self.trainer.packing_report.show()
 
     def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
-        """The report again, with what was read and trained until so many steps; all ranks together."""
+        """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
         counts, before = stream.counts(num_steps), self.trainer.packing_report
-        if stream.share.count < stream.world_size:  # each rank knows its own shards only
+        if stream.share.count < stream.world_size:  # each rank has counted its own shards only
             counts = sum(gather_object([counts]), StreamCounts())
         report = make_stream_report(stream, args.max_steps, counts)
         self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)

@@ -1,8 +1,7 @@
-"""Which checkpoints are whole: the last file of a checkpoint names all others with their sizes.
+"""Which checkpoints are whole: `packing_state.json` lists all other files of a checkpoint with their sizes.
 
-`packing_state.json` is written when every rank has written its part, and before the Trainer's own last file. So a
-checkpoint without either, or with a file that is missing or of another size, is unfinished or damaged: it is reported
-and not loaded.
+It is written after every rank has written its part, and before the Trainer's own last file. A checkpoint without these
+two files, or with a file that is missing or of another size, is unfinished or damaged. It is reported and not loaded.
 """
 
 import json
@@ -24,16 +23,19 @@ FILE = "packing_state.json"
 
 
 def begin(checkpoint: Path) -> dict[str, int]:
-    """Files of an earlier run that came further, with the times of their writing; no longer called whole from here."""
-    for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first it is unfinished at once
+    """Mark a checkpoint folder as unfinished, and return the files that an earlier run wrote there.
+
+    Returns the time of the last write in ns for each file name. The folder has files if an earlier run got further.
+    """
+    for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first file it counts as unfinished at once
         (checkpoint / name).unlink(missing_ok=True)
     return {name: stat.st_mtime_ns for name, stat in _files(checkpoint)}
 
 
-def save_state(checkpoint: Path, state: dict[str, Any], left_over: dict[str, int]) -> None:
-    """Write the file, with the sizes of all files that were written since `begin`, whole or not at all."""
-    # What a callback writes comes later, over the left-over file of the same name: its size is not known yet.
-    files = {name: stat.st_size for name, stat in _files(checkpoint) if stat.st_mtime_ns != left_over.get(name)}
+def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str, int]) -> None:
+    """Write `packing_state.json` atomically, with the sizes of all files written since `begin`."""
+    # Files of an earlier run are not listed: callbacks overwrite them later, and their size is not known yet.
+    files = {name: stat.st_size for name, stat in _files(checkpoint) if stat.st_mtime_ns != earlier_files.get(name)}
     text = json.dumps({"version": VERSION, "trl_packfix": __version__, **state, "files": files}, indent=2)
     unfinished = checkpoint / f"{FILE}.{os.getpid()}"
     with unfinished.open("w") as stream:
@@ -53,7 +55,7 @@ def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be whole, or None. One that this package has not written is judged by its state alone."""
+    """Why a checkpoint cannot be whole, or None. Without `packing_state.json` only the Trainer's own state is read."""
     for name in (TRAINER_STATE_NAME, FILE):
         file = checkpoint / name
         if name == FILE and not file.exists():
@@ -78,55 +80,57 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `save_state` wrote, or None if the checkpoint is not of a packed run of this package."""
+    """What `save_state` wrote, or None if the checkpoint is not from a packed run of this package."""
     file = checkpoint / FILE
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a folder, and why each newer one is passed over."""
-    passed_over: list[str] = []
+    """The newest whole checkpoint of a folder, and the reason why each newer one is skipped."""
+    skipped: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
         problem = damage(Path(path))
         if problem is None:
-            return Path(path), passed_over
-        passed_over.append(f"{Path(path).name} is passed over, because {problem}")
-    return None, passed_over
+            return Path(path), skipped
+        skipped.append(f"{Path(path).name} is skipped, because {problem}")
+    return None, skipped
 
 
 def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str | None, str | None]:
-    """The whole checkpoint to resume from, and a warning: for `True` the newest of `output_dir`, else the one named.
+    """The whole checkpoint to resume from, and a warning or None.
 
-    "newest" is `True` for job scripts that start again by themselves: None where there is no whole checkpoint yet.
+    Args:
+        given: a folder; True for the newest whole checkpoint in `output_dir`; or "newest", for job scripts that restart
+            by themselves: like True, but without a whole checkpoint the result is None and training starts anew.
 
     Raises:
-        ValueError: what was given is no folder, unfinished or damaged; the newest whole checkpoint is named.
+        ValueError: `given` is not a folder, or is unfinished or damaged. The message names the newest whole checkpoint.
     """
     why = "Training cannot continue from a part of its state."
     if given is True or given == "newest":
-        whole, passed_over = newest_whole(Path(output_dir))
+        whole, skipped = newest_whole(Path(output_dir))
         if whole is None and given == "newest":
-            return None, f"Starting anew: {'; '.join(passed_over)}." if passed_over else None
+            return None, f"Starting anew: {'; '.join(skipped)}." if skipped else None
         if whole is None:
-            reasons = f" ({'; '.join(passed_over)})" if passed_over else ""
+            reasons = f" ({'; '.join(skipped)})" if skipped else ""
             raise ValueError(
                 f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
                 f"{reasons}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a checkpoint elsewhere."
             )
-        return str(whole), f"Resuming from {whole}: {'; '.join(passed_over)}." if passed_over else None
+        return str(whole), f"Resuming from {whole}: {'; '.join(skipped)}." if skipped else None
     problem = damage(Path(str(given)))
     if problem is not None:
         whole, _ = newest_whole(Path(str(given)).parent)
-        instead = "None beside it is whole: leave it unset to start anew"
+        instead = "No other checkpoint in its folder is whole: leave it unset to start anew"
         if whole is not None:
-            instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one beside it'
+            instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
         if not Path(str(given)).is_dir():
             raise ValueError(
                 f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (in Python, "
                 f"`True` means the newest in {output_dir!r}). {why} {instead}."
             )
         raise ValueError(
-            f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}: the run ended while it was written, or "
+            f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}. The run ended while it was written, or "
             f"it was damaged later. {why} {instead}."
         )
     return str(given), None

@@ -1,4 +1,4 @@
-"""What packing cannot do with this model, collator and engine, found before work starts."""
+"""Checks of the model, collator, datasets and engine: what packing does not support, found before training starts."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from ..planning.balance import Synchronisation
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
 
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of images, video and sound
 
 
-def model_config(model: Any, args: SFTConfig) -> PretrainedConfig:
-    """The text config of a model that is given as an object or as a name."""
+def text_config(model: Any, args: SFTConfig) -> PretrainedConfig:
+    """The text config of a model, given as an object or by name."""
     if isinstance(model, str):
         init: Any = args.model_init_kwargs or {}
         config = AutoConfig.from_pretrained(
@@ -34,18 +34,18 @@ def check_overrides(trainer_class: type[trl.SFTTrainer]) -> None:
     if trainer_class._get_train_sampler is not trl.SFTTrainer._get_train_sampler:
         raise ValueError(
             f"`{trainer_class.__name__}._get_train_sampler` was given with packing. Packs are planned from the lengths "
-            "of all documents and no sampler is called, so yours would be ignored. Set `packing=False`, or bring the "
-            'dataset into your order, set `train_sampling_strategy="sequential"` and remove the method.'
+            "of all documents and no sampler is called, so the method would be ignored. Set `packing=False`, or order "
+            'the dataset itself, set `train_sampling_strategy="sequential"` and remove the method.'
         )
 
 
 def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:
-    """What can be refused before a model is loaded or a token is made. Only called with packing.
+    """Refuse what packing does not support, before the model is loaded and the dataset is tokenised.
 
     Raises:
-        ValueError: an encoder-decoder, a loss that depends on the ranks, vision data, a custom collator, prompt
-            learning, positions that do not exist; with an iterable dataset also another strategy than `stream`, no
-            `max_steps`, `dataloader_drop_last`.
+        ValueError: an encoder-decoder, a custom collator, a loss that depends on the number of ranks, images, video or
+            audio, prompt learning, a `max_length` beyond the model's positions. With an iterable dataset also a
+            strategy other than `stream`, no `max_steps`, or `dataloader_drop_last`.
     """
     if not isinstance(model, str) and getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
@@ -62,7 +62,7 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError(
             f"`average_tokens_across_devices=False` was given with packing on {args.world_size} ranks. Ranks hold "
-            "different numbers of trained tokens, and a mean of their means is not the loss per token (the difference "
+            "different numbers of trained tokens, so the mean of their means is not the loss per token (the difference "
             "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
         )
     if isinstance(train_dataset, IterableDataset):
@@ -79,10 +79,10 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
         if config.is_prompt_learning:
             raise ValueError(
                 f"The adapter is {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens, and packing "
-                "is on. Virtual tokens stand once before a row, so the documents of a pack would share them or lose "
+                "is on. Virtual tokens are put once before a row, so the documents of a pack would share them or lose "
                 "them. Use LoRA, or set `packing=False`."
             )
-    positions = getattr(model_config(model, args), "max_position_embeddings", None)
+    positions = getattr(text_config(model, args), "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
@@ -92,23 +92,23 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
 
 
 def _check_stream(args: SFTConfig) -> None:
-    """What cannot be done with an iterable dataset, whose documents and their number are not known before they come."""
+    """Refuse settings that need all documents, or their number, before training: an iterable dataset has neither."""
     if not STRATEGIES[args.packing_strategy].packs_streams:
         raise ValueError(
             f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "
-            "documents of an epoch, and a stream is known only as far as it was read. Set "
+            "documents of an epoch, and a stream is known only as far as it has been read. Set "
             '`packing_strategy="stream"`, or load the dataset without streaming.'
         )
     if args.max_steps <= 0:
         raise ValueError(
             f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "
-            "so the end of training and the learning-rate schedule cannot be known from it. Set `max_steps` to the "
+            "so the number of steps and the learning-rate schedule cannot be computed. Set `max_steps` to the "
             "optimizer steps to train; the stream begins again when it ends."
         )
     if args.dataloader_drop_last:
         raise ValueError(
             "`dataloader_drop_last=True` was given with an `IterableDataset`. The last packs of a pass are split "
-            "between the micro-batches of one more step, so nothing is incomplete and nothing can be dropped. Set "
+            "between the micro-batches of one more step, so nothing is incomplete and there is nothing to drop. Set "
             "`dataloader_drop_last=False`."
         )
 
@@ -119,7 +119,7 @@ def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
 
 
 def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
-    """With `skip_prepare_dataset`, what is checked else when TRL prepares a set."""
+    """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
     if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
         return
     eval_packing = args.packing if args.eval_packing is None else args.eval_packing
@@ -138,7 +138,7 @@ def synchronisation(accelerator: Any) -> Synchronisation:
     """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
 
     ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss
-    gathers metrics in every micro-batch, whatever the engine; `objective` does so once per log.)
+    gathers metrics in every micro-batch under every engine; `objective` gathers them once per log.)
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
@@ -148,7 +148,7 @@ def synchronisation(accelerator: Any) -> Synchronisation:
 def check_parallelism(accelerator: Any) -> None:
     """Refuse tensor, context, sequence and pipeline parallelism: the data-parallel rank is not the process index there.
 
-    They are asked for in accelerate's `ParallelismConfig` or in DeepSpeed's config.
+    They are set in accelerate's `ParallelismConfig` or in DeepSpeed's config.
 
     Raises:
         ValueError: a size above 1.
@@ -174,25 +174,26 @@ def check_parallelism(accelerator: Any) -> None:
             )
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         raise ValueError(
-            "Megatron-LM was chosen as the engine with packing. It shares one document among ranks and reads data by "
+            "Megatron-LM was chosen as the engine with packing. It splits a document over ranks and reads data with "
             "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
         )
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Refuse a model that `device_map` has split over several devices, as "auto" does with all GPUs that are visible.
+    """Refuse a model that `device_map` has split over several devices, as "auto" does with all visible GPUs.
 
-    TRL sets "auto" for a model given by name in a single process.
+    TRL sets "auto" for a model given by name in a single process. Modules offloaded to "cpu" or "disk" do not count:
+    they run on another device.
 
     Raises:
-        ValueError: more than one device, modules that are offloaded to "cpu" or "disk" not counted: they run elsewhere.
+        ValueError: the model is on more than one device.
     """
     parts = getattr(model, "hf_device_map", None) or {}
     devices = sorted({str(device) for device in parts.values()} - {"cpu", "disk"})
     if len(devices) > 1:
         raise ValueError(
             f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and packing "
-            "is on. The boundaries of a pack lie on one device, and modules on the others would not find them there. "
+            "is on. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
             "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
             "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
         )

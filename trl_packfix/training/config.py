@@ -1,4 +1,4 @@
-"""TRL's config and ours: the fields of packing, and the checks that need nothing but the config."""
+"""`SFTConfig`: TRL's config with the fields of packing, and the checks that need only the config."""
 
 import copy
 from dataclasses import dataclass, field, fields
@@ -31,24 +31,24 @@ class SFTConfig(trl.SFTConfig):
             documents do not see each other), `"minibatch"` trains in every optimizer step on the documents of the
             unpacked run, without its padding. `padding_free=True` without `packing` means `"minibatch"`.
         overlong (`str`, *optional*):
-            What happens to documents longer than `max_length`: `"truncate"` (at the side that `truncation_mode`
-            says), `"split"`, `"drop"` or `"raise"`. Unset, it is what the strategy implies: `"split"` for
-            `"bfd_split"` and `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
+            What happens to documents longer than `max_length`: `"truncate"` (`truncation_mode` sets the side),
+            `"split"`, `"drop"` or `"raise"`. If unset, the strategy decides: `"split"` for `"bfd_split"` and
+            `"wrapped"`, else `"truncate"`. Evaluation always truncates, or raises.
         bad_rows (`str`, *optional*, defaults to `"raise"`):
             What happens to rows that the tokenizer or its chat template cannot take: `"raise"` stops and names them,
-            `"drop"` leaves them out, of training counted in the report. With or without packing, of tables and
-            streams.
+            `"drop"` leaves them out and, in training, counts them in the report. It works with and without packing, and
+            for tables and streams.
         on_leak (`str`, *optional*, defaults to `"repair"`):
             What to do when the probe finds, before the first step, that documents influence each other on this model:
-            `"repair"` makes the modules where information crosses see each document by itself, and unpacks where that
-            does not help; `"unpack"` trains on the same documents as rows of padded batches (right, slower, and said
-            so); `"raise"` stops.
+            `"repair"` runs the modules where information crosses on each document separately, and unpacks if that does
+            not help; `"unpack"` trains on the same documents as rows of padded batches (correct but slower, and
+            reported); `"raise"` stops.
         balance (`str`, *optional*, defaults to `"step"`):
             `"step"` gives all ranks packs of similar cost in each micro-step, `"none"` packs as they come.
         document_weighting (`str`, *optional*, defaults to `"token"`):
             `"token"`: every trained token of an optimizer step counts the same, as in TRL. `"document"`: every document
-            does (LongAlign), and inside it every trained token; a fragment of a split document is a document. With or
-            without packing. Evaluation counts tokens.
+            does (LongAlign), and within a document every trained token. A fragment of a split document is a document.
+            It works with and without packing. Evaluation always counts tokens.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
             On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
             model, which may build a (T, T) mask per pack.
@@ -91,8 +91,8 @@ class SFTConfig(trl.SFTConfig):
         default="repair",
         metadata={
             "help": "What to do when documents in a pack influence each other on this model: 'repair' makes the "
-            "modules where information crosses see each document by itself (and unpacks where that does not help), "
-            "'unpack' trains on the same documents as rows of padded batches (right, but slower), 'raise' stops.",
+            "modules where information crosses see each document by itself (and unpacks if that does not help), "
+            "'unpack' trains on the same documents as rows of padded batches (correct, but slower), 'raise' stops.",
             "choices": list(ON_LEAK),
         },
     )
@@ -123,7 +123,7 @@ class SFTConfig(trl.SFTConfig):
         metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
     )
 
-    if TYPE_CHECKING:  # TRL's fields, as narrow as they are with packing
+    if TYPE_CHECKING:  # TRL's fields, with the values that packing accepts
         truncation_mode: TruncationMode = "keep_start"
         pad_to_multiple_of: int | None = None
 
@@ -138,7 +138,7 @@ class SFTConfig(trl.SFTConfig):
 
 
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
-    """A config of ours from whatever a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
+    """Make our `SFTConfig` from what a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
 
     The caller's object is not changed. TRL's `SFTConfig` keeps its `packing_strategy`: its "bfd" means bfd.
     """
@@ -147,7 +147,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     if isinstance(args, SFTConfig):
         return copy.copy(args)
     if isinstance(args, trl.SFTConfig):
-        # Copied field by field and not constructed again: `__post_init__` has run, and is not meant to run twice.
+        # Copied field by field: constructing it again would run `__post_init__` a second time.
         ours = object.__new__(SFTConfig)
         for name in (f.name for f in fields(SFTConfig) if f.name not in vars(args)):
             setattr(ours, name, SFTConfig.__dataclass_fields__[name].default)
@@ -160,7 +160,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
 
 
 def check_config(args: SFTConfig) -> None:
-    """Refuse settings of packing that do not exist or contradict each other.
+    """Refuse settings of packing that are unknown or contradict each other.
 
     Raises:
         ValueError: with what was given, why it cannot work, and what to set.
@@ -179,14 +179,14 @@ def check_config(args: SFTConfig) -> None:
     if not (args.packing or args.padding_free):
         if args.overlong is not None:
             raise ValueError(
-                f"`overlong={args.overlong!r}` was given with `packing=False`. It is the policy of packing; unpacked "
+                f"`overlong={args.overlong!r}` was given with `packing=False`. It is a setting of packing; unpacked "
                 "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
             )
         return
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of"):
         if getattr(args, name) is not None:
             check_count(name, getattr(args, name))
-    if args.packing or args.max_length is not None:  # `padding_free` alone has no capacity to fill
+    if args.packing or args.max_length is not None:  # `padding_free` alone does not need a capacity
         check_max_length(args.max_length, args.per_device_train_batch_size)
     check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":

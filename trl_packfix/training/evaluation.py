@@ -1,15 +1,16 @@
 """Evaluation that does not depend on packing: total loss over total trained tokens of the whole set.
 
-A mean of batch means moves with the batch size, with packing and with the number of ranks; a ratio of totals does not.
-Of a set without a trained token there is no ratio: where a loss is all that is asked for it is refused, elsewhere it is
+A mean of batch means changes with the batch size, with packing and with the number of ranks. A ratio of totals does
+not. A set without a trained token has no such ratio. It is refused if only a loss is computed; otherwise the loss is
 left out.
-The loss is the negative log-likelihood whatever the training loss is (dft, label smoothing and auxiliary losses do not
-enter it). Where the user says what the loss is, by `compute_loss_func` or by a subclass with a `compute_loss` or
-`prediction_step` of its own, evaluation is TRL's, and said so.
+
+The loss is the negative log-likelihood for every training loss. It does not contain dft, label smoothing or auxiliary
+losses. If the user defines the loss, with `compute_loss_func` or with a subclass that has its own `compute_loss` or
+`prediction_step`, evaluation is TRL's, and a warning says so.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,16 +22,15 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..compat import forget_evaluation
 from ..data.cache import cached_documents
-from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
-from ..isolation.packed_model import PackedModel
-from ..planning.costs import CostModel
 from .checks import check_tokenised
 from .objective import PackedObjective
 
@@ -65,7 +65,7 @@ class EvaluationTotals:
         return batch[0] / batch[3].clamp(min=1)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
-        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty where nothing was trained or counted."""
+        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted."""
         loss, entropy, correct, tokens = accelerator.reduce(self.sums, reduction="sum").tolist()
         if not tokens:
             return {}
@@ -73,17 +73,10 @@ class EvaluationTotals:
 
 
 class ExactEvaluation(PackedObjective):
-    """The part of the trainer that evaluates and predicts: every document once, numbers from totals."""
+    """The part of the trainer that evaluates and predicts: every document once, metrics from totals."""
 
-    packed_model: PackedModel
-    eval_dataset: Any
+    eval_dataset: Any  # a dataset, or several by name
     _has_said_whose_loss = False
-    _cost_model: CostModel
-    _vocab_size: int | None
-    _padded_collator: Any  # what an unpacked run collates with
-    _packed_collator: Callable[[], PackedDataCollator]
-    _packed_model: Callable[[], PackedModel]
-    _loader: Callable[..., DataLoader]
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -101,13 +94,13 @@ class ExactEvaluation(PackedObjective):
         return self._evaluation_loader(table, needs_logits=True)
 
     def _table(self, dataset: Any) -> Any:
-        """An evaluation set that is a stream, read into memory: it ends, and all of it is evaluated each time."""
+        """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
         if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
             return read_whole(dataset)
         return dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
-        """Whether the loader of this dataset can be ours: a table of tokens, and no collator of the user's."""
+        """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
         return (
             isinstance(dataset, datasets.Dataset)
             and "input_ids" in dataset.column_names
@@ -119,8 +112,9 @@ class ExactEvaluation(PackedObjective):
         if not packing or (needs_logits and not self.args.prediction_loss_only):
             return False
         if not self.args.packing:
-            return True  # the model hears of boundaries, and is proved, only while it is evaluated
-        # Before training, an engine (DeepSpeed, FSDP) does not exist yet that could be asked; padded numbers are equal.
+            return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
+        # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
+        # Padded batches give the same numbers.
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             with self.packed_model.attending(), self.compute_loss_context_manager():
                 if self.packed_model.isolation is None:
@@ -134,9 +128,12 @@ class ExactEvaluation(PackedObjective):
         return cached_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
 
     def check_evaluation_sets(self) -> None:
-        """Refuse sets of which training would evaluate a loss and which have none; a stream is read only later.
+        """Refuse evaluation sets without a trained token, if training would evaluate a loss on them.
 
-        Whoever evaluates in a way of their own may do so without a trained token.
+        Streams are checked later, when they are read. Nothing is checked if a subclass has its own evaluation.
+
+        Raises:
+            ValueError: a set has no trained token.
         """
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
@@ -152,20 +149,20 @@ class ExactEvaluation(PackedObjective):
         given = documents.ledger.given
         if not documents.ledger.kept.trained_tokens:
             raise ValueError(
-                f"`{prefix}_loss` was asked for, of {given.documents} documents with {given.tokens} tokens, of which "
-                f"{given.trained_tokens} have a label that is not -100, and 0 within "
-                f"`max_length={self.args.max_length}`. A loss is a mean over these tokens, and of none there is no "
-                "mean; 0.0 would pass for the best model. Raise `max_length` or change `truncation_mode` where prompts "
-                "fill it, else check the labels, or evaluate another set."
+                f"Cannot compute `{prefix}_loss`: of {given.tokens} tokens in {given.documents} documents, "
+                f"{given.trained_tokens} have a label that is not -100, and 0 after truncation to "
+                f"`max_length={self.args.max_length}`. The loss is a mean over these tokens, and reporting 0.0 would "
+                "make this the best checkpoint. Raise `max_length` or change `truncation_mode` if prompts fill it; "
+                "otherwise check the labels, or evaluate another set."
             )
 
     def _overridden(self, *methods: str) -> list[str]:
-        """Those of the `methods` that a subclass, or the user on this very object, has replaced."""
+        """The `methods` that a subclass, or an assignment to this object, has replaced."""
         return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
-        # Sets for `predict`, or with `skip_prepare_dataset`, were not looked at before.
+        # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
         check_tokenised(
             dataset, "evaluation", self._vocab_size, args.packing if args.eval_packing is None else args.eval_packing
         )
@@ -174,7 +171,7 @@ class ExactEvaluation(PackedObjective):
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._loader(rows, sampler, PaddedCollator(self._padded_collator))
+            return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
         planner = EpochPlanner(
             documents,
             "bfd",
@@ -185,7 +182,14 @@ class ExactEvaluation(PackedObjective):
             cost_model=self._cost_model,
             writes_cache=args.local_process_index == 0,
         )
-        return self._loader(rows, PackedBatchSampler(planner, args.process_index), self._packed_collator())
+        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), self._make_packed_collator())
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        if forget_evaluation(self.accelerator, self.model):
+            self.model_wrapped = self.model
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def evaluation_loop(
         self,
@@ -197,16 +201,16 @@ class ExactEvaluation(PackedObjective):
     ) -> EvalLoopOutput:
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        # Predictions, metrics and a `prediction_step` of the user's may do without a trained token.
+        # Predictions, metrics and the user's own `prediction_step` do not need a trained token.
         rows = dataloader.dataset
         if prediction_loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
             self._check_trained(rows.documents, metric_key_prefix)
-        self._gather_totals()  # `num_tokens` is logged here, too
+        self._gather_totals()  # `num_tokens` is also logged here
         self._totals = EvaluationTotals(self.accelerator.device)
         if self._loss_of_user is not None and not self._has_said_whose_loss:
             self._has_said_whose_loss = True
             logger.warning(
-                "`eval_loss` is the mean over batches of %s, as in TRL: it moves with the batch size, with packing "
+                "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
                 "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
                 self._loss_of_user,
             )
@@ -224,17 +228,17 @@ class ExactEvaluation(PackedObjective):
             logged.update({key: [value] for key, value in metrics.items()})
             logged["num_tokens"] = [self._total_train_tokens]
         elif self._is_exact:
-            output.metrics.pop(loss, None)  # of no token; the loop says 0.0
+            output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
         return output
 
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
-        """While it runs, the model takes packs; where training is not packed, only after it is proved."""
+        """A context in which the model takes packs. If training is not packed, the model is proved first."""
         if self.args.packing:
             with self.packed_model.attending():
                 yield
             return
-        packed_model = self._packed_model()
+        packed_model = self._make_packed_model()
         with packed_model.attending():
             with self.compute_loss_context_manager():
                 packed_model.prove(self.model).raise_if_leaking()
@@ -242,12 +246,12 @@ class ExactEvaluation(PackedObjective):
 
     @property
     def _is_exact(self) -> bool:
-        """Whether the numbers come from totals; else they are TRL's."""
+        """Whether metrics are computed from totals; otherwise they are TRL's."""
         return self._loss_of_user is None and not self._is_vision_dataset
 
     @property
     def _loss_of_user(self) -> str | None:
-        """What the user has put in the place of the loss, for a message; None: nothing."""
+        """What the user has defined as the loss, for a message; None if nothing."""
         if self.compute_loss_func is not None:
             return "`compute_loss_func`"
         methods = self._overridden("compute_loss", "prediction_step")
@@ -281,5 +285,5 @@ class ExactEvaluation(PackedObjective):
 
 
 def _function(method: Any) -> Any:
-    """The function behind a bound method; None for anything else that was put in its place."""
+    """The function of a bound method; None for anything else."""
     return getattr(method, "__func__", None)

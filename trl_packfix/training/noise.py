@@ -1,4 +1,4 @@
-"""NEFTune's noise, of which each document of a pack gets as much as alone."""
+"""NEFTune's noise on packs: each document gets the amplitude that it gets alone."""
 
 from typing import Any
 
@@ -11,22 +11,24 @@ from ..attention.forwards import ModelHooks
 
 
 class DocumentNoise(ModelHooks):
-    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d), L the length of the document.
+    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d).
 
-    In packed forwards in train mode, whoever calls the model. Probe, evaluation and generation have no noise.
+    L is the length of the document, d the size of the embeddings. Noise is added in every packed forward in train mode.
+    The probe, evaluation and generation have no noise.
     """
 
     def __init__(self, model: PreTrainedModel, alpha: float):
         super().__init__()
         self.model, self.alpha = model, alpha
-        # Lengths and documents of the tokens, of each forward of the whole model that is running; None: not packed
+        # For each running forward of the model: lengths of its documents, (N,), and the document of each token, (1, T).
+        # None for a forward without boundaries.
         self._running: list[tuple[Tensor, Tensor] | None] = []
-        self._num_rows = 0  # that the last of them has embedded
+        self._num_rows = 0  # rows embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
         return [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: a forward that raises must not leave its documents to the next one
+            # always_call: documents of a forward that raises must not reach the next one
             self.model.register_forward_hook(self._leave, always_call=True),
             self.model.get_input_embeddings().register_forward_hook(self._add_noise),
         ]
@@ -47,7 +49,7 @@ class DocumentNoise(ModelHooks):
         lengths, index = running
         if output.shape[:2] == index.shape:
             length = lengths[index]
-        else:  # where documents are unpacked they come as rows, longest first
+        else:  # an unpacked model embeds documents as rows, longest first
             rows, first = lengths.sort(descending=True).values, self._num_rows % len(lengths)
             self._num_rows += len(output)
             length = rows[first : first + len(output), None]

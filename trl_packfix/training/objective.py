@@ -1,26 +1,26 @@
-"""What is minimised, and what is logged about it: the one override of `compute_loss`.
+"""The training loss and its log: the only override of `compute_loss`.
 
 With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
-same, whatever its length (LongAlign, arXiv 2401.18058): the mean over the documents of the whole optimizer step, all
-micro-batches and ranks, of each document's mean over its trained tokens.
+same, whatever its length (LongAlign, arXiv 2401.18058): the loss is the mean over the documents of the whole optimizer
+step (all micro-batches and ranks) of each document's mean over its trained tokens.
 
-NEFTune's noise has on each document of a pack the amplitude that it has on the document alone, and the load-balancing
-statistic of mixtures of experts sees neither padding nor the dummy of an empty rank. Numbers for the log are summed on
-the device (`totals.py`); ranks meet once per logging step and per checkpoint, and no micro-batch waits for its numbers.
+NEFTune's noise has the same amplitude on a document in a pack as on the document alone. The load-balancing statistic of
+mixtures of experts contains neither padding nor the dummy of an empty rank. Numbers for the log are summed on the
+device (`totals.py`). They are gathered over ranks once per logging step and per checkpoint; no micro-batch waits for
+them.
 
-A subclass may compute the loss in its own way: it is given the count of tokens that transformers documents, noise is a
-hook of the model, and tokens and documents are counted when batches are fetched.
+A subclass may compute the loss itself. It gets the token count that transformers documents. Noise is added by hooks of
+the model, and tokens and documents are counted when batches are fetched, so both work for such a loss, too.
 
-Where sums need documents, a document is one with a trained token: training drops the others, so what has none in a
-batch is padding or a dummy.
+In all sums over documents, a document is one with a trained token. Training drops the others, so a document without one
+in a batch is padding or a dummy.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -28,18 +28,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.models import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
+from .config import SFTConfig
+from .loading import PackedLoading
 from .routers import gives_router_logits
 from .totals import TrainingTotals
-
-if TYPE_CHECKING:
-    from ..isolation.packed_model import PackedModel
-    from .config import SFTConfig
 
 NUM_DUMMY_TOKENS = 2
 
 
 class DocumentsAreWeighted(TrainerCallback):
-    """Refuses, before the first optimizer step, a loss of a subclass in which documents have no weight."""
+    """Refuses, before the first optimizer step, a subclass whose loss does not weight documents."""
 
     def __init__(self, trainer: "PackedObjective"):
         self.trainer = trainer
@@ -48,43 +46,36 @@ class DocumentsAreWeighted(TrainerCallback):
         if not self.trainer._totals_of_training.is_scored:
             raise ValueError(
                 f'`document_weighting="document"` was given and `{type(self.trainer).__name__}.compute_loss` does not '
-                "call `super().compute_loss`. What it computes has no weights of documents, so the setting would be "
+                "call `super().compute_loss`. Its loss has no weights of documents, so the setting would be "
                 'ignored. Set `document_weighting="token"`, or change what `super().compute_loss` returns.'
             )
 
 
-class PackedObjective(trl.SFTTrainer):
-    """The part of the trainer that computes the training loss and what is logged about it.
+class PackedObjective(PackedLoading):
+    """The part of the trainer that computes the training loss and logs it.
 
-    `_total_train_tokens` counts real tokens, neither padding nor dummies; it is exact at each log and checkpoint.
+    `_total_train_tokens` counts real tokens, without padding and dummies. It is exact at each log and checkpoint.
     """
 
-    args: "SFTConfig"
-    model: nn.Module
-    packed_model: "PackedModel"  # with packing
-
-    def __init__(self, *, compute_loss_func: Callable | None = None, **kwargs: Any):
-        config = kwargs["args"]
-        self._check_weighting(config, compute_loss_func)
-        super().__init__(compute_loss_func=compute_loss_func, **kwargs)
+    def __init__(self, *, args: SFTConfig, compute_loss_func: Callable | None, **kwargs: Any):
+        self._check_weighting(args, compute_loss_func)
+        super().__init__(args=args, compute_loss_func=compute_loss_func, **kwargs)
         self._check_router_loss()
-        if config.document_weighting == "document" and not self._owns_objective:
+        if args.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
                 f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
-                f"{self.get_sp_size()}). There the loss stays TRL's, which counts tokens. Set "
+                f"{self.get_sp_size()}). There the loss is TRL's, which counts tokens. Set "
                 '`document_weighting="token"`.'
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
-        # TRL's divisor of an unpacked loss then holds the first label of each row, which is no target
-        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
-        if config.packing:
-            # transformers' hook would give every document of a pack the noise of one document of T tokens
+        if args.packing:
+            # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             self.neftune_noise_alpha = None
-        if config.document_weighting == "document":
+        if args.document_weighting == "document":
             self.add_callback(DocumentsAreWeighted(self))
-        if config.packing or config.document_weighting == "document":
-            # The mean is over the whole optimizer step, also for models that transformers would not hand its count
+        if args.packing or args.document_weighting == "document":
+            # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             self.model_accepts_loss_kwargs = True
 
     @staticmethod
@@ -105,7 +96,7 @@ class PackedObjective(trl.SFTTrainer):
         elif not args.average_tokens_across_devices and args.world_size > 1:
             reason = (
                 f"`average_tokens_across_devices=False` on {args.world_size} ranks",
-                "Each rank would take the mean over its own documents, so those of a rank with few would count more",
+                "Each rank would take the mean over its own documents, so those on a rank with few would count more",
             )
         if reason is not None:
             raise ValueError(
@@ -115,7 +106,7 @@ class PackedObjective(trl.SFTTrainer):
 
     @property
     def _owns_objective(self) -> bool:
-        """Images and sequence parallelism are not packed; there everything stays TRL's."""
+        """False for images and sequence parallelism, which are not packed: everything stays TRL's."""
         return not self._is_vision_dataset and self.get_sp_size() == 1
 
     # The loss
@@ -136,7 +127,7 @@ class PackedObjective(trl.SFTTrainer):
         with self._router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # The count is over all ranks, and DDP averages gradients over them
+            # The count is over all ranks, but DDP averages gradients over them
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         _, trained = _documents_of(outputs.label_mask, inputs)
         aux_loss = None
@@ -147,7 +138,7 @@ class PackedObjective(trl.SFTTrainer):
                 loss = loss + self.router_aux_loss_coef * aux_loss / steps
         sums = [outputs.entropy.sum(), outputs.is_top1.sum(), trained.new_zeros(()) if aux_loss is None else aux_loss]
         self._totals_of_training.add_outputs([*sums, outputs.label_mask.new_ones(())])
-        if return_outputs:  # as in TRL: whoever asks wants logits, which the fused LM head does not make
+        if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
@@ -163,7 +154,7 @@ class PackedObjective(trl.SFTTrainer):
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
         if self.compute_loss_func is not None or self._is_smoothed:
-            # Both want full logits; as in TRL, a second forward serves the metrics
+            # Both need full logits. As in TRL, a second forward computes the metrics.
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
             labels = inputs.get("labels")
             if self.compute_loss_func is not None:
@@ -190,7 +181,7 @@ class PackedObjective(trl.SFTTrainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
         if self.args.packing and self.state.global_step >= self.state.max_steps:
-            # Resumed behind its end: transformers looks at `max_steps` only after a step
+            # Resumed after its last step: transformers checks `max_steps` only after a step
             self.control.should_training_stop = True
             return [], None
         self._totals_of_training.start_fetch()
@@ -199,7 +190,8 @@ class PackedObjective(trl.SFTTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
 
-        What else our loss is divided by is remembered until the step is over: documents, and micro-batches with any.
+        The other divisors of our loss are stored for this step: the number of documents, and the number of
+        micro-batches that have documents.
         """
         self._totals_of_training.start_step()
         batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
@@ -209,11 +201,11 @@ class PackedObjective(trl.SFTTrainer):
         for batch, counts in zip(batches, trained, strict=True):
             self._count(batch, counts)
         if self.aux_loss_enabled:
-            # A statistic per micro-batch with documents; TRL's number of micro-batches where none is empty
+            # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
             filled = torch.stack([(counts > 0).any().float() for counts in trained]).sum().to(device)
             self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
-            # One label per document is counted like a token, whatever transformers does about ranks
+            # transformers counts one label per document as if it were a token, so ranks are treated alike
             marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in trained]
             documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
             self._num_documents = super()._get_num_items_in_batch(documents, device)
@@ -222,17 +214,17 @@ class PackedObjective(trl.SFTTrainer):
     # Auxiliary terms
 
     def _check_router_loss(self) -> None:
-        """No router loss for a model without a router: TRL goes by the fields of the config alone.
+        """Switch the router loss off for a model without a router. (TRL reads the fields of the config alone.)
 
         Raises:
-            ValueError: the arguments want one.
+            ValueError: `router_aux_loss_coef` is set for such a model.
         """
         if not self.aux_loss_enabled:
             return
         model = base_model(self.model)
         text = model.config.get_text_config()
         if gives_router_logits(model):
-            if not hasattr(text, "num_experts"):  # where TRL's forward reads it; some types have the other name only
+            if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
                 text.num_experts = text.num_local_experts
             return
         if self.args.router_aux_loss_coef:
@@ -246,7 +238,7 @@ class PackedObjective(trl.SFTTrainer):
 
     @contextmanager
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """Collects what the routers put out, one tensor (T, experts) per layer, where a pack may hold padding."""
+        """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
         caught: list[Tensor] = []
         may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
@@ -263,7 +255,7 @@ class PackedObjective(trl.SFTTrainer):
             handle.remove()
 
     def _aux_loss(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, router_logits: list[Tensor]) -> Tensor:
-        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero where it has none."""
+        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none."""
         if not router_logits:
             return outputs.aux_loss
         config = base_model(self.model).config.get_text_config()
@@ -277,7 +269,7 @@ class PackedObjective(trl.SFTTrainer):
 
     def _count(self, inputs: dict[str, Any], trained: Tensor) -> None:
         is_document = trained > 0
-        # `torch.tensor` would wait for the device
+        # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         if "cu_seq_lens_q" in inputs:
             tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
@@ -286,14 +278,17 @@ class PackedObjective(trl.SFTTrainer):
         self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any()])
 
     def _gather_totals(self) -> None:
-        """Bring `_total_train_tokens` and `num_input_tokens_seen` up to date; all ranks must call."""
+        """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
         gathered = self._totals_of_training.gather(self.accelerator)
         self._total_train_tokens += round(gathered["tokens"]) // self._tp_size
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
         self.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """transformers' meets all ranks in every micro-batch, and takes a pad token inside a document for padding."""
+        """Do nothing: `_gather_totals` counts.
+
+        transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding.
+        """
         if not self._owns_objective:
             super()._track_num_input_tokens(inputs)
 
@@ -314,21 +309,21 @@ class PackedObjective(trl.SFTTrainer):
 
     @property
     def _pack_capacity(self) -> int | None:
-        """Most tokens of a pack; None where micro-batches are not filled up to it."""
+        """Most tokens of a pack; None for strategies that do not fill micro-batches."""
         if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
             return None
-        assert self.args.max_length is not None  # or there would be no packing
-        return self._train_batch_size * self.args.max_length
+        assert self.packing_report is not None  # made with the training loader
+        return self.packing_report.capacity
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._gather_totals()  # a checkpoint between two logs must not forget the tokens since the last
+        self._gather_totals()  # a checkpoint between two logs also counts the tokens since the last log
         super()._save_checkpoint(model, trial)
 
 
 def _documents_of(label_mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The document of each position of `label_mask`, and the number of trained tokens of each document, shape (N,).
 
-    `label_mask`, (B, T - 1), says whether the next token is trained. Without boundaries each row is a document.
+    `label_mask`, (B, T - 1), is True where the next token is trained. Without boundaries each row is a document.
     """
     if "cu_seq_lens_q" in inputs:
         index = inputs["seq_idx"][:, 1:].long()

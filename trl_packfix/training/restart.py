@@ -1,8 +1,9 @@
-"""What a restart needs: the state that goes into every checkpoint, and the checks that it allows.
+"""Exact restarts: the state saved in every checkpoint, and the checks of it on resume.
 
-For a table that is the settings and a fingerprint of the documents, and the documents of every optimizer step as one
-hash: on resume the batches of the old and of the new run are compared before the first step. For a stream it is where
-every rank's reading and packing stood. In both the tokens seen so far. A run continues exactly or not at all.
+For a table the state holds the settings, a fingerprint of the documents, and a hash of the documents of every optimizer
+step. On resume, the batches of the old and of the new run are compared before the first step. For a stream it holds the
+position of every rank in reading and packing. Both hold the number of tokens seen. A run continues exactly, or it is
+refused.
 """
 
 import hashlib
@@ -12,23 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
-import trl
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import TokenReader
-from ..data.stream import PackedStream, stream_file
+from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
 from . import checkpoints
 from .callbacks import BeforeFirstStep, PlanAhead
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
+from .evaluation import ExactEvaluation
 
 logger = logging.getLogger(__name__)
 
-# The documents of an optimizer step may be the same for other values of these: that is looked up, not assumed.
+# Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
 ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 
 
@@ -36,7 +38,7 @@ ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "wor
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
-    """Hash of the documents of every optimizer step of an epoch, whichever rank and micro-batch they are in."""
+    """Hash of the documents of every optimizer step of an epoch. Ranks and micro-batches do not enter it."""
     schedule, digest = planner.schedule(epoch), hashlib.sha256()
     for step in range(schedule.num_steps):
         documents = np.sort(schedule.step_documents(step))
@@ -45,7 +47,7 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 
 def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> dict[str, Any]:
-    """All that decides which documents are in which batch, by the names that a user knows."""
+    """All settings that decide which documents are in which batch, under the names that a user sets."""
     documents = planner.documents
     return {
         "rows of the dataset": len(reader),
@@ -72,17 +74,17 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
     """Compare the batches of the run that saved `state` with those of this run.
 
     Raises:
-        ValueError: they differ; with the settings that changed.
+        ValueError: they differ; the message names the settings that changed.
     """
     before = state["settings"]
     changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     if state["engine"] == "deepspeed" and "world_size" in changed:
-        fixed["world_size"] = changed["world_size"]  # ZeRO's files are the shards of so many ranks
+        fixed["world_size"] = changed["world_size"]  # ZeRO saves one shard per rank
     if not fixed and step_hash(planner, state["epoch"]) == state["step_hash"]:
         if changed:
             logger.warning(
-                f"Resuming with {_listed(changed)}. Every optimizer step has the documents that it would have had; "
+                f"Resuming with {_listed(changed)}. Every optimizer step has the same documents as before; "
                 "random numbers (dropout) and rounding differ."
             )
         return
@@ -100,7 +102,7 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
     raise ValueError(
         f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: {_listed(changed)}. "
         f"After step {state['global_step']} documents of the epoch would be repeated and others left out. {remedy}, "
-        "or set `ignore_data_skip=True` to begin the epoch's documents anew on purpose."
+        "or set `ignore_data_skip=True` to start the epoch's documents anew on purpose."
     )
 
 
@@ -112,14 +114,9 @@ def _short(value: Any) -> str:
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
-class ExactRestart(trl.SFTTrainer):
-    """The part of the trainer that saves what a restart needs, and continues exactly or not at all."""
+class ExactRestart(ExactEvaluation):
+    """The part of the trainer that saves the state of a restart, and continues exactly or refuses."""
 
-    args: SFTConfig
-    _reader: TokenReader
-    _left_over: dict[str, int]
-    _settings: dict[str, Any]
-    _train_planner: EpochPlanner | None = None
     _resumed: tuple[str, dict[str, Any]] | None = None
 
     def train(
@@ -128,34 +125,34 @@ class ExactRestart(trl.SFTTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """[`~transformers.Trainer.train`], from a whole checkpoint of the same documents or from none.
+        """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
 
         Args:
             resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest" for
-                the same where there is one, and a new run where there is not.
+                the same, or for a new run if there is none.
             trial, ignore_keys_for_eval: as in transformers.
 
         Raises:
-            ValueError: the checkpoint is unfinished or damaged, or the batches left of its epoch would be others.
+            ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
         self._resumed = None
         if resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:  # a run that fails calls no callback
+        finally:  # transformers calls no callback for a run that fails
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (PlanAhead, BeforeFirstStep)):
                     callback.end()
 
     def _whole_checkpoint(self, given: str | bool) -> str | None:
-        """The checkpoint to load, as the main process chooses it for all ranks; `_resumed` becomes its state."""
+        """The checkpoint to load. The main process chooses it for all ranks, and `_resumed` becomes its state."""
         found: list[Any] = [None, None, None, None]
         if self.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
                 found = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
-            except (ValueError, OSError) as error:  # the other ranks wait for it
+            except (ValueError, OSError) as error:  # raised on all ranks, which wait for the broadcast
                 found[3] = str(error)
         checkpoint, state, warning, problem = broadcast_object_list(found)
         if problem is not None:
@@ -183,45 +180,65 @@ class ExactRestart(trl.SFTTrainer):
             before = f"with packing a {'table' if 'step_hash' in state else 'stream'}"
         if not before.startswith(now) and not self.args.ignore_data_skip:
             raise ValueError(
-                f"`resume_from_checkpoint={checkpoint!r}` was given {now}, and it was saved {before}. Nothing says "
-                f"which documents are left of its epoch. Set `packing={state is not None}` and give the same dataset "
-                "to continue that run, or set `ignore_data_skip=True` to begin the epoch's documents anew on purpose."
+                f"`resume_from_checkpoint={checkpoint!r}` was given {now}, and it was saved {before}. So it is "
+                f"unknown which documents of its epoch remain. Set `packing={state is not None}` and give the same "
+                "dataset to continue that run, or set `ignore_data_skip=True` to start the epoch's documents anew on "
+                "purpose."
             )
         if state is not None and state["engine"] != self._engine:
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `engine` was {state['engine']!r} and is "
-                f"{self._engine!r}. An engine does not find the optimizer state of another, and says nothing. Launch "
-                "the run as before, or give the checkpoint as `model` to begin a new run with its weights."
+                f"{self._engine!r}. An engine does not read the optimizer state of another, and raises no error. "
+                "Launch the run as before, or pass the checkpoint as `model` to start a new run with its weights."
             )
 
         now = self.args.document_weighting
-        # An earlier checkpoint does not say
+        # Checkpoints of earlier versions do not have this entry.
         if state is not None and (before := state.get("document_weighting", now)) != now:
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `document_weighting` was {before!r} and is "
-                f"{now!r}. From step {state['global_step']} on another loss would be minimised, under the same "
-                f"optimizer state and schedule. Set `document_weighting={before!r}`, or give the checkpoint as "
-                "`model` to begin a new run with its weights."
+                f"{now!r}. From step {state['global_step']} on, another loss would be minimised with the same "
+                f"optimizer state and schedule. Set `document_weighting={before!r}`, or pass the checkpoint as "
+                "`model` to start a new run with its weights."
             )
 
     @property
     def _engine(self) -> str:
-        """Whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
+        """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
         return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
 
-    def _check_restart(self, planner: EpochPlanner) -> None:
-        """Remember the planner of this run; if it resumes, compare its batches with those of the run before."""
-        self._train_planner = planner
-        self._settings = settings_of(self.args, planner, self._reader)
-        if self._resumed is not None and not self.args.ignore_data_skip:
-            check_same_batches(*self._resumed, self._settings, planner)
+    def get_train_dataloader(self) -> DataLoader:
+        """The training loader. If the run resumes, its batches are compared with those of the checkpoint first.
+
+        Raises:
+            ValueError: they differ.
+        """
+        loader = super().get_train_dataloader()
+        planner = self._train_planner
+        if planner is not None:
+            self._settings = settings_of(self.args, planner, self._reader)
+            if self._resumed is not None and not self.args.ignore_data_skip:
+                check_same_batches(*self._resumed, self._settings, planner)
+        return loader
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
+        # The only method that has both the checkpoint and the loader: a stream continues from the state saved there.
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        stream = getattr(train_dataloader, "dataset", None)
+        if resume_from_checkpoint is not None and isinstance(stream, PackedStream):
+            args, step = self.args, self.state.global_step
+            num_skipped = step % max_steps * args.gradient_accumulation_steps
+            resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
+        return model, loader
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.args.packing:
             if self.args.should_save:
                 run_dir = self._get_output_dir(trial)
-                self._left_over = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.state.global_step}")
-            self.accelerator.wait_for_everyone()  # no rank writes before it is known what was there
+                self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.state.global_step}")
+            self.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -240,9 +257,9 @@ class ExactRestart(trl.SFTTrainer):
             epoch = (step - 1) // planner.num_steps
             state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self._settings}
         else:
-            return  # unpacked, or a loader that is not ours
-        # These are the last files that every rank writes. `trainer_state.json` follows, and only then older checkpoints
-        # are deleted, so at every moment one of them is whole.
+            return  # without packing, or with a loader that the user made
+        # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
+        # it deletes older checkpoints. So one checkpoint is whole at every moment.
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            checkpoints.save_state(Path(output_dir), state, self._left_over)
+            checkpoints.save_state(Path(output_dir), state, self._earlier_files)

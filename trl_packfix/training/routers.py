@@ -1,4 +1,4 @@
-"""Whether a model has a router: some configs have the fields of a mixture of experts, and none of the experts."""
+"""Whether a model has a router: some configs have the fields of a mixture of experts although no layer has experts."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
-    """Whether a layer has a router. A model that does not name the classes of its routers counts as one that has."""
+    """Whether a layer has a router. True also for a model that does not declare the classes of its routers."""
     classes: list[Any] = []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):

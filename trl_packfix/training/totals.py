@@ -1,4 +1,4 @@
-"""Sums over what was trained, for the log: added on the device, brought together once per logging step."""
+"""Sums over the trained batches, for the log: added on the device, gathered over ranks once per logging step."""
 
 import time
 from typing import Any
@@ -9,16 +9,16 @@ from transformers import TrainerCallback
 
 
 class TrainingTotals(TrainerCallback):
-    """Sums over what was trained; reset when training begins.
+    """Sums over the trained batches; reset when training begins.
 
-    What batches say of themselves is counted when they are fetched, so that it is right under any loss; what outputs
-    say is there only where our loss was computed.
+    Sums of batches (`OF_BATCHES`) are counted when batches are fetched, so they are right for any loss. Sums of outputs
+    (`OF_OUTPUTS`) exist only if our loss was computed.
 
     Attributes:
         window: sums over all ranks since the last log.
         num_steps: optimizer steps since the last log.
         is_scored: whether outputs were added in this optimizer step.
-        waited: seconds in which this rank had no batch, since the last log; `data_wait` is their share.
+        waited: seconds that this rank waited for batches since the last log; `data_wait` is their share of the time.
         num_documents: over all ranks since training began.
     """
 
@@ -34,7 +34,7 @@ class TrainingTotals(TrainerCallback):
         self.reset()
 
     def reset(self) -> None:
-        # Sums of this rank that are not gathered yet, on the device, by the names that they belong to
+        # Sums of this rank that are not gathered yet, on the device, by the group of their names
         self._pending: dict[tuple[str, ...], Tensor] = {}
         self.num_documents = 0
         self.is_scored = False
@@ -43,18 +43,18 @@ class TrainingTotals(TrainerCallback):
     def start_window(self) -> None:
         self.window = dict.fromkeys(self.NAMES, 0.0)
         self.num_steps = 0
-        self.started: float | None = None  # evaluation and checkpoints between two windows do not count
+        self.started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
         self.waited = 0.0
         self._fetching = time.perf_counter()
 
     def start_fetch(self) -> None:
-        """The batches of the next optimizer step are asked for."""
+        """Called before the batches of the next optimizer step are fetched."""
         self._fetching = time.perf_counter()
         if self.started is None:
             self.started = self._fetching
 
     def start_step(self) -> None:
-        """They are there."""
+        """Called when these batches are fetched."""
         self.num_steps += 1
         self.is_scored = False
         self.waited += time.perf_counter() - self._fetching
@@ -74,7 +74,7 @@ class TrainingTotals(TrainerCallback):
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def gather(self, accelerator: Any) -> dict[str, float]:
-        """What all ranks have added since the last call, which also enters the window; all ranks must call."""
+        """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call."""
         if not self._pending:
             return dict.fromkeys(self.NAMES, 0.0)
         dtype = next(iter(self._pending.values())).dtype
@@ -87,13 +87,15 @@ class TrainingTotals(TrainerCallback):
         return gathered
 
     def metrics(self, capacity: int | None) -> dict[str, float]:
-        """What is logged about the window, as far as it is known.
+        """The values logged for the window.
 
-        `capacity`: most tokens of a pack; None: rows are as long as they are.
+        Args:
+            capacity: most tokens of a pack. None if micro-batches are not filled: then `efficiency` is the share of
+                real tokens in the rows.
         """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
         trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
-        room = sums["row_tokens"] if capacity is None else micro_batches * capacity
+        capacities = sums["row_tokens"] if capacity is None else micro_batches * capacity
         of_outputs = {
             "entropy": sums["entropy"] / trained,
             "mean_token_accuracy": sums["correct"] / trained,
@@ -102,7 +104,7 @@ class TrainingTotals(TrainerCallback):
         return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
-            "efficiency": round(sums["tokens"] / max(room, 1.0), 4),
+            "efficiency": round(sums["tokens"] / max(capacities, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
         }

@@ -1,0 +1,185 @@
+"""The part of the trainer that makes batches: documents, planner, loaders, and the model that takes their packs."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+import trl
+from datasets import IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..attention.models import base_model
+from ..data.cache import cached_documents
+from ..data.collator import PackedDataCollator
+from ..data.epochs import EpochPlanner
+from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
+from ..data.model_costs import make_cost_model
+from ..data.reader import TokenReader
+from ..data.stream import PackedStream, stream_loader
+from ..data.threads import wait_for_threads_at_exit
+from ..isolation.packed_model import PackedModel
+from ..planning.costs import CostModel
+from ..planning.strategies import STRATEGIES
+from ..reporting.build import make_report, make_stream_report
+from ..reporting.report import PackingReport
+from . import checks
+from .config import SFTConfig
+from .noise import DocumentNoise
+from .planner import make_planner
+
+
+class PackedLoading(trl.SFTTrainer):
+    """The part of the trainer that makes batches.
+
+    With packing, a table becomes documents when the trainer is constructed, and packs when training starts.
+
+    Attributes:
+        packing_report: what packing did; None until the training loader is made, and without packing.
+        packed_model: what packed batches run on; only with packing.
+        unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
+            not a target.
+    """
+
+    args: SFTConfig
+    model: nn.Module
+
+    def __init__(self, *, model: Any, args: SFTConfig, train_dataset: Any, eval_dataset: Any, **kwargs: Any):
+        self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
+        self.packing_report: PackingReport | None = None
+        self._train_planner: EpochPlanner | None = None
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        if self.args.world_size > 1:
+            wait_for_threads_at_exit()
+        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
+        self._padded_collator = self.data_collator  # of an unpacked run
+        if self.args.packing:
+            self._prepare_packing()
+
+    def _prepare_packing(self) -> None:
+        args = self.args
+        checks.check_parallelism(self.accelerator)
+        checks.check_one_device(self.model)
+        self.padding_free = True
+        self.data_collator = self._make_packed_collator()
+        if not isinstance(self.train_dataset, IterableDataset):
+            self._reader = TokenReader(self.train_dataset)
+            self._documents = cached_documents(
+                self._reader,
+                args.max_length,
+                args.effective_overlong,
+                args.truncation_mode,
+                wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
+            )
+        self.packed_model = self._make_packed_model()
+
+    # Tables
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not self.args.packing:
+            return super().get_train_dataloader()
+        if isinstance(self.train_dataset, IterableDataset):
+            return self._make_stream_loader()
+        planner = self._train_planner = self._make_planner()
+        self.packing_report = make_report(
+            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+        )
+        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
+        return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
+
+    def _make_planner(self) -> EpochPlanner:
+        return make_planner(
+            self.args,
+            self._documents,
+            self._cost_model,
+            self.args.world_size,
+            checks.synchronisation(self.accelerator),
+            batch_size=self._train_batch_size,  # lowered by `auto_find_batch_size`
+            writes_cache=self.args.local_process_index == 0,
+        )
+
+    @cached_property
+    def _cost_model(self) -> CostModel:
+        model = base_model(self.model)
+        return make_cost_model(model.config, type(model))
+
+    def _make_loader(
+        self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable
+    ) -> DataLoader:
+        args = self.args
+        return document_loader(
+            dataset,
+            sampler,
+            collate,
+            self.accelerator.device,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=self._pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            **self._worker_kwargs,
+        )
+
+    def _make_packed_collator(self) -> PackedDataCollator:
+        return PackedDataCollator(self.args.pad_to_multiple_of, self._tokenizer.pad_token_id)
+
+    @property
+    def _pin_memory(self) -> bool:
+        return self.args.dataloader_pin_memory and self.accelerator.device.type != "cpu"
+
+    @property
+    def _worker_kwargs(self) -> dict[str, Any]:
+        return {
+            "multiprocessing_context": self.args.dataloader_multiprocessing_context,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+            "in_order": self.args.dataloader_in_order,
+        }
+
+    # Streams
+
+    def _make_stream_loader(self) -> DataLoader:
+        args = self.args
+        assert args.max_length is not None  # `SFTConfig` refuses packing without it
+        stream = PackedStream(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            max_length=args.max_length,
+            accumulation=args.gradient_accumulation_steps,
+            rank=args.process_index,
+            world_size=args.world_size,
+            overlong=args.effective_overlong,
+            truncation_mode=args.truncation_mode,
+            balance=args.balance,
+            cost_model=self._cost_model,
+            synchronisation=checks.synchronisation(self.accelerator),
+            vocab_size=self._vocab_size,
+            pad_token_id=self._tokenizer.pad_token_id,
+            num_workers=args.dataloader_num_workers,
+            worker_kwargs=self._worker_kwargs,
+        )
+        self.packing_report = make_stream_report(stream, args.max_steps)
+        return stream_loader(stream, self.data_collator, self.accelerator.device, self._pin_memory)
+
+    # The model
+
+    def _make_packed_model(self) -> PackedModel:
+        args = self.args
+        hooks = []
+        if args.neftune_noise_alpha is not None:
+            hooks.append(DocumentNoise(base_model(self.model), args.neftune_noise_alpha))
+        return PackedModel(
+            self.model,
+            self._attention_dtype,
+            args.device.type,
+            args.max_length,
+            args.on_leak,
+            args.enforce_flash_attention,
+            hooks,
+        )
+
+    @property
+    def _attention_dtype(self) -> torch.dtype:
+        """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
+        if self.args.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16 else base_model(self.model).dtype

@@ -1,0 +1,43 @@
+"""The planner of a training run, from its config: for the trainer, and for the forecasts of the command line."""
+
+from ..data.documents import Documents
+from ..data.epochs import EpochPlanner
+from ..planning.balance import Synchronisation
+from ..planning.costs import CostModel
+from .config import SFTConfig
+
+
+def make_planner(
+    config: SFTConfig,
+    documents: Documents,
+    cost_model: CostModel,
+    world_size: int,
+    synchronisation: Synchronisation,
+    batch_size: int,
+    writes_cache: bool = True,
+) -> EpochPlanner:
+    """The planner of a run with this config.
+
+    Args:
+        documents: cut to `max_length` as the config says. Without a `max_length` the longest of them sets the capacity.
+        world_size: data-parallel ranks.
+        synchronisation: when ranks wait for each other, "micro" or "step".
+        batch_size: documents of `max_length` that a pack holds. It is `per_device_train_batch_size`, or less where
+            `auto_find_batch_size` has lowered it.
+        writes_cache: whether this process caches plans of many documents.
+    """
+    return EpochPlanner(
+        documents,
+        config.packing_strategy,
+        batch_size=batch_size,
+        max_length=config.max_length or int(documents.lengths.max()),
+        accumulation=config.gradient_accumulation_steps,
+        world_size=world_size,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        shuffle=config.train_sampling_strategy != "sequential",
+        balance=config.balance,
+        drop_last=config.dataloader_drop_last,
+        synchronisation=synchronisation,
+        cost_model=cost_model,
+        writes_cache=writes_cache,
+    )
