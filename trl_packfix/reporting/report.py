@@ -229,7 +229,7 @@ class PackingReport:
         if self.isolation is not None:
             if self.isolation.repaired:
                 repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
-                rows.append(("repaired", f"{repairs}: these modules process each document separately, which costs some padding"))
+                rows.append(("repaired", f"{repairs}: these modules see each document separately, with some padding"))
             rows.append(("isolation", _isolation_text(self.isolation)))
         return rows
 
