@@ -93,7 +93,8 @@ def _sweep(args: argparse.Namespace) -> int:
     from ..survey.sweep import all_types, sweep
 
     if args.output and not args.all:
-        _check_table(Path(args.output) / compatibility.TABLE, f"--output {args.output}", "Add `--all` to write it.")
+        remedy = f"Run `trl-packfix check --all --output {args.output}` first, or omit `--output`."
+        _check_table(Path(args.output) / compatibility.TABLE, f"--output {args.output}", remedy)
     chosen = all_types()
     if args.only:
         chosen = compatibility.only(chosen, args.only.split(","))

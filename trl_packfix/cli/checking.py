@@ -160,7 +160,7 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
     takes_ours = model._supports_attention_backend or model._supports_sdpa
     found[ATTENTION_NAME] = (cuda_varlen_problem() or "") if on_gpu else ""
     if not takes_ours or not model._can_set_attn_implementation():
-        found[ATTENTION_NAME] = f"{type(model).__name__} has attention code of its own"
+        found[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code"
     return found
 
 
@@ -187,7 +187,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         raise ValueError(
             f"`--config-only` was given, and transformers {transformers.__version__} cannot build a tiny model of type "
             f"{config.model_type!r} from this config ({reason}). Correct the config, add `--trust-remote-code` where "
-            "the model has code of its own, or run `check` without `--config-only`."
+            "the model has its own code, or run `check` without `--config-only`."
         ) from error
 
 

@@ -111,7 +111,7 @@ class EpochPlanner:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a pack."""
+        """Largest number of tokens of a pack."""
         return self.batch_size * self.max_length
 
     def schedule(self, epoch: int) -> Schedule:

@@ -59,7 +59,7 @@ def make_documents(
 
     Args:
         reader: the tokenised table; rows with `seq_lengths` hold several documents each.
-        max_length: most tokens of a document; None applies no limit.
+        max_length: largest number of tokens of a document; None for no limit.
         overlong: cut to `max_length` (at the side that `truncation_mode` names), split into fragments of `max_length`,
             drop, or raise.
         wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`). Each fragment

@@ -123,7 +123,7 @@ class PackedStream(torch.utils.data.IterableDataset):
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a pack."""
+        """Largest number of tokens of a pack."""
         return self.batch_size * self.max_length
 
     def counts(self, num_steps: int) -> "StreamCounts":

@@ -229,7 +229,7 @@ class PackingReport:
         if self.isolation is not None:
             if self.isolation.repaired:
                 repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
-                rows.append(("repaired", f"{repairs}: these see each document by itself, which costs some padding"))
+                rows.append(("repaired", f"{repairs}: these modules see each document separately, with some padding"))
             rows.append(("isolation", _isolation_text(self.isolation)))
         return rows
 
@@ -281,11 +281,11 @@ def _isolation_text(isolation: IsolationReport) -> str:
         return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
     gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
     if not isolation.equal:
-        return f"WRONG: documents in a pack are not what they are alone, by {isolation.max_difference:.1e}"
+        return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
     text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; "
-    text += "each is what it is alone"
+    text += "each equals itself alone"
     if isolation.unreachable:
-        text += f"; beyond max_length and not tested: {', '.join(isolation.unreachable)}"
+        text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
     return text
 
 
