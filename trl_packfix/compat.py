@@ -1,4 +1,4 @@
-"""Every version branch: why it is there, a link, and when it can go. (That of Python's fork is `threads.py`.)"""
+"""All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`."""
 
 from typing import Any
 
@@ -17,10 +17,11 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MUL
 
 
 def require_trl(installed: str = trl.__version__) -> None:
-    """Refuse a TRL whose trainer the overrides were not written against.
+    """Raise ImportError for a version of TRL that the trainer does not support.
 
-    TRL 1.16 builds a `labels` column in `_prepare_dataset` and scores through its fused LM head; the trainer stands on
-    both. Can go when `pyproject.toml` alone is enough (an environment can be changed after installation).
+    TRL 1.16 builds a `labels` column in `_prepare_dataset` and computes the loss with its fused LM head; the trainer
+    depends on both. Can be removed when the version in `pyproject.toml` is enough (an environment can be changed after
+    installation).
     """
     if Version(installed) < Version(TRL_FLOOR):
         raise ImportError(
@@ -30,11 +31,11 @@ def require_trl(installed: str = trl.__version__) -> None:
 
 
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:
-    """Tell DeepSpeed ZeRO-3 that this transformers model reads the weights of its LM head itself, in TRL's fused loss.
+    """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
 
-    DeepSpeed finds that out at the first fused forward, but not if forwards that call the head came before, as the
-    probe's do: it then fetches the head ahead of its call, TRL gathers it meanwhile, and DeepSpeed 0.19 stops with
-    "Cannot partition a param in flight". Can go when TRL's `maybe_gather_lm_head_ctx` waits for such parameters.
+    DeepSpeed detects this at the first fused forward, but not if forwards that call the head came before, as those of
+    the probe do. It then prefetches the head while TRL gathers it, and DeepSpeed 0.19 stops with "Cannot partition a
+    param in flight". Can be removed when TRL's `maybe_gather_lm_head_ctx` waits for such parameters.
     https://deepspeed.readthedocs.io/en/latest/zero3.html#registering-external-parameters
     """
     head = model.get_output_embeddings()
@@ -47,10 +48,10 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
 
 
 def state_is_exact(dataset: IterableDataset) -> bool:
-    """Whether `state_dict()` of a stream says all that a restart needs.
+    """Whether `state_dict()` of a stream holds everything that a restart needs.
 
-    It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch; datasets has
-    no public question for either. Can go when datasets saves the buffers.
+    It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch. datasets has
+    no public function that detects either. Can be removed when datasets saves the buffers.
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
     """
     if dataset._formatting is not None and dataset._formatting.is_table:
@@ -66,16 +67,16 @@ def state_is_exact(dataset: IterableDataset) -> bool:
 
 
 def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
-    """Let accelerate wrap a `model` for DDP that it has prepared for an evaluation; whether it had.
+    """Make accelerate prepare a `model` for DDP again after it prepared it for evaluation; whether it had.
 
-    accelerate marks what it has prepared and never prepares it again, so ranks that evaluate a model first would train
-    it without DDP, each for itself. Engines prepare a model for both at once. Can go when accelerate prepares a model
-    for training that it has prepared with `evaluation_mode=True`; see docs/upstream.md.
+    accelerate marks a model that it has prepared and does not prepare it again. So ranks that evaluate a model first
+    would train it without DDP, without exchanging gradients. Engines prepare a model for both at once. Can be removed
+    when accelerate prepares a model for training after `evaluation_mode=True`; see docs/upstream.md.
     """
     is_marked = "_is_accelerate_prepared" in vars(model)
     if accelerator.distributed_type not in DDP or not is_marked:
         return False
     del model._is_accelerate_prepared
-    if "_original_forward" in vars(model):  # autocast is put around it again
+    if "_original_forward" in vars(model):  # accelerate will wrap it with autocast again
         model.forward = vars(model).pop("_original_forward")
     return True

@@ -1,1 +1,1 @@
-"""Every model type of transformers, judged on tiny random models."""
+"""Test packing on every model type of transformers, with tiny random models."""

@@ -1,8 +1,9 @@
-"""The judge of a packed model: logits and every gradient of a pack against each document alone.
+"""The judge of a packed model: compare logits and every gradient of a pack with those of each document alone.
 
-It shares nothing with the leak probe. The probe asks a model about itself before training, in a few forwards; the judge
-has a second, untouched copy of the model and compares what training uses, backward pass included, on documents that
-neither the probe nor a repair has seen. `trl-packfix check --all` and the tests ask it whether a verdict was true.
+It shares no code with the leak probe. The probe runs a few forwards of one model before training. The judge has a
+second, unchanged copy of the model. It compares everything that training uses, including the backward pass, on
+documents that neither the probe nor a repair has seen. `trl-packfix check --all` and the tests use it to check the
+results of the probe.
 """
 
 from collections.abc import Callable
@@ -16,23 +17,22 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 
 TOLERANCE = 1e-4  # relative, in fp32
-EXACT = 1e-9  # relative, in fp64, where fp32 was not enough to tell
-PLAIN = 0.1  # relative; no rounding does this, so fp64 has nothing to add
-FLOOR = 1e-3  # a gradient smaller than this share of the largest one is compared with that share
+EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
+PLAIN = 0.1  # relative; larger than any rounding, so fp64 is not needed
+FLOOR = 1e-3  # the error of a gradient is relative to at least this share of the largest gradient
 
 Feed = Callable[[list[Tensor]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge saw.
+    """The result of the judge.
 
     Attributes:
-        error: largest relative difference of a pack from its documents alone; inf if the model raised or was not
-            finite.
-        where: the case and the tensor with that difference: "logits" or a parameter's name.
-        refusal: what the model raised on a pack; None if it took all of them.
-        dtype: in which the error was measured.
+        error: largest relative difference between a pack and its documents alone; inf if the model raised or gave nan.
+        where: the case and the tensor with that difference: "logits" or the name of a parameter.
+        refusal: the error that the model raised on a pack; None if it raised none.
+        dtype: the dtype in which `error` was measured.
     """
 
     error: float
@@ -42,49 +42,50 @@ class Judgement:
 
     @property
     def right(self) -> bool:
-        """Whether a pack is its documents alone, up to rounding."""
+        """Whether packs equal their documents alone, up to rounding."""
         return self.error <= (TOLERANCE if self.dtype == torch.float32 else EXACT)
 
 
 class Judge:
-    """Knows what each document is alone, on `pristine`: a copy of the model without packing, in fp32, on the CPU.
+    """Computes each document alone on `pristine`, a copy of the model without packing, in fp32 on the CPU.
 
-    Raises whatever `pristine` raises on an unpacked document: such a model cannot be judged, or trained on text.
+    Raises any error that `pristine` raises on an unpacked document: such a model cannot be judged, or trained on text.
     """
 
     def __init__(self, pristine: nn.Module, hidden_size: int, first_token: int, vocab_size: int, seed: int = 2026):
         self.pristine = pristine.train()
         generator = torch.Generator().manual_seed(seed)
-        # No token twice in a document: models that pick tokens by content (doge) break the tie by the row's length.
+        # No token twice in a document: models that pick tokens by content (doge) break ties by the length of the row.
         words = vocab_size - first_token
         self.cases = {
             name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
         self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}
-        self._know_alone(torch.float32)
+        self._compute_alone(torch.float32)
 
     def judge(self, model: nn.Module, feed: Feed | None = None) -> Judgement:
         """Compare packs on `model`, in training mode, with their documents alone.
 
-        `feed` makes a batch of documents (default: `packed`). What fp32 leaves open is repeated in fp64.
+        `feed` makes a batch of documents (default: `packed`). If the error in fp32 may be rounding, the comparison is
+        repeated in fp64.
         """
         feed = packed if feed is None else feed
         found = self._compare(model, feed, torch.float32)
         if found.right or found.error > PLAIN:
             return found
         try:
-            self._know_alone(torch.float64)
+            self._compute_alone(torch.float64)
             model.double()
             finer = self._compare(model, feed, torch.float64)
             return found if finer.refusal else finer
-        except RuntimeError:  # a model that insists on fp32 somewhere
+        except RuntimeError:  # a model that requires fp32 somewhere
             return found
         finally:
             model.float()
             self.pristine.float()
 
-    def _know_alone(self, dtype: torch.dtype) -> None:
+    def _compute_alone(self, dtype: torch.dtype) -> None:
         if dtype in self._alone:
             return
         self.pristine.to(dtype)
@@ -102,7 +103,7 @@ class Judge:
             model.zero_grad()
             try:
                 logits = self._train_on(model, feed(documents), documents)
-            except Exception as error:  # whatever a model raises on a pack is its refusal
+            except Exception as error:  # any error that a model raises on a pack is recorded
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 return Judgement(float("inf"), name, refusal=text, dtype=dtype)
             alone_logits, alone_gradients = self._alone[dtype][name]
@@ -119,7 +120,7 @@ class Judge:
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Tensor]) -> Tensor:
-        """Add the gradients of the summed loss of `documents`; logits, (T, V)."""
+        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V)."""
         logits = model(**batch).logits.reshape(sum(map(len, documents)), -1)
         targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in documents])
         loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -128,7 +129,7 @@ class Judge:
 
 
 def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, list[int]]:
-    """Lengths of documents, in tokens, on which packing has gone wrong while others were right."""
+    """Lengths of documents, in tokens, by case: packing defects have appeared in one of these cases only."""
     third = hidden_size // 3
     return {
         "mixed": [25, 3, 17, 40],
@@ -140,14 +141,14 @@ def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, li
 
 
 def packed(documents: list[Tensor]) -> dict[str, Any]:
-    """Our own batch."""
+    """The packed batch of `PackedDataCollator`."""
     batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
     del batch["labels"]
     return batch
 
 
 def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
-    """The batch that TRL's own collator makes of the same documents."""
+    """The padding-free batch of TRL's own collator, with the same documents."""
     row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [len(ids) for ids in documents]}
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
     del batch["labels"]

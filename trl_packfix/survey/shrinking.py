@@ -1,7 +1,7 @@
-"""A tiny config of a real one: only sizes shrink, everything else stays as it is.
+"""Make a tiny config from a real one: only sizes shrink, everything else stays as it is.
 
 Rope, windows, multipliers, noise and the kinds of layers are those of the real config. Widths, heads, experts, the
-vocabulary and the number of layers are small. Layers are the first ones, as many as it takes to have one of each kind.
+vocabulary and the number of layers are small. The first layers are used, as many as needed to have one of each kind.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from .zoo import (
 def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedConfig:
     """A config of the same class with small sizes; `build` makes a model of such a config.
 
-    Raises what transformers raises where it cannot make a config or a model of it.
+    Raises the error of transformers if it cannot make such a config, or a model of it.
     """
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):  # all layers, without memory
@@ -39,7 +39,7 @@ def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreT
 
 
 def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, depth: int | None) -> dict[str, Any]:
-    """Fields of the config; of its part that reads text the first `depth` layers, all with None."""
+    """Fields of the config with small sizes; its text part has the first `depth` layers, or all if `depth` is None."""
     given = config.to_dict()
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -65,7 +65,7 @@ def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, depth: int | None)
 
 
 def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Fields, some or all of a config, with small sizes."""
+    """Some or all fields of `config`, with small sizes."""
     values: dict[str, Any] = {}
     for name, value in fields.items():
         size = SIZES.get(name) if name not in LENGTHS else None
@@ -91,14 +91,14 @@ def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_ids(value: Any, first: int) -> Any:
-    """Ids within the small vocabulary: small ones stay, others get one of their own from `first` on."""
+    """Ids within the small vocabulary: small ones stay, larger ones get distinct ids from `first` on."""
     if isinstance(value, list):
         return [_small_ids(each, first + i) for i, each in enumerate(value)]
     return first % FIRST_WORD if isinstance(value, int) and value >= FIRST_WORD else value
 
 
 def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of rotary embeddings, of all layers or per kind of layer, for a small head; other fields as given."""
+    """Rope parameters for a small head, of all layers or per kind of layer; other fields are unchanged."""
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     if head is None and {"hidden_size", "num_attention_heads"} <= config.keys():
         head = config["hidden_size"] // config["num_attention_heads"]
@@ -116,17 +116,17 @@ def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _even_share(share: float | None) -> float | None:
-    """The share of a small head that is rotated: an even number of its numbers, two or more."""
+    """The rotated share of a small head: an even number of its dimensions, at least two."""
     return share and max(2, 2 * round(share * HEAD_DIM / 2)) / HEAD_DIM
 
 
 def _num_kinds(model: PreTrainedModel) -> int:
-    """Layers from the first on, two or more, until one of each kind is among them."""
+    """Number of first layers that include one of each kind, at least two."""
     num_layers = text_config(model).num_hidden_layers
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             layers = [_features(layer) for layer in module]
-            offsets = defaultdict(set)  # of a number that counts the layers there is one
+            offsets = defaultdict(set)  # a field that numbers the layers has one offset only
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
                     offsets[key].add(value - index if type(value) is int else None)
@@ -137,7 +137,7 @@ def _num_kinds(model: PreTrainedModel) -> int:
 
 
 def _features(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """What tells layers apart: classes of the modules inside, their settings, the shapes of their parameters."""
+    """The features that distinguish layers: classes of the modules inside, their settings, shapes of parameters."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():
         found[name, "class"] = type(module)

@@ -1,4 +1,4 @@
-"""One model type after another: what packing does on a tiny random model of it, and whether its verdict is true."""
+"""Test packing on a tiny random model of every model type, and check each result of the probe with the judge."""
 
 import multiprocessing
 import queue
@@ -20,25 +20,29 @@ from . import zoo
 from .judge import Judge, Judgement, packed_by_trl
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
-MEMORY = 16 * 2**30  # bytes of data that a process of the sweep may hold
+MEMORY = 16 * 2**30  # limit of data per process of the sweep, in bytes
 VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one model type: the columns of docs/compatibility.csv.
+    """The result for one model type: the columns of docs/compatibility.csv.
 
     Attributes:
         kind: "causal" or "image-text": the auto class that loads it.
-        verdict: on what it trains packed: "native" (its own attention is right, too), "varlen" (only ours is),
-            "repaired", "unpack only" (documents as rows of padded batches), "refused" (by the probe, or by the model on
-            a pack that the probe did not try), or "no text" (it cannot be built or takes no text alone).
-        error: largest relative difference of this training from each document alone, by the judge; where it is.
-        stock_trl: the untouched model on TRL's own batches: "isolated", "leaks" or "refuses"; by how much.
-        false_negatives: probes that found nothing where the judge did: silent leaks. Of up to three: the model's own
-            attention, ours, and after the repair.
-        false_positives: probes that found something where the judge did not.
-        repairs: what sees each document by itself, and how.
+        verdict: how it trains packed. "native": isolated with `packfix_varlen` and with its own attention. "varlen":
+            isolated with `packfix_varlen` only. "repaired". "unpack only": documents as rows of padded batches.
+            "refused": by the probe, or by the model on a pack of the judge. "no text": it cannot be built, or does not
+            accept text alone.
+        attention: the implementation that packed training uses.
+        error: largest relative difference between this training and each document alone, by the judge.
+        where: the case and the tensor with this difference.
+        stock_trl: the unchanged model on TRL's own batches: "isolated", "leaks" or "refuses".
+        stock_error: the error of `stock_trl`, relative in the same way.
+        probes: how many probes ran, up to three: with the model's own attention, with ours, after the repair.
+        false_negatives: probes that found no leak where the judge found one: silent leaks.
+        false_positives: probes that found a leak where the judge found none.
+        repairs: the modules that run on each document separately, and how.
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
     """
 
@@ -58,7 +62,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether it trains packed, and every document as it is alone."""
+        """Whether it trains packed, with the results of each document alone."""
         return self.verdict in VERDICTS[:4] and not self.false_negatives
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,25 +93,25 @@ class _Attempt:
 
     @property
     def verdict(self) -> str:
-        """Of an attempt that was free to repair."""
+        """The verdict of an attempt in which repairs were allowed."""
         if not self.proved or self.judgement.refusal:
             return "refused"
         return "unpack only" if self.unpacked else "repaired" if self.repairs else "native"
 
 
 def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None, seed: int = 0) -> Row:
-    """Judge one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig` (None: its default)."""
+    """Test one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig` (None: its default)."""
     try:
         pristine = zoo.build_model(model_type, kind, seed)
         judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
-    except Exception as error:  # anything a model's own code raises is its reason
+    except Exception as error:  # any error of the model's code is the reason
         return Row(model_type, kind, "no text", reason=_message(error))
     stock = judge.judge(pristine, packed_by_trl)
 
     def attempt(**settings: Any) -> _Attempt:
         model = zoo.build_model(model_type, kind, seed)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # enforce_flash_attention=False warns of its price
+            warnings.simplefilter("ignore")  # enforce_flash_attention=False warns about its cost
             try:
                 packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, **settings)
                 report = packed.prove(model)
@@ -123,7 +127,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         attempts.append(attempt(**({} if on_leak is None else {"on_leak": on_leak})))
     final = attempts[-1]
     verdict = "varlen" if final is ours and final.verdict == "native" and not own.proved else final.verdict
-    told = {"varlen": own, "refused": final}.get(verdict, ours)
+    explained = {"varlen": own, "refused": final}.get(verdict, ours)
     return Row(
         model_type,
         kind,
@@ -137,7 +141,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         false_negatives=sum(each.is_silent_leak for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         repairs=final.repairs,
-        reason="" if verdict == "native" else told.summary,
+        reason="" if verdict == "native" else explained.summary,
     )
 
 
@@ -161,10 +165,10 @@ def all_types() -> list[Task]:
 def sweep(
     tasks: Sequence[Task], on_leak: str | None = None, workers: int = 1, time_limit: float = 120.0
 ) -> Iterator[Row]:
-    """Rows of `tasks`, as they come in, from `workers` processes.
+    """Yield the rows of `tasks` as they are finished, from `workers` processes.
 
-    A type that takes longer than `time_limit` seconds, more than `MEMORY`, or its process with it, becomes a row of its
-    own; the sweep goes on in a fresh process.
+    A type that takes longer than `time_limit` seconds, needs more than `MEMORY`, or crashes its process gives a row
+    that says so. After a timeout or a crash the sweep continues in a new process.
     """
     waiting: queue.Queue[Task] = queue.Queue()
     found: queue.Queue[Row] = queue.Queue()
@@ -189,7 +193,7 @@ def _supervise(waiting: queue.Queue, found: queue.Queue, on_leak: str | None, ti
             process = context.Process(target=_work, args=(theirs, on_leak), daemon=True)
             process.start()
             theirs.close()
-            ours.recv()  # it is ready: imports are not the model's time
+            ours.recv()  # wait until it is ready: the time limit does not include imports
         ours.send(task)
         try:
             row = (
@@ -217,6 +221,6 @@ def _work(connection: Connection, on_leak: str | None) -> None:
         task = connection.recv()
         try:
             row = sweep_type(task[0], task[1], on_leak)
-        except Exception as error:  # of ours, not the model's: shown, and the sweep goes on
+        except Exception as error:  # an error of this package: reported, and the sweep continues
             row = Row(task[0], task[1], "refused", reason=f"the sweep itself raised {_message(error)}")
         connection.send(row)

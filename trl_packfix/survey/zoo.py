@@ -1,9 +1,9 @@
-"""Tiny random models of every causal language model type that the installed transformers knows.
+"""Tiny random models of all causal-LM and image-text model types of the installed transformers.
 
-A type's own default config is shrunk field by field: sizes that are known by name become small, of each list with one
-entry per layer one layer of every kind is kept, dropout is off, and everything else stays as the type has it. What
-cannot fit that way is a row of `EXCEPTIONS`. Weights get noise on top of their initialisation, so that what starts at
-zero or one (biases, norms, gates, sinks) takes part.
+The default config of a type is shrunk field by field. Sizes listed here by name become small. Lists with one entry per
+layer are cut to one layer of each kind. Dropout is off, and all other fields stay as they are. Types for which this
+does not give a valid config have an entry in `EXCEPTIONS`. Noise is added to the initial weights, so that weights
+initialised to zero or one (biases, norms, gates, sinks) have an effect, too.
 """
 
 import inspect
@@ -18,14 +18,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-VOCABULARY = 128  # tokens; those below FIRST_WORD may mean something to a model
+VOCABULARY = 128  # tokens; those below FIRST_WORD may be special tokens of a model
 FIRST_WORD = 16
 WIDTH = 32
 HEADS = 4
 HEAD_DIM = 8
-NOISE = 0.02  # standard deviation; the usual initialisation has the same
+NOISE = 0.02  # standard deviation, as in the usual initialisation
 
-# The largest value of a field, by its name; a smaller one of the type's own stays.
+# The largest value of a field, by its name; a smaller value in the type's config stays.
 _NAMES_BY_SIZE = {
     VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
         pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
@@ -46,17 +46,17 @@ _NAMES_BY_SIZE = {
     HEAD_DIM: """head_dim dim_head attention_head_size kv_channels swa_head_dim qk_nope_head_dim qk_rope_head_dim
         v_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim d_rel
         state_size ssm_state_size mamba_d_state""",
-    # Lengths at which a model begins to treat tokens in another way: short documents must pass them.
+    # Lengths above which a model computes tokens differently: short documents must exceed them.
     9: """sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention
         keep_window_size chunk_size mamba_chunk_size linear_chunk_size rel_extent""",
     6: "index_topk",
-    # An indexer of few heads scores many tokens exactly 0, and picks among them by chance.
+    # An indexer with few heads gives many tokens a score of exactly 0, and its choice among them is arbitrary.
     16: """index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank laurel_rank adapter_rank ple_embed_dim
         router_hidden_size hidden_size_per_layer_input""",
     1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts",
     512: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions
         context_length""",
-    # of vision parts, which no text reaches
+    # of vision parts, which text does not use
     24: "image_size",
     12: "patch_size",
 }
@@ -69,7 +69,7 @@ LAYERS = (
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Sizes that do not go by their names alone
+# Sizes that depend on the model type, not only on the name of the field
 SIZES_OF_TYPE: dict[str, dict[str, int]] = {
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
@@ -119,7 +119,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "make_ngram_vocab_size_divisible_by": 8,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    # trained on documents of any length, which axial positions refuse
+    # axial positions do not support documents of any length
     "reformer": {"axial_pos_embds": False, "hash_seed": 0, "num_buckets": 2},
     **dict.fromkeys(
         "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text glm_ocr_text paddleocr_vl_text hunyuan_vl_text".split(),
@@ -148,7 +148,7 @@ def causal_types() -> list[str]:
 
 
 def image_text_types() -> list[str]:
-    """Model types that load as image-text models, and as such train on text alone, in alphabetical order."""
+    """Model types that load as image-text models, here trained on text alone, in alphabetical order."""
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
@@ -157,7 +157,7 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
 
     Args:
         model_type: of `causal_types()`, or of `image_text_types()` with `kind="image-text"`.
-        changes: fields of the config, over everything else.
+        changes: fields of the config, which override all others.
     """
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
     config_class = CONFIG_MAPPING[model_type]
@@ -166,7 +166,7 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
 
 
 def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """What `build` makes, with random weights in fp32, noise on all of them."""
+    """The model that `build` returns, with random weights in fp32 and noise added to all of them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build().float()
@@ -178,7 +178,7 @@ def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrai
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments that make a tiny config of the class of `config`."""
-    given: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer refuse it
+    given: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer raise
     stored = {
         name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters
     }
@@ -226,14 +226,18 @@ def names_a_token(name: str) -> bool:
 
 
 def mrope_section(rope: dict[str, Any]) -> list[int]:
-    """Frequencies of time, height and width: as many as a tiny head rotates, in about the same shares."""
+    """Frequencies of time, height and width: in sum those that a tiny head rotates, in about the same shares."""
     wanted, given = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
     section = [wanted * share // sum(given) for share in given]
     return [wanted - sum(section[1:]), *section[1:]]
 
 
 def key_value_heads(value: int | None, query_heads: int | None) -> int:
-    """Of HEADS query heads: one, as many or half as many, as in the config given."""
+    """Number of key-value heads: 1 if `value` is 1, all HEADS if it equals `query_heads`, else half of them.
+
+    >>> key_value_heads(8, 8), key_value_heads(8, 32), key_value_heads(1, 32)
+    (4, 2, 1)
+    """
     if value == 1:
         return 1
     return HEADS if value is not None and value == query_heads else HEADS // 2
