@@ -1,15 +1,15 @@
-"""Packing a stream: packs beside the lower bound, order, restarts, and memory over a million documents.
+"""Packing a stream: packs compared with the lower bound, order, restarts, and memory over a million documents.
 
     python benchmarks/streaming.py --data DIR                 # t0_p3_sample of a folder of JSONL files, and memory
     python benchmarks/streaming.py --num 100000               # memory only, over fewer documents
 
-Documents have the lengths of the file in tokens of `DIR/smollm2_tokenizer`, cut at `max_length`; their tokens are their
-number. They go through `PackedStream`, one pass, once for each of --seeds shuffled orders:
-  bound/packs   Martello-Toth lower bound over packs: 1.0 is proved to be best
+Documents have the lengths of the file in tokens of `DIR/smollm2_tokenizer`, cut at `max_length`. All tokens of a
+document are its number. They go through `PackedStream`, one pass, once for each of --seeds shuffled orders:
+  bound/packs   Martello-Toth lower bound over packs: 1.0 is proved optimal
   moved p99     99th percentile of |place in training - place in the stream|, documents
-  trend         mean document length of each quarter of what was trained / that of the same quarter of the stream - 1,
+  trend         mean document length in each quarter of training / that in the same quarter of the stream - 1,
                 mean of all orders; `worst` is the largest single quarter
-  restarts      points at which the state was saved and loaded, and how many went on with other batches
+  restarts      points at which the state was saved and loaded, and how many continued with other batches
 `rss_mib` is the resident memory of the process after every tenth of --num synthetic documents (lognormal, mean 255
 tokens) read from a generator.
 """
@@ -53,7 +53,7 @@ def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
 
 
 def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -> int:
-    """At how many random points a restart went on with other packs than these."""
+    """Number of random points at which a restart continued with packs that differ from these."""
     points = set(np.random.default_rng(0).choice(np.arange(1, len(packs) - 1), NUM_RESTARTS, replace=False).tolist())
     stream, different = PackedStream(dataset, 1, capacity), 0
     for step, _ in enumerate(islice(stream, len(packs) - 1), start=1):
@@ -61,7 +61,7 @@ def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -
             file = io.BytesIO()
             torch.save(stream.state_dict(step), file)
             file.seek(0)
-            # Reading a stream twice at once needs two objects: a dataset keeps the state of its latest reading.
+            # Two readings at the same time need two objects: a dataset has the state of one reading only.
             resumed = PackedStream(dataset.shard(1, 0), 1, capacity)
             resumed.load_state_dict(torch.load(file, weights_only=True))
             rest = packs[step:]

@@ -15,10 +15,10 @@ On several nodes: examples/launch.
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
-Both names accept local paths. Without --model_name_or_path or --dataset_name it uses a small one from the Hub or, if the
-Hub is unreachable, that of the demo (examples/offline.py), and prints its name. `--config FILE.yaml` may set any of the
-flags below; flags on the command line override it. `--resume_from_checkpoint newest` continues from the newest whole
-checkpoint in output_dir, or starts anew if there is none. Packing is on, with micro-batches of
+Both names accept local paths. Without --model_name_or_path or --dataset_name it uses a small one from the Hub or, if
+the Hub is unreachable, that of the demo (examples/offline.py), and prints its name. `--config FILE.yaml` may set any of
+the flags below; flags on the command line override it. `--resume_from_checkpoint newest` continues from the newest
+whole checkpoint in output_dir, or starts anew if there is none. Packing is on, with micro-batches of
 per_device_train_batch_size * max_length tokens.
 """
 
