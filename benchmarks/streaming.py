@@ -55,14 +55,14 @@ def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
 def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -> int:
     """Number of random points at which a restart continued with packs that differ from these."""
     points = set(np.random.default_rng(0).choice(np.arange(1, len(packs) - 1), NUM_RESTARTS, replace=False).tolist())
-    stream, different = PackedStream(dataset, 1, capacity), 0
+    stream, different = PackedStream(dataset, batch_size=1, max_length=capacity), 0
     for step, _ in enumerate(islice(stream, len(packs) - 1), start=1):
         if step in points:
             file = io.BytesIO()
             torch.save(stream.state_dict(step), file)
             file.seek(0)
             # Two readings at the same time need two objects: a dataset has the state of one reading only.
-            resumed = PackedStream(dataset.shard(1, 0), 1, capacity)
+            resumed = PackedStream(dataset.shard(1, 0), batch_size=1, max_length=capacity)
             resumed.load_state_dict(torch.load(file, weights_only=True))
             rest = packs[step:]
             got = list(islice(one_pass(resumed), len(rest)))
@@ -80,7 +80,7 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
         rows = {"input_ids": [np.full(length, number, np.int32) for number, length in enumerate(arriving)]}
         dataset = Dataset.from_dict(rows).to_iterable_dataset()
         start = time.process_time()
-        packs = list(one_pass(PackedStream(dataset, 1, capacity)))
+        packs = list(one_pass(PackedStream(dataset, batch_size=1, max_length=capacity)))
         seconds.append(time.process_time() - start)
         trained = np.concatenate(packs)
         assert np.array_equal(np.sort(trained), np.arange(len(lengths))), "not every document once"
@@ -113,14 +113,14 @@ def memory(num: int, capacity: int = 8192) -> Iterator[Row]:
         for _ in range(num):
             yield {"input_ids": tokens[: min(int(rng.lognormal(5.04, 1.0)) + 2, capacity)]}
 
-    stream = PackedStream(IterableDataset.from_generator(generate), 1, capacity)
-    seen, told, start = 0, 0, time.process_time()
+    stream = PackedStream(IterableDataset.from_generator(generate), batch_size=1, max_length=capacity)
+    seen, shown, start = 0, 0, time.process_time()
     for pack in stream:
         if stream.num_passes:
             break
         seen += len(pack)
-        if seen * 10 // num > told:
-            told = seen * 10 // num
+        if seen * 10 // num > shown:
+            shown = seen * 10 // num
             rss, seconds = resident_mib(), time.process_time() - start
             yield {"capacity": capacity, "documents": seen, "rss_mib": round(rss, 1), "cpu_s": round(seconds, 1)}
     assert seen == num, "not every document"
@@ -144,7 +144,7 @@ def main() -> None:
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
     if args.data is None or not args.data.is_dir():
-        print(f"The file is skipped: {'no --data DIR given' if args.data is None else f'{args.data} is no folder'}.")
+        print(f"The file is skipped: {'no --data DIR given' if args.data is None else f'{args.data} is not a folder'}.")
     else:
         ((name, lengths),) = file_lengths(args.data, f"{FILE}.jsonl")
         for capacity in CAPACITIES:
