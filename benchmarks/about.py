@@ -1,4 +1,4 @@
-"""What a benchmark says about itself: command, date, machine and versions, printed and in every row of its CSV."""
+"""The circumstances of a benchmark: command, date, machine and versions, printed and in every row of its CSV."""
 
 import csv
 import datetime

@@ -166,7 +166,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) ->
 def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, np.ndarray]]:
     """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
 
-    The template knows no tools: a row's tool definitions become a system message, calls follow the message's text.
+    The template has no tools, so a row's tool definitions become a system message, and calls are added to the text.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2_tokenizer")
 
@@ -187,7 +187,9 @@ def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, 
 
 def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int, np.ndarray]]:
     if args.data is None or not args.data.is_dir():
-        console.print(f"Files skipped: {'no --data DIR given' if args.data is None else f'{args.data} is no folder'}.")
+        console.print(
+            f"Files skipped: {'no --data DIR given' if args.data is None else f'{args.data} is not a folder'}."
+        )
     else:
         for name, lengths in file_lengths(args.data):
             for capacity in CAPACITIES:

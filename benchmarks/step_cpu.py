@@ -52,7 +52,7 @@ BYTES_OF_A_PAIR = 5
 class LargestTensor(TorchDispatchMode):
     """The largest tensor that any operation fills, forward and backward, and how many were (..., T, T).
 
-    Scratch memory of `empty` and views of it do not count: TRL's LM head asks for tiles of 32,768 columns, whatever the
+    Scratch memory of `empty` and views of it do not count: TRL's LM head allocates tiles of 32,768 columns for any
     vocabulary.
     """
 
@@ -115,7 +115,7 @@ def one_pack(size: Size, num_tokens: int, lengths: np.ndarray, rounds: int, cons
 def take_turns(contenders: list[Contender], rounds: int, seconds: float = float("inf")) -> dict[str, list[Row]]:
     """Epochs by name, `rounds` of each, fewer for a contender that has used that many CPU seconds.
 
-    The first of each round changes: who comes first finds the caches as the last one left them.
+    The order changes in every round, because the first contender uses the caches of the previous one.
     """
     epochs: dict[str, list[Row]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):

@@ -378,8 +378,8 @@ def main() -> None:
             row["mfu"] = row["real_tflops"] / top
         rows.append(row | card)
         shares(rows)
-        told = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
-        print(", ".join(f"{k} {v}" for k, v in told.items()), flush=True)
+        shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
+        print(", ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
         if args.csv:
             write_csv(args.csv, rows)
         return row
