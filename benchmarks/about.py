@@ -1,4 +1,4 @@
-"""What a benchmark says about itself: command, date, machine and versions, printed and in every row of its CSV."""
+"""The circumstances of a benchmark: command, date, machine and versions, printed and in every row of its CSV."""
 
 import csv
 import datetime
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def cpu_model() -> str:
-    """As the kernel names it, and whether it has AVX-512: both decide how fast a matrix product is."""
+    """The CPU's name, and whether it has AVX-512. Both decide the speed of matrix products."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()
@@ -35,7 +35,7 @@ def about() -> dict[str, str]:
         "machine": f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
-        # a folder of data is named by its last part only: where it lies is this machine's affair
+        # only the last part of a data folder: its full path is specific to this machine
         "command": shlex.join(
             [*allocator, "python", f"{script.parent.name}/{script.name}"]
             + [Path(word).name if "/" in word else word for word in sys.argv[1:]]
@@ -44,12 +44,12 @@ def about() -> dict[str, str]:
 
 
 def describe() -> str:
-    """The same as one line, to print."""
+    """The same on one line, for printing."""
     return ", ".join(f"{name} {value}" for name, value in about().items())
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Every row with the columns of `about`; columns that a row lacks stay empty."""
+    """Write every row with the columns of `about`. Columns missing in a row stay empty."""
     rows = [row | about() for row in rows]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")

@@ -3,11 +3,11 @@
     python benchmarks/attention_cpu.py                      # about 5 minutes
     python benchmarks/attention_cpu.py --data DIR --csv attention_cpu.csv
 
-Seconds are CPU seconds of one attention layer, forward and backward, median of --repeats, on one thread: with more, on
-a busy machine, threads that wait for each other burn CPU seconds in which no work is done. The mask is built by
-transformers' own code from position_ids, once per forward whatever the number of layers: its time stands apart, and the
-last ratio adds it to a single layer. `of matmul` is the share of the machine's measured matrix product rate that is
-reached when only the causal pairs within documents count as work.
+Seconds are CPU seconds of one attention layer, forward and backward, median of --repeats, on one thread. (On a busy
+machine, several threads spend CPU seconds on waiting for each other.) transformers' own code builds the mask from
+position_ids, once per forward for all layers. Its time is listed separately, and the last ratio adds it to a single
+layer. `of matmul` is the share of the machine's measured matrix product rate, if only the causal pairs within documents
+count as work.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def lognormal_lengths(mean: float = 400, sigma: float = 1.0, count: int = 10_000
 
 
 def data_lengths(folder: Path, rows: int = 2_000) -> np.ndarray:
-    """Tokens of the first rows of every JSONL file in the folder, all strings of a row counted, by its tokenizer."""
+    """Tokens of the first rows of every JSONL file in the folder, over all strings of a row, by its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
 
     def strings(value):
@@ -68,14 +68,14 @@ def data_lengths(folder: Path, rows: int = 2_000) -> np.ndarray:
 
 
 def fill(lengths: np.ndarray, num_tokens: int) -> list[int]:
-    """The first documents that fit into num_tokens, the last one cut to end there."""
+    """The first documents with num_tokens in total. The last one is cut to fit."""
     ends = np.minimum(lengths.cumsum(), num_tokens)
     documents = np.diff(ends, prepend=0)
     return documents[documents > 0].tolist()
 
 
 class Layer(nn.Module):
-    """What transformers' attention functions read from their module."""
+    """The attributes that transformers' attention functions read from their module."""
 
     is_causal, num_key_value_groups = True, 1
 
@@ -89,12 +89,12 @@ class Bench:
     def inputs(self, num_tokens: int) -> list[torch.Tensor]:
         shapes = [(1, num_tokens, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
         torch.manual_seed(0)
-        # token-major, as projections leave them
+        # token-major, as projections return them
         return [torch.randn(shape, dtype=self.dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
     def time(self, attend: Callable[..., torch.Tensor], num_tokens: int, repeats: int | None = None) -> float:
         inputs = self.inputs(num_tokens)
-        # dense, as the output projection sends it back: the gradient of a sum has stride 0 and slows the kernels down
+        # dense, as from the output projection: the gradient of a sum has stride 0, which slows the kernels down
         grad = torch.randn(1, num_tokens, self.heads, self.head_dim, dtype=self.dtype)
         return cpu_seconds(lambda: torch.autograd.grad(attend(*inputs), inputs, grad), repeats or self.repeats)
 

@@ -5,28 +5,28 @@
 
 Modelled: imbalance is the sum over micro-steps of the largest rank cost over the sum of the mean cost, with the cost
 model of Llama 2 7B, 4 micro-batches per step, one plan (`stream`, whole steps only) for all methods of a row:
-  random            packs in the order of the plan, as TRL has them; `balance="none"`
+  random            packs in the order of the plan, as in TRL; `balance="none"`
   micro             `balance="step"`, ranks wait after every micro-batch (ZeRO-2, ZeRO-3, FSDP)
-  step              the same where they wait once per step (DDP, ZeRO-1)
-  bound             what no schedule of the same documents per step and the same capacity can beat, for both
-  trl               TRL's own way: its `bfd` in blocks of 1000 documents, packs in random order, ranks in turn. Its
-                    steps have documents of their own, from the same draw, and their packs are not all full (`trl_full`)
-  batch_rebalance   transformers' `BatchRebalanceSampler` on the documents of the first step, with its padding in its
-                    time and in its own mean (`padded`: its tokens over the real ones); its batches know no capacity:
-                    `tokens` is the largest over the capacity. Where a step has few
-                    documents only, for its search is quadratic in them
+  step              `balance="step"`, ranks wait once per step (DDP, ZeRO-1)
+  bound             lower bound of all schedules with the same documents per step and the same capacity, for both
+  trl               TRL's method: its `bfd` in blocks of 1000 documents, packs in random order, ranks in turn. Its steps
+                    have other documents from the same draw, and not all of its packs are full (`trl_full`)
+  batch_rebalance   transformers' `BatchRebalanceSampler` on the documents of the first step. Its padding counts in its
+                    time and in its mean (`padded`: its tokens over the real ones). Its batches have no capacity:
+                    `tokens` is the largest batch over the capacity. Only for steps with few documents, because its
+                    search is quadratic in them
 Lengths: `flan` and `chat` are drawn from t0_p3_sample and oasst1_en_val_threads of --data, else lognormal with the same
 mean and spread; `long` is chat-like (lognormal, median 600, sigma 1) with 1 % of the documents at 8k to 64k tokens and
 0.1 % at 64k to 128k, uniform in the logarithm; `flan_long` has the same tail on lengths like FLAN's. All are cut at the
 capacity, batch size 1.
 
 Measured: one optimizer step after another on 2 gloo ranks under DDP, one thread each; the same documents per step,
-balanced and in the plan's order, turn by turn in one process pair. Ranks meet after every micro-batch, as TRL's
-gathering of metrics makes them. The model is a Llama of hidden size 256, for which attention weighs in 4,096 tokens
-what it weighs for Llama 2 7B in 65,536; the documents are `long`, lengths and capacity divided by 16. `imbalance` is
-then what the model says, from FLOPs, beside the same sums from each rank's own CPU seconds of forward and backward.
-Waiting burns no CPU seconds: what is spent outside of forward and backward is shown. Wall time says the same on an idle
-machine only.
+balanced and in the plan's order, in turns in one pair of processes. Ranks synchronise after every micro-batch, as with
+TRL's gathering of metrics. The model is a Llama of hidden size 256, in which attention has the same share of the cost
+at 4,096 tokens as in Llama 2 7B at 65,536. The documents are `long`, with lengths and capacity divided by 16.
+`imbalance` is computed from modelled FLOPs, and again from each rank's CPU seconds of forward and backward. Waiting
+uses no CPU seconds; the share spent outside of forward and backward is shown. Wall time shows the same only on an idle
+machine.
 """
 
 import argparse
@@ -60,14 +60,14 @@ STEP_TARGET = 1.005
 STEPS = {8: 4, 64: 1, 512: 1}
 FILES = {"flan": "t0_p3_sample", "chat": "oasst1_en_val_threads"}
 LOGNORMAL = {"flan": (114, 1.06), "chat": (325, 0.72), "long": (600, 1.0), "flan_long": (114, 1.06)}  # median, sigma
-# documents of a step, for its search is quadratic
+# documents of a step: its search is quadratic
 MOST_FOR_REBALANCE = {"flan": 3_000, "chat": 3_000, "long": 13_000, "flan_long": 4_000}
 SCALE = 16  # of the lengths of --measured
 Row = dict[str, Any]
 
 
 def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.ndarray:
-    """`num` lengths in tokens, before they are cut."""
+    """`num` lengths in tokens, before truncation."""
     rng = np.random.default_rng(seed)
     if name in real:
         return rng.choice(real[name], num)
@@ -129,7 +129,7 @@ def verdict(row: Row, kind: str, target: float) -> str:
 
 
 def trl_random(lengths: np.ndarray, capacity: int, world_size: int) -> Row:
-    """Whole steps of TRL's packs in the order of one epoch, dealt to ranks one by one as accelerate does."""
+    """Whole steps of TRL's packs in the order of one epoch, assigned to ranks in turn as by accelerate."""
     import trl.data_utils
 
     costs: list[float] = []
@@ -154,7 +154,7 @@ def trl_random(lengths: np.ndarray, capacity: int, world_size: int) -> Row:
 
 
 def rebalanced(schedule: Schedule, lengths: np.ndarray, capacity: int) -> Row:
-    """transformers' sampler on the first of our steps, for its search takes minutes on a large one."""
+    """transformers' sampler on the first of our steps. Its search takes minutes on a large step."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     documents = schedule.step_documents(0)
@@ -251,7 +251,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     for turn in range(rounds + 1):
         for balance, schedule in schedules.items():
             row = run(schedule, ACCUMULATION if turn == 0 else num_steps * ACCUMULATION)
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 rows.append({"balance": balance, "round": turn, "steps": num_steps, "capacity": capacity} | row)
     if rank == 0:
         modelled = {name: imbalance(schedule, lengths, costs, "micro") for name, schedule in schedules.items()}
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        sys.argv = sys.argv[: sys.argv.index("--rank")]  # what the CSV says was run
+        sys.argv = sys.argv[: sys.argv.index("--rank")]  # the command that the CSV names
         two_ranks(args.rank, args.rounds, args.csv)
         return
     console = Console(width=None if sys.stdout.isatty() else 150)

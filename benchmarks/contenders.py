@@ -1,10 +1,10 @@
 """Trainers that take turns: ours, stock TRL's, and TRL's with transformers' flattening collator, step by step.
 
 A step is what the trainers do: the next batches of the trainer's own dataloader (collation included), its
-`get_batch_samples` and `training_step` (forward, loss, metrics, backward), then SGD. The loop around it is this
-module's, so that contenders can take turns in one process; what a trainer does once, before its first step, is not in
-it. Gradient checkpointing is off. The model is a random Llama with heads of 64 and a small vocabulary (512), so that
-attention and layers decide, not the LM head.
+`get_batch_samples` and `training_step` (forward, loss, metrics, backward), then SGD. The loop is in this module, so
+that contenders can take turns in one process. What a trainer does once before its first step is not measured. Gradient
+checkpointing is off. The model is a random Llama with heads of 64 and a small vocabulary (512), so that attention and
+layers dominate the time, not the LM head.
 """
 
 import os
@@ -31,10 +31,10 @@ import trl_packfix
 VOCAB_SIZE = 512
 Row = dict[str, Any]
 
-# file -> median and mean of its lengths, for the lognormal that takes its place where there is no folder
+# file -> median and mean of its lengths, for the lognormal that replaces it without a folder
 LENGTHS = {"t0_p3_sample": (114, 255), "gsm8k_train": (176, 187), "qmsum_train": (13_293, 14_529)}
 
-# name -> package, settings; `max_length` is common to all but TRL's padding_free, which takes none
+# name -> package, settings; all have the same `max_length`, except TRL's padding_free, which does not accept one
 CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ours stream": (trl_packfix, {"packing": True, "packing_report": False}),
     "ours minibatch": (trl_packfix, {"packing": True, "packing_strategy": "minibatch", "packing_report": False}),
@@ -43,12 +43,12 @@ CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL padding_free": (trl, {"padding_free": True, "max_length": None}),
     "flattening": (trl, {}),  # with transformers' `DataCollatorWithFlattening`
 }
-ONE_ROW = ("TRL packing bfd", "TRL padding_free", "flattening")  # a mask of all tokens of the batch by all
+ONE_ROW = ("TRL packing bfd", "TRL padding_free", "flattening")  # their mask covers all pairs of tokens in the batch
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a Llama with heads of 64 and the proportions of Llama-2-7B (11008 / 4096) in its feed-forward layers."""
+    """The config of a Llama with heads of 64 and the feed-forward proportions of Llama-2-7B (11008 / 4096)."""
 
     hidden: int
     layers: int
@@ -73,7 +73,7 @@ class Size:
 
 
 class Contender:
-    """One trainer, whose epochs are run step by step."""
+    """A trainer whose epochs are run step by step."""
 
     def __init__(self, name: str, size: Size, documents: list[list[int]], batch_size: int, max_length: int):
         self.name = name
@@ -104,7 +104,7 @@ class Contender:
         self.loader = self.trainer.get_train_dataloader()
 
     def epoch(self) -> Row:
-        """CPU seconds, those of the kernel among them, tokens without and with padding, and steps of one epoch."""
+        """CPU seconds (total and in the kernel), tokens without and with padding, and steps of one epoch."""
         trainer = self.trainer
         row: Row = {"cpu_seconds": 0.0, "system_seconds": 0.0, "tokens": 0, "padded_tokens": 0, "steps": 0}
         start, system = time.process_time(), os.times().system
@@ -126,7 +126,7 @@ class Contender:
 
 
 def document_lengths(name: str, folder: Path | None, seed: int = 0) -> np.ndarray:
-    """Tokens per document of one file of `LENGTHS`, in random order: real ones where there is a folder."""
+    """Tokens per document of one file of `LENGTHS`, in random order: from the file if a folder is given."""
     rng = np.random.default_rng(seed)
     if folder is not None and folder.is_dir():
         ((_, lengths),) = file_lengths(folder, f"{name}.jsonl")
@@ -143,8 +143,8 @@ def make_documents(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def fill(lengths: np.ndarray, num_tokens: int) -> list[int]:
-    """The first lengths whose sum is num_tokens, the last one cut to end there."""
+    """The first lengths with num_tokens in total. The last one is cut to fit."""
     ends = np.minimum(lengths.cumsum(), num_tokens)
     assert ends[-1] == num_tokens, f"{len(lengths)} documents have {ends[-1]} tokens, fewer than {num_tokens}"
-    # a rest of one token has nothing to train
+    # a last document of one token has no target
     return [int(n) for n in np.diff(ends, prepend=0) if n > 1]

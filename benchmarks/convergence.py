@@ -1,14 +1,16 @@
-"""Does packing change what is learned: training and validation curves of one small model on the same documents.
+"""Does packing change learning? Training and validation curves of one small model on the same documents.
 
     python benchmarks/convergence.py --data DIR --csv convergence.csv --plot convergence.png   # some minutes
 
-Everyone trains once on the same documents of gsm8k_train.jsonl (else on made-up sums), as bytes, from the same weights:
+Every run trains one epoch on the same documents of gsm8k_train.jsonl (else on generated sums), as bytes, from the same
+weights:
   padded      `packing=False`, 8 documents per step: TRL's unpacked training
-  regrouped   the same in two micro-batches of 4: what the order of summation alone does to the curves
+  regrouped   the same in two micro-batches of 4: the effect of the order of summation alone
   minibatch   `padding_free=True`: the documents of every step are those of `padded`, without padding
   stream, bfd packs of 2048 tokens per step; `wrapped` cuts the concatenation instead
   density     `stream` with packs of 1024 to 16384 tokens: more documents per step, fewer steps, the same learning rate
-All at equal documents seen. Validation is exact (total loss / total trained tokens) on documents that nobody trains on.
+Curves are compared at equal numbers of documents. Validation is exact (total loss / total trained tokens), on documents
+that are never trained on.
 The differences are the largest over all steps (training loss, logged every step) and over all evaluations.
 """
 
@@ -193,7 +195,7 @@ def main() -> None:
         rows += train(name, train_set, held_out, args.learning_rate)
         differences([row for row in rows if row["run"] in ("padded", name)])
         if args.csv:
-            write_csv(args.csv, rows)  # each time: a run that is stopped leaves what it has
+            write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
     if args.plot:
         plot(rows, args.plot)
 

@@ -1,18 +1,18 @@
-"""One model, one dataset, one number? `eval_loss` however it is asked for: ours and stock TRL's.
+"""One model, one dataset, one number? `eval_loss` computed in many ways: ours and stock TRL's.
 
     python benchmarks/evaluation.py --data DIR                       # 3 CPU minutes
     python benchmarks/evaluation.py --data DIR --csv evaluation.csv
 
-packed and unpacked x batch sizes 1, 4, 16 x 1 and 2 ranks (gloo) x three ways to hand over the evaluation set:
+packed and unpacked x batch sizes 1, 4, 16 x 1 and 2 ranks (gloo) x three ways to pass the evaluation set:
 
 dict      evaluate({"a": raw}), rows that are not tokenised
 raw       evaluate(raw)
-prepared  evaluate(trainer.eval_dataset), what the trainer has tokenised already
+prepared  evaluate(trainer.eval_dataset), the rows that the trainer has tokenised
 
-Data: the last documents of gsm8k_train.jsonl and qmsum_train.jsonl in --data, of which the loss is on what the
-assistant says; of a meeting of qmsum one character in 100 is left, so that it fits. The model is a tiny Llama on bytes,
-trained for half a minute before, because a model that knows nothing has the same loss on every document. The truth is
-computed here, document by document: total loss / total trained tokens.
+Data: the last documents of gsm8k_train.jsonl and qmsum_train.jsonl in --data. The loss is on the assistant's turns. Of
+a meeting of qmsum every 100th character is used, so that it fits. The model is a tiny Llama on bytes, trained for half
+a minute first, because an untrained model has the same loss on every document. The reference is computed here, document
+by document: total loss / total trained tokens.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def shortened(row: Row) -> Row:
 
 
 def documents(data: Path, name: str) -> tuple[Dataset, Dataset]:
-    """Rows to train on and rows to evaluate, with nothing but their messages."""
+    """Rows for training and rows for evaluation, with the column `messages` only."""
     rows = load_dataset("json", data_files=str(data / f"{name}_train.jsonl"), split="train").select_columns("messages")
     if name == "qmsum":
         rows = rows.map(shortened)
@@ -96,7 +96,7 @@ def make_trainer(kind: str, folder: Path, train: Dataset, evaluated: Dataset, **
 
 
 def train_model(folder: Path, data: Path) -> None:
-    """Save a model that has learned something in `folder / "model"`."""
+    """Train a model and save it in `folder / "model"`."""
     rows = datasets.concatenate_datasets([documents(data, name)[0] for name in NUM_EVALUATED])
     trainer = make_trainer(
         "ours", folder, rows, rows.select(range(2)), packing=True, max_steps=40, learning_rate=5e-3, warmup_steps=5
@@ -106,7 +106,7 @@ def train_model(folder: Path, data: Path) -> None:
 
 
 def truth(folder: Path, data: Path, name: str) -> tuple[float, int]:
-    """Loss and trained tokens of the evaluation set, every document by itself."""
+    """Loss and trained tokens of the evaluation set, with every document computed separately."""
     train, evaluated = documents(data, name)
     prepared = make_trainer("trl", folder, train.select(range(2)), evaluated).eval_dataset
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -122,7 +122,7 @@ def truth(folder: Path, data: Path, name: str) -> tuple[float, int]:
 
 
 def evaluate_all(folder: Path, data: Path) -> list[Row]:
-    """Every way on the ranks of this process group."""
+    """Evaluate in every way on the ranks of this process group."""
     rows: list[Row] = []
     for name, kind, packing in product(NUM_EVALUATED, TRAINERS, (True, False)):
         train, evaluated = documents(data, name)

@@ -1,17 +1,17 @@
-"""Same gradients: how far packed training is from unpacked training, beside stock TRL and beside rounding.
+"""Same gradients: how far packed training is from unpacked training, compared with stock TRL and with rounding.
 
     python benchmarks/gradients.py                          # every case, about 5 minutes
     python benchmarks/gradients.py --quick                  # a dozen cases, half a minute
     python benchmarks/gradients.py --csv gradients.csv
 
 Training: tiny random models, five steps of SGD through the trainers, the same documents in every optimizer step
-(`tests/support/equivalence.py`). The reference is TRL's unpacked, padded run; against it stand
+(`tests/support/equivalence.py`). The reference is TRL's unpacked, padded run. It is compared with
   ours         trl_packfix, packed with `minibatch`
   TRL          TRL with `padding_free=True`: the same documents per micro-batch, flattened
-  regrouped    TRL unpacked, the same documents per step in other micro-batches: the scale of rounding
+  regrouped    TRL unpacked, the same documents per step in other micro-batches: the size of rounding errors
 `loss` is the largest relative difference of the five losses (which the Trainer sums in float32, so that 1e-7 is their
 resolution for every dtype), `weights` the norm of the difference of the weight change over the norm of that change.
-`4 x 1` reads: 4 documents per micro-batch, 1 micro-batch per step.
+`4 x 1` means 4 documents per micro-batch, 1 micro-batch per step.
 DoRA on gpt_oss and mixtral adapts attention only: PEFT refuses it for experts.
 
 Documents: one pack in float64, each document's logits and gradients against the document alone on eager attention;
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are so small that a second thread only waits
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for a second thread
 
 import itertools
 
@@ -54,7 +54,7 @@ from trl_packfix.data.collator import PackedDataCollator
 COMPARED = {"packed": "ours", "padding_free": "TRL", "regrouped": "regrouped"}
 LOSS_TARGET, DOCUMENT_TARGET = 1e-6, 1e-10
 WEIGHT_TARGETS = {torch.float32: 1e-5, torch.float64: 1e-6}
-LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; across the windows of 16
+LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; some are longer than the windows of 16
 
 Row = dict[str, Any]
 
@@ -71,7 +71,7 @@ def all_cases() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Every model in both dtypes; each adapter, accumulation and checkpointing falls on half or a third of them."""
+    """Every model in both dtypes. Each adapter, accumulation and checkpointing is used with half or a third of them."""
     return [
         Case(model, ADAPTERS[(i + j) % 3], (1, 4)[(i + j) % 2], (i // 2 + j) % 2 == 1, dtype)
         for j, dtype in enumerate(WEIGHT_TARGETS)
@@ -102,7 +102,7 @@ def training_errors(case: Case) -> Row:
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """transformers computes softmax and routers in float32, which for a float64 model is a loss of digits."""
+    """Compute softmax and routers in float64: transformers uses float32, which loses digits of a float64 model."""
     softmax, to_float = functional.softmax, Tensor.float
 
     def wide_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -124,7 +124,7 @@ def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[
     parameters = list(model.parameters())
     for start, stop in itertools.pairwise(bounds):
         loss = functional.cross_entropy(logits[start : stop - 1], labels[start + 1 : stop], reduction="sum")
-        # the last token has no target, and a document of one token no other: let its logits have a gradient, too
+        # a document of one token has no target: its logits get a gradient here
         loss = loss + logits[stop - 1].logsumexp(0)
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
         found.append((logits[start:stop].detach(), torch.cat([g.flatten() for g in gradients])))
@@ -132,7 +132,7 @@ def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[
 
 
 def document_errors(model_type: str) -> Row:
-    """One row: each document packed against alone, for our attention and for stock sdpa."""
+    """One row: each document in a pack compared with the document alone, for our attention and for stock sdpa."""
     generator = torch.Generator().manual_seed(0)
     documents = [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in LENGTHS]
     models = {
@@ -181,7 +181,7 @@ def worst(rows: list[Row], figures: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a dozen cases that still meet every setting")
+    parser.add_argument("--quick", action="store_true", help="a dozen cases that still contain every setting")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
 

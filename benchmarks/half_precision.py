@@ -1,11 +1,11 @@
-"""What half precision hides from the leak probe: its verdict in bf16 beside that on the same weights in fp32.
+"""What half precision hides from the leak probe: its result in bf16 compared with fp32 on the same weights.
 
     python benchmarks/half_precision.py --csv half_precision.csv    # about 7 minutes
 
-Every model type that trains packed (docs/compatibility.csv), as a tiny random model inside DistributedDataParallel
-(one rank, gloo): an engine, so that no gradient can be asked for and forwards decide alone. It is proved and, where it
-leaks, repaired in bf16, once with its weights in bf16 and once in fp32 under autocast; then, as repaired, probed in
-fp32, where leaks of 1e-4 and more count as overlooked.
+Every model type that trains packed (docs/compatibility.csv), as a tiny random model inside DistributedDataParallel (one
+rank, gloo). Under such an engine the probe cannot compute gradients and compares forwards only. The model is proved
+and, if it leaks, repaired in bf16: once with weights in bf16 and once with weights in fp32 under autocast. The repaired
+model is then probed in fp32. Leaks of 1e-4 and more count as overlooked.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from trl_packfix.survey import page as compatibility
 from trl_packfix.survey import zoo
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-LEAST = 1e-4  # relative: what the judge of docs/compatibility.md calls different
+LEAST = 1e-4  # relative: the threshold of the judge of docs/compatibility.md
 VERDICTS = {
     "right": "isolated and equal in bf16, and so it is in fp32",
     "overlooked leak": "called isolated, and documents move each other",

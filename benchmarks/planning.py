@@ -1,25 +1,26 @@
-"""Planning packs: CPU seconds, memory, and packs beside the lower bound, for ours, TRL's and axolotl's.
+"""Planning packs: CPU seconds, memory, and packs compared with the lower bound, for ours, TRL's and axolotl's.
 
     python benchmarks/planning.py                                       # synthetic lengths, about 15 minutes
     python benchmarks/planning.py --data DIR --csv planning.csv         # and the JSONL files of a folder
     python benchmarks/planning.py --num 1000000 --repeats 5
 
-What is compared, on the same lengths in the same process:
+Compared on the same lengths in the same process:
   stream       `plan_stream`, documents visited in a random order, buffer of 1000
   bfd          `plan_packs(..., "bfd")`: validation, random exchange of equal lengths, sort, plan, documents to packs
   bfd loop     of that, only best-fit decreasing on the histogram (counting the lengths included)
   trl map      TRL's `pack_dataset(strategy="bfd")` as its trainer runs it, in `map` batches of 1000 documents
   trl all      TRL's `_pack_bfd` on one table with every document; the tokens are one-byte zeros, so little is copied
-  trl loop     of that, only the best-fit loop: clocked from the making of its segment tree to its first call of `take`
+  trl loop     of that, only the best-fit loop: timed from the creation of its segment tree to its first call of `take`
   axolotl      axolotl's `pack_parallel` with its trainer's defaults (100,000 documents a group, at most 200 in a pack),
-               in one process and after its compilation; only where axolotl can be imported
-  first fit    where it cannot: first-fit decreasing with the same two limits, in numpy, for its packs; its seconds say
-               nothing about axolotl's
+               in one process and after its compilation; only if axolotl can be imported
+  first fit    if it cannot: first-fit decreasing with the same two limits, in numpy. Only its packs are comparable;
+               its seconds are not those of axolotl
 
-`bound/packs` is the Martello-Toth lower bound over the packs needed: 1.0 is proved to be best, less may still be best.
-`p99 moved` is the 99th percentile of |place in the plan - place in the visiting order|, in documents. CPU seconds are
-`time.process_time`, median of --repeats. `peak MiB` is what tracemalloc sees on top of the lengths, in its own run.
-Files are cut at the capacity, as truncation does. Synthetic lengths are lognormal, clipped to [1, capacity].
+`bound/packs` is the Martello-Toth lower bound over the packs needed: 1.0 is proved optimal, and a lower value may be
+optimal, too. `p99 moved` is the 99th percentile of |place in the plan - place in the visiting order|, in documents. CPU
+seconds are `time.process_time`, median of --repeats. `peak MiB` is what tracemalloc counts in addition to the lengths,
+in a separate run. Files are cut at the capacity, as truncation does. Synthetic lengths are lognormal, clipped to [1,
+capacity].
 """
 
 import argparse
@@ -52,7 +53,7 @@ from trl_packfix.planning.packs import PackPlan, plan_packs, plan_stream
 
 CAPACITIES = (2048, 8192, 32768)
 SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma
-MOST_FOR_STREAM = 1_000_000  # documents; beyond, a row takes minutes and says nothing new
+MOST_FOR_STREAM = 1_000_000  # documents; above, a row takes minutes without new information
 MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
 MOST_FOR_FIRST_FIT = 20_000  # documents; the same without compilation
 MOST_FOR_TRL = 1_000_000  # documents; its loop takes each by itself
@@ -62,7 +63,7 @@ Row = dict[str, Any]
 
 
 def cpu_seconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Median CPU seconds, and what the function returned."""
+    """Median CPU seconds, and the result of the function."""
     seconds = []
     for _ in range(repeats):
         start = time.process_time()
@@ -104,7 +105,7 @@ def one_byte_tokens(lengths: np.ndarray) -> pa.Table:
 
 @contextmanager
 def clock_of_trl_loop(seconds: list[float]) -> Iterator[None]:
-    """Appends the CPU seconds of the best-fit loop of every `_pack_bfd` inside, without touching the loop."""
+    """Append the CPU seconds of the best-fit loop of every `_pack_bfd` call inside, without changing the loop."""
     started = 0.0
     arrow = trl.data_utils.pc
 
@@ -150,11 +151,11 @@ def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) -> int:
-    """Packs needed where each document, longest first, goes to the first pack with room and fewer than `most`."""
+    """Packs needed if each document, longest first, goes to the first pack with space and below `most` documents."""
     room, left = np.full(len(lengths), capacity), np.full(len(lengths), most)
     num_packs = 0
     for length in np.sort(lengths)[::-1]:
-        # the pack behind the last one is empty, so there is always a first
+        # the pack after the last one is empty, so one always fits
         first = int(np.argmax((room[: num_packs + 1] >= length) & (left[: num_packs + 1] > 0)))
         room[first] -= length
         left[first] -= 1
@@ -165,7 +166,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) ->
 def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, np.ndarray]]:
     """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
 
-    The template knows no tools: a row's tool definitions become a system message, calls follow the message's text.
+    The template has no tools, so a row's tool definitions become a system message, and calls are added to the text.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2_tokenizer")
 
@@ -186,7 +187,9 @@ def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, 
 
 def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int, np.ndarray]]:
     if args.data is None or not args.data.is_dir():
-        console.print(f"Files skipped: {'no --data DIR given' if args.data is None else f'{args.data} is no folder'}.")
+        console.print(
+            f"Files skipped: {'no --data DIR given' if args.data is None else f'{args.data} is not a folder'}."
+        )
     else:
         for name, lengths in file_lengths(args.data):
             for capacity in CAPACITIES:

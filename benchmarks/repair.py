@@ -3,10 +3,10 @@
     python benchmarks/repair.py --csv benchmarks/results/repair.csv    # about 4 minutes
 
 Random models of two layers, hidden size 256, in training mode, forward and backward, on one thread. Every round runs
-all contenders one after the other on the same pack; a time is the median over the rounds, a cost a ratio to `alone`:
+all contenders in turn on the same pack. Times are medians over the rounds, costs are ratios to `alone`:
 
-alone      each document in a forward and backward of its own: what is right without this package
-leaking    the packed row as transformers runs it, documents influencing each other
+alone      each document in a separate forward and backward: the correct result without this package
+leaking    the packed row as transformers runs it: documents influence each other
 repaired   the packed row after the repair
 unpacked   the same documents as rows of padded batches below the LM head (`on_leak="unpack"`)
 probe      `check_isolation` on the repaired model, in units of one repaired forward and backward

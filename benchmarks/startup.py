@@ -4,20 +4,21 @@
     python benchmarks/startup.py --num 1000000 --csv startup.csv  # a million, where TRL takes minutes
     python benchmarks/startup.py --parts collator                 # only batches per second of the loaders
 
-Tokenisation is apart: the documents are token ids already, int32 in Arrow files as `datasets` writes them (`plain`;
-with a `completion_mask` as for prompt and completion, `masked`). Every start is a process of its own; its clock starts
-when everything is imported and the model is made, so what differs is the preparation, the plan and the first batch:
+Tokenisation is not measured: the documents are token ids already, int32 in Arrow files as `datasets` writes them
+(`plain`; with a `completion_mask` as for prompt and completion, `masked`). Every start runs in a separate process. Its
+clock starts after the imports and the construction of the model, so it measures the preparation, the plan and the first
+batch:
   first    nothing is cached
-  second   the same again, with what the first start left beside the dataset
-`wall s` and `CPU s` are of this, `peak MiB` is the growth of the resident memory at its peak, pages of mapped files
-included; `written MiB` is what the start left on the disk. Ratios are CPU seconds of TRL's start over ours.
+  second   the same again, with the files that the first start cached next to the dataset
+`wall s` and `CPU s` are the times, `peak MiB` the largest growth of the resident memory, with pages of mapped files,
+and `written MiB` the size of the files that the start wrote. Ratios are CPU seconds of TRL's start over ours.
 
-Part collator: batches of the train loaders of both trainers in one process, microseconds of CPU a batch (median of
-rounds, ours and theirs in turn), T tokens of documents of 2048/64 to 2048/1 tokens. TRL's reads a pack that it has
-written to disk as one row, ours gathers documents from all over the table.
+Part collator: batches of the train loaders of both trainers in one process, in CPU microseconds per batch (median of
+rounds, ours and TRL's in turn), T tokens of documents of 2048/64 to 2048/1 tokens. TRL's loader reads a pack that was
+written to disk as one row; ours gathers documents from many places in the table.
 
 Part epoch: the second epoch's schedule of each strategy on 1, 8 and 64 ranks with 4 accumulation steps, in CPU seconds:
-made where it is needed; made ahead by a process of its own; and found, when that has made it.
+made by the rank itself; made in advance by a separate process; and read from the cache after that.
 """
 
 import argparse
@@ -61,7 +62,7 @@ Row = dict[str, Any]
 
 
 def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
-    """A tokenised dataset as `map` leaves it: record batches of 1000 rows."""
+    """A tokenised dataset as `map` writes it: record batches of 1000 rows."""
     rng = np.random.default_rng(0)
 
     def parts() -> Any:
@@ -124,11 +125,11 @@ def size_mib(folder: Path) -> float:
 
 
 def one_start(method: str, folder: Path) -> Row:
-    """Measured in this process, which has done nothing else."""
+    """Measured in this process, which does nothing else."""
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     model, dataset = tiny_model(), datasets.load_from_disk(folder)
-    few = datasets.Dataset.from_dict(dataset[:8])  # in memory; for what is imported on first use
+    few = datasets.Dataset.from_dict(dataset[:8])  # in memory; triggers the imports on first use
     next(iter(make_trainer(method, few, tiny_model()).get_train_dataloader()))
     peaks, done = [resident_mib()], threading.Event()
 
@@ -137,7 +138,7 @@ def one_start(method: str, folder: Path) -> Row:
             peaks.append(resident_mib())
 
     before = size_mib(folder)
-    watcher = threading.Thread(target=watch, daemon=True)  # a start that fails must end
+    watcher = threading.Thread(target=watch, daemon=True)  # a start that fails must be able to exit
     watcher.start()
     wall, cpu = time.perf_counter(), time.process_time()
     trainer = make_trainer(method, dataset, model)
@@ -206,7 +207,7 @@ def collators(folder: Path, rounds: int) -> list[Row]:
 
 
 def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
-    """What the change to the second epoch costs, with the schedule made ahead and without."""
+    """Cost of the change to the second epoch, with and without the schedule made in advance."""
     lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 2, MAX_LENGTH).astype(np.int64)
     write_documents(folder / "documents", lengths, masked=False)
     documents = cached_documents(TokenReader(datasets.load_from_disk(folder / "documents")), MAX_LENGTH)
@@ -264,7 +265,7 @@ def main() -> None:
                 for kind in args.kinds:
                     rows += starts(num, kind == "masked", args.methods, Path(temporary))
                     if args.csv:
-                        write_csv(args.csv, rows)  # a run that is stopped leaves what it has
+                        write_csv(args.csv, rows)  # an interrupted benchmark keeps its rows
         if "epoch" in args.parts:
             methods = [method for method in args.methods if method != "trl"]
             rows += [row for num in args.num for row in epochs(num, methods, Path(temporary))]

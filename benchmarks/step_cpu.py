@@ -3,23 +3,23 @@
     python benchmarks/step_cpu.py --quick                        # one length, about 2 minutes
     python benchmarks/step_cpu.py --data DIR --csv step_cpu.csv  # about 30 minutes
 
-What a step is, and who takes part, is said in `contenders.py`; the contenders take turns, round after round.
+`contenders.py` defines a step and the contenders. They take turns in every round.
 
 pack   One pack of T tokens of t0_p3_sample, batch size 1: ours (`stream`) against TRL's packing (`bfd`, sdpa with its
        (T, T) mask), on the same documents. Llama 512 x 8 layers, T = 8192, 3 rounds (--quick: 2 layers, 1 round); the
-       target is 4 times TRL. Before it, every tensor that a step makes is looked at: is one of them (T, T)?
-table  Batch sizes 1 and 8, max_length 512 to 16384, three files of --data: one epoch over the same documents for
-       everyone, as many as fill a batch of packs and no fewer than 8192 tokens. Llama 256 x 1 layer: the smaller the
-       model, the larger the share of attention. 3 rounds, fewer for who has spent 6 CPU seconds in a cell.
-       `padded/real` is the tokens of unpacked batches over those of the documents: about what packing can win at best.
-       TRL's `bfd` and `padding_free` and transformers' flattening collator lay all documents of a batch in one row,
-       and sdpa builds a mask of all its tokens by all: one byte for each pair, and four where it becomes an fp32 bias.
-       Cells in which that is more than half of --memory are not run; they are listed with what they would need.
+       target is 4 times TRL. Before it, every tensor that a step makes is checked for the shape (T, T).
+table  Batch sizes 1 and 8, max_length 512 to 16384, three files of --data. All contenders run one epoch over the same
+       documents, which fill a batch of packs and have at least 8192 tokens. Llama 256 x 1 layer: the smaller the
+       model, the larger the share of attention. 3 rounds, fewer for a contender that has used 6 CPU seconds in a cell.
+       `padded/real` is tokens of unpacked batches over tokens of the documents: about the largest possible speed-up.
+       TRL's `bfd` and `padding_free` and transformers' flattening collator put all documents of a batch in one row,
+       and sdpa builds a mask over all pairs of its tokens: one byte per pair, and four more as an fp32 bias.
+       Cells in which the mask needs more than half of --memory are not run; they are listed with this need.
 
 Lengths without --data are lognormal with the same median and mean. CPU seconds are `time.process_time`, medians over
-the rounds, on one thread: with more, on a busy machine, threads that wait for each other burn CPU seconds in which no
-work is done. The kernel's part, mostly the allocator fetching memory anew, stands apart; MALLOC_ variables, as
-`make demo` sets them, make it small.
+the rounds, on one thread. (On a busy machine, several threads spend CPU seconds on waiting for each other.) The
+kernel's part, which is mostly the allocator fetching memory again, is listed separately; the MALLOC_ variables of `make
+demo` make it small.
 """
 
 import argparse
@@ -52,7 +52,7 @@ BYTES_OF_A_PAIR = 5
 class LargestTensor(TorchDispatchMode):
     """The largest tensor that any operation fills, forward and backward, and how many were (..., T, T).
 
-    Scratch memory of `empty` and views of it do not count: TRL's LM head asks for tiles of 32,768 columns, whatever the
+    Scratch memory of `empty` and views of it do not count: TRL's LM head allocates tiles of 32,768 columns for any
     vocabulary.
     """
 
@@ -72,7 +72,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def median_epoch(rows: list[Row]) -> Row:
-    """Medians over the rounds; the shuffled unpacked batches have other padding in every one."""
+    """Medians over the rounds; the padding of the shuffled unpacked batches differs between rounds."""
     seconds = [row["cpu_seconds"] for row in rows]
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     return middle | {"fastest": min(seconds), "slowest": max(seconds), "rounds": len(rows)}
@@ -113,9 +113,9 @@ def one_pack(size: Size, num_tokens: int, lengths: np.ndarray, rounds: int, cons
 
 
 def take_turns(contenders: list[Contender], rounds: int, seconds: float = float("inf")) -> dict[str, list[Row]]:
-    """Epochs by name, `rounds` of each, fewer where one has spent that many CPU seconds.
+    """Epochs by name, `rounds` of each, fewer for a contender that has used that many CPU seconds.
 
-    The first of each round changes: who comes first finds the caches as the last one left them.
+    The order changes in every round, because the first contender uses the caches of the previous one.
     """
     epochs: dict[str, list[Row]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
@@ -128,7 +128,7 @@ def take_turns(contenders: list[Contender], rounds: int, seconds: float = float(
 
 
 def longest_row(name: str, lengths: list[int], batch_size: int, max_length: int) -> int:
-    """Tokens of the longest row that a contender of `ONE_ROW` can meet."""
+    """Tokens of the longest row that a contender of `ONE_ROW` can get."""
     if name == "TRL packing bfd":
         return min(sum(lengths), batch_size * max_length)
     return sum(sorted(lengths)[-batch_size:])
@@ -145,7 +145,7 @@ def cell(size: Size, name: str, batch_size: int, max_length: int, lengths: np.nd
     possible = [method for method in CONTENDERS if pairs.get(method, 0) * BYTES_OF_A_PAIR <= memory / 2]
     documents = make_documents(chosen)
     contenders = [Contender(method, size, documents, batch_size, max_length) for method in possible]
-    if num_tokens <= FEWEST_TOKENS * 2:  # a longer epoch warms up by itself
+    if num_tokens <= FEWEST_TOKENS * 2:  # a longer epoch needs no warm-up
         take_turns(contenders, 1)
     medians = {method: median_epoch(epochs) for method, epochs in take_turns(contenders, ROUNDS, SECONDS).items()}
 
@@ -226,7 +226,7 @@ def main() -> None:
     def keep(some: list[Row]) -> None:
         rows.extend(row | {"threads": args.threads, "source": source} for row in some)
         if args.csv:
-            write_csv(args.csv, rows)  # each time: a run that is stopped leaves what it has
+            write_csv(args.csv, rows)  # after each cell, so that an interrupted benchmark keeps its rows
 
     if "pack" in args.parts:
         lengths = document_lengths("t0_p3_sample", args.data)

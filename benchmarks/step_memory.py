@@ -4,13 +4,12 @@
 
 One pack of T tokens in one step (`contenders.py`; Llama 256 x 1 layer; lognormal lengths with the median and mean of
 t0_p3_sample), T doubling, for our `stream` and TRL's packing (`bfd`, sdpa), and the same documents as one padded batch
-for unpacked TRL. Each method has a process of its own. Linux only: before a step the kernel's high-water mark of the
-process is set back (`clear_refs`); counted is how far it rises in the step. So every byte counts, the kernels' scratch
-memory too. MALLOC_ variables make the allocator give buffers back at once, so that no step finds memory that an earlier
-one has left.
+for unpacked TRL. Each method runs in a separate process. Linux only: the kernel's high-water mark of the process is
+reset before a step (`clear_refs`), and its rise during the step is counted. So every byte counts, also scratch memory.
+MALLOC_ variables make the allocator return buffers at once, so that no step reuses memory of an earlier one.
 
 The fit is bytes = a + b T + c T^2, least squares of the relative error, and never negative; `slope` is the exponent
-between the two largest T. A mask of all tokens by all shows in c: one byte for each pair as bool, four more as the fp32
+between the two largest T. A mask over all pairs of tokens shows in c: one byte per pair as bool, four more as the fp32
 bias that sdpa makes of it. Linear memory has c = 0 and a slope of at most 1.
 """
 
@@ -49,7 +48,7 @@ def peaks(method: str, largest: int) -> list[dict[str, int]]:
 
     def step(num_tokens: int) -> dict[str, int]:
         chosen = fill(lengths, num_tokens)
-        # unpacked, the documents are the rows of one batch; packed, one row has them all
+        # unpacked, the documents are the rows of one batch; packed, they are one row
         batch_size, max_length = (len(chosen), num_tokens) if method == "TRL unpacked" else (1, num_tokens)
         contender = Contender(method, size, make_documents(chosen), batch_size, max_length)
         gc.collect()

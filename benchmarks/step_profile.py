@@ -4,8 +4,8 @@
 
 One pack of 8192 tokens (lognormal lengths with the median and mean of t0_p3_sample) in one step of our `stream`,
 loader and SGD included, and the same documents, eight at a time, in the steps of unpacked TRL; `contenders.py`, Llama
-512 x 2 layers, one thread. Shares are of the time of the whole epoch. What operations take by themselves is theirs;
-`outside` is the rest: Python, the collator, the autograd engine and the profiler's own cost, so it is a bound.
+512 x 2 layers, one thread. Shares are of the time of the whole epoch, each operation with its own time. `outside` is
+the rest: Python, the collator, the autograd engine and the profiler's own cost, so it is an upper bound.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def profiled(name: str, batch_size: int, max_length: int) -> tuple[Row, list[tup
         total = time.perf_counter() - start
     seconds = {event.key: event.self_cpu_time_total / 1e6 for event in profile.key_averages()}
     shares = dict.fromkeys(KINDS, 0.0)
-    # the names of the autograd engine and of the optimizer are frames around operations, not operations
+    # entries of the autograd engine and of the optimizer are frames around operations
     for key, value in seconds.items():
         if "::" in key and not key.startswith(("autograd::", "torch::")):
             shares[kind_of(key)] += value / total

@@ -1,15 +1,15 @@
-"""Packing a stream: packs beside the lower bound, order, restarts, and memory over a million documents.
+"""Packing a stream: packs compared with the lower bound, order, restarts, and memory over a million documents.
 
     python benchmarks/streaming.py --data DIR                 # t0_p3_sample of a folder of JSONL files, and memory
     python benchmarks/streaming.py --num 100000               # memory only, over fewer documents
 
-Documents have the lengths of the file in tokens of `DIR/smollm2_tokenizer`, cut at `max_length`; their tokens are their
-number. They go through `PackedStream`, one pass, once for each of --seeds shuffled orders:
-  bound/packs   Martello-Toth lower bound over packs: 1.0 is proved to be best
+Documents have the lengths of the file in tokens of `DIR/smollm2_tokenizer`, cut at `max_length`. All tokens of a
+document are its number. They go through `PackedStream`, one pass, once for each of --seeds shuffled orders:
+  bound/packs   Martello-Toth lower bound over packs: 1.0 is proved optimal
   moved p99     99th percentile of |place in training - place in the stream|, documents
-  trend         mean document length of each quarter of what was trained / that of the same quarter of the stream - 1,
+  trend         mean document length in each quarter of training / that in the same quarter of the stream - 1,
                 mean of all orders; `worst` is the largest single quarter
-  restarts      points at which the state was saved and loaded, and how many went on with other batches
+  restarts      points at which the state was saved and loaded, and how many continued with other batches
 `rss_mib` is the resident memory of the process after every tenth of --num synthetic documents (lognormal, mean 255
 tokens) read from a generator.
 """
@@ -53,16 +53,16 @@ def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
 
 
 def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -> int:
-    """At how many random points a restart went on with other packs than these."""
+    """Number of random points at which a restart continued with packs that differ from these."""
     points = set(np.random.default_rng(0).choice(np.arange(1, len(packs) - 1), NUM_RESTARTS, replace=False).tolist())
-    stream, different = PackedStream(dataset, 1, capacity), 0
+    stream, different = PackedStream(dataset, batch_size=1, max_length=capacity), 0
     for step, _ in enumerate(islice(stream, len(packs) - 1), start=1):
         if step in points:
             file = io.BytesIO()
             torch.save(stream.state_dict(step), file)
             file.seek(0)
-            # Reading a stream twice at once needs two objects: a dataset keeps the state of its latest reading.
-            resumed = PackedStream(dataset.shard(1, 0), 1, capacity)
+            # Two readings at the same time need two objects: a dataset has the state of one reading only.
+            resumed = PackedStream(dataset.shard(1, 0), batch_size=1, max_length=capacity)
             resumed.load_state_dict(torch.load(file, weights_only=True))
             rest = packs[step:]
             got = list(islice(one_pass(resumed), len(rest)))
@@ -80,7 +80,7 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
         rows = {"input_ids": [np.full(length, number, np.int32) for number, length in enumerate(arriving)]}
         dataset = Dataset.from_dict(rows).to_iterable_dataset()
         start = time.process_time()
-        packs = list(one_pass(PackedStream(dataset, 1, capacity)))
+        packs = list(one_pass(PackedStream(dataset, batch_size=1, max_length=capacity)))
         seconds.append(time.process_time() - start)
         trained = np.concatenate(packs)
         assert np.array_equal(np.sort(trained), np.arange(len(lengths))), "not every document once"
@@ -113,14 +113,14 @@ def memory(num: int, capacity: int = 8192) -> Iterator[Row]:
         for _ in range(num):
             yield {"input_ids": tokens[: min(int(rng.lognormal(5.04, 1.0)) + 2, capacity)]}
 
-    stream = PackedStream(IterableDataset.from_generator(generate), 1, capacity)
-    seen, told, start = 0, 0, time.process_time()
+    stream = PackedStream(IterableDataset.from_generator(generate), batch_size=1, max_length=capacity)
+    seen, shown, start = 0, 0, time.process_time()
     for pack in stream:
         if stream.num_passes:
             break
         seen += len(pack)
-        if seen * 10 // num > told:
-            told = seen * 10 // num
+        if seen * 10 // num > shown:
+            shown = seen * 10 // num
             rss, seconds = resident_mib(), time.process_time() - start
             yield {"capacity": capacity, "documents": seen, "rss_mib": round(rss, 1), "cpu_s": round(seconds, 1)}
     assert seen == num, "not every document"
@@ -144,7 +144,7 @@ def main() -> None:
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
     if args.data is None or not args.data.is_dir():
-        print(f"The file is skipped: {'no --data DIR given' if args.data is None else f'{args.data} is no folder'}.")
+        print(f"The file is skipped: {'no --data DIR given' if args.data is None else f'{args.data} is not a folder'}.")
     else:
         ((name, lengths),) = file_lengths(args.data, f"{FILE}.jsonl")
         for capacity in CAPACITIES:

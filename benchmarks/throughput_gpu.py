@@ -1,13 +1,13 @@
 """Training throughput on one GPU: padded, TRL's packing and ours, at most 8 minutes. NOT MEASURED YET: no GPU was here.
 
     python benchmarks/throughput_gpu.py --data DIR --csv throughput_gpu.csv
-    python benchmarks/throughput_gpu.py --smoke   # tiny sizes on the CPU: exercises every part, proves no figure
+    python benchmarks/throughput_gpu.py --smoke   # tiny sizes on the CPU: runs every part, measures nothing
 
-Where a machine is lent for 10 minutes a call and `pytest tests/gpu` runs in the same call, give `--minutes 5`.
+If the GPU is available for 10 minutes only, and `pytest tests/gpu` runs as well, use `--minutes 5`.
 
-Parts, in the order of their worth; what fails (out of memory included) or no longer fits the time is a row with the
-reason, and the CSV is written after every row. So is a run of ours that was unpacked: it shows padding, not packing.
-  ceiling    8192^3 matrix products in bf16: what this card can do, in TFLOP/s
+Parts, the most important first. A run that fails (also out of memory) or does not fit the time becomes a row with the
+reason. So does a run of ours that was unpacked, because it measures padding. The CSV is written after every row.
+  ceiling    8192^3 matrix products in bf16: the rate that this GPU reaches, in TFLOP/s
   exactness  logits and gradients of packed documents in bf16 against each document alone in fp32, over the error that
              the document alone has in bf16 itself: about 1 means that packing adds nothing to rounding
   train      `Trainer.train()` of models with random weights in the shapes of Qwen2.5-1.5B (full, AdamW) and Llama-2-7B
@@ -15,17 +15,18 @@ reason, and the CSV is written after every row. So is a run of ours that was unp
              max_length 2048) and gsm8k_train (OrcaMath-like, 1024), random tokens:
       padded         TRL unpacked, sdpa
       ours           `minibatch`: the same documents per step as padded, no padding
-      TRL bfd        TRL's packing as it comes, sdpa
-      TRL bfd flash  the same on the kernels of ours (flash_attention_2 where it is installed)
+      TRL bfd        TRL's packing with its defaults, sdpa
+      TRL bfd flash  the same on our kernels (flash_attention_2 if it is installed)
       ours stream    packs of the same capacity as TRL's
-Rows of ours say what ran: the probe's verdict (`isolated`, `equal`, `max_difference` beside its `tolerance`), how many
-modules were repaired, whether documents were unpacked, and how long the probe took (`probe_s`, not in the step times).
-`share` is the speed-up over padded in real tokens/s over padded/real tokens, all that removing padding can give; the
-target is 0.95. Tokens, not documents: a run ends after some seconds, and each method has seen other documents by then.
-MFU counts real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N with the matrix of
-the LM head, tied (Qwen) or not (Llama), and without embeddings; recomputation is not counted. A step is timed from the
-moment its batch is there (fetching and collation are not in it) to a synchronisation at its end, after two steps, or
-one where that took long; a run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
+Rows of ours also have the probe's result (`isolated`, `equal`, `max_difference` beside its `tolerance`), the number of
+repaired modules, whether documents were unpacked, and the time of the probe (`probe_s`, not in the step times). `share`
+is the speed-up over padded (in real tokens/s) divided by padded/real tokens, the largest speed-up that removing padding
+can give; the target is 0.95. It counts tokens and not documents, because a run ends after some seconds and each method
+has seen other documents by then. MFU counts
+real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N with the matrix of the LM head,
+tied (Qwen) or not (Llama), and without embeddings; recomputation is not counted. A step is timed from the moment its
+batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up steps are not timed.
+A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
 """
 
 import argparse
@@ -101,7 +102,7 @@ class Machine:
     dtype: torch.dtype
     smoke: bool
     seconds: float  # timed steps of one contender, at most about this
-    limit: float  # seconds of one contender with its warm-up; a step that has begun ends
+    limit: float  # seconds of one contender with its warm-up; the last step may exceed it
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -124,7 +125,7 @@ class Machine:
             torch.cuda.synchronize()
 
     def tidy(self) -> None:
-        """Give back what finished runs held: trainers lie in reference cycles, and their memory with them."""
+        """Free the memory of finished runs: trainers are in reference cycles."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -146,7 +147,7 @@ def ceiling(machine: Machine) -> Row:
 
 
 def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
-    """Tokens of `num` documents in random order: real ones where there is a folder, else lognormal."""
+    """Tokens of `num` documents in random order: from the file if a folder is given, else lognormal."""
     median, sigma, max_length = LENGTHS[name]
     rng = np.random.default_rng(0)
     if folder is None:
@@ -203,16 +204,16 @@ def exactness(machine: Machine, lengths: np.ndarray) -> Row:
 
 
 class Clock(TrainerCallback):
-    """Times steps after the warm-up, each to its synchronised end, and stops the run when there is enough."""
+    """Times steps after the warm-up, each up to a synchronisation, and stops the run after enough of them."""
 
     def __init__(self, machine: Machine):
         self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
         self.begun: float | None = None  # the first step
-        self.attention = ""  # of the last step: ours gives the model its own back when training ends
+        self.attention = ""  # of the last step: ours restores the model's own after training
         self.is_warm = False
 
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """What a micro-batch holds, as tensors on its device: reading them here would make the card wait."""
+        """Counts of a micro-batch, as tensors on its device: reading them here would synchronise with the GPU."""
         ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
         starts = kwargs["position_ids"] == 0 if kwargs.get("position_ids") is not None else None
         documents = starts.sum() if starts is not None and mask is None else ids.shape[0]
@@ -238,7 +239,7 @@ class Clock(TrainerCallback):
 
 
 def watch(packed: PackedModel) -> Callable[[], Row]:
-    """Times the probe of a run that begins; what is returned says afterwards what the run was on."""
+    """Times the probe of a run. The returned function gives the row of its result."""
     prove, seconds = packed.prove, []
 
     def timed(wrapped: torch.nn.Module) -> IsolationReport:
@@ -305,7 +306,7 @@ def train(
     if not clock.steps:
         return proved | {"reason": f"no step was timed within {machine.limit:g} s"}
     documents, tokens, computed = (sum(int(batch[i]) for batch in clock.batches) for i in range(3))
-    head = model.get_output_embeddings().weight  # a tied one goes by the name of the embeddings
+    head = model.get_output_embeddings().weight  # a tied head is listed under the name of the embeddings
     below = sum(
         p.numel() for n, p in model.named_parameters() if "embed" not in n and "lora" not in n and p is not head
     )
@@ -326,7 +327,7 @@ def train(
 
 
 def shares(rows: list[Row]) -> None:
-    """Speed-ups over padded, and the part of what padding allows, where both were measured."""
+    """Speed-ups over padded, and their share of the possible speed-up, if both were measured."""
     by_case: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["part"] == "train" and "tokens_per_s" in row:
@@ -345,7 +346,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="JSONL files and a tokenizer; else lognormal lengths")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument("--minutes", type=float, default=8.0, help="nothing is started after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, seconds; no figure of worth")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, in seconds; measures nothing")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device, so nothing can be measured. `--smoke` exercises the parts.")
@@ -362,12 +363,12 @@ def main() -> None:
     deadline, rows, top = time.perf_counter() + 60 * args.minutes, [], float("nan")
 
     def attempt(row: Row, measure: Callable[[], Row]) -> Row:
-        """A row, whatever happens: with figures, or with the reason why there are none."""
+        """A row in every case: with figures, or with the reason for their absence."""
         if time.perf_counter() > deadline:
             row["reason"] = "not measured: out of time"
         else:
             try:
-                machine.tidy()  # here, too: after some errors nothing works on a card, and that is a reason like others
+                machine.tidy()  # also here: after some errors the GPU is unusable, which is a reason like others
                 row |= measure()
             except Exception as error:
                 row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
@@ -375,8 +376,8 @@ def main() -> None:
             row["mfu"] = row["real_tflops"] / top
         rows.append(row | card)
         shares(rows)
-        told = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
-        print(", ".join(f"{k} {v}" for k, v in told.items()), flush=True)
+        shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
+        print(", ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
         if args.csv:
             write_csv(args.csv, rows)
         return row

@@ -110,7 +110,7 @@ def test_other_batch_sizes_continue_where_steps_have_the_same_documents(before, 
     regrouped = saved(tmp_path / "regrouped", **renamed(before | after), **settings)
     rounding, found = (weight_difference(weights(run), weights(whole), start_weights()) for run in (regrouped, again))
     assert found <= tolerance(rounding)
-    assert ("Every optimizer step has the documents" in caplog.text) is (after["batch_size"] == 1)
+    assert ("Every optimizer step has the same documents" in caplog.text) is (after["batch_size"] == 1)
 
 
 # What is refused

@@ -22,6 +22,15 @@ from trl_packfix import SFTConfig, SFTTrainer
 OURS = [cls for cls in SFTTrainer.__mro__ if cls.__module__.startswith("trl_packfix")]
 
 
+def test_the_parts_of_the_trainer_are_one_line():
+    """Each part calls only its own base: it declares no name that only a part below it defines."""
+    names = ["SFTTrainer", "ExactRestart", "ExactEvaluation", "PackedObjective", "PackedLoading"]
+    assert [cls.__name__ for cls in OURS] == names
+    assert all(len(cls.__bases__) == 1 for cls in OURS)
+    declared = {name for cls in OURS for name in vars(cls).get("__annotations__", {}) if name not in vars(cls)}
+    assert declared == {"args", "model", "eval_dataset"}, "attributes of TRL's trainer, narrowed, and no others"
+
+
 def test_arguments_are_those_of_trl():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (SFTTrainer, trl.SFTTrainer))
     assert list(ours) == list(theirs)

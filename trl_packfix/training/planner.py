@@ -19,7 +19,7 @@ def make_planner(
     """The planner of a run with this config.
 
     Args:
-        documents: cut to `max_length` as the config says. Without a `max_length` the longest of them sets the capacity.
+        documents: cut to the `max_length` of the config. If it is None, the longest document sets the capacity.
         world_size: data-parallel ranks.
         synchronisation: when ranks wait for each other, "micro" or "step".
         batch_size: documents of `max_length` that a pack holds. It is `per_device_train_batch_size`, or less where
