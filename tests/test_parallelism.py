@@ -63,7 +63,7 @@ def test_megatron_is_refused_and_one_process_is_not():
 def test_a_model_on_several_devices_is_refused(second, tiny_model):
     model = tiny_model("llama")
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
-    message = r"split over 2 devices.*boundaries of a pack lie on one device.*Launch one process per GPU"
+    message = r"split over 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
     for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
         with pytest.raises(ValueError, match=message):
             check_one_device(given)
