@@ -213,10 +213,10 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             per_layer[name] = value
     if per_layer:
         kinds = list(zip(*per_layer.values(), strict=True))
-        kept = sorted({kinds.index(kind) for kind in kinds})
-        kept = [0, 1] if len(kept) == 1 else kept
-        values |= {name: [SIZES.get(name, value[i]) for i in kept] for name, value in per_layer.items()}
-        values |= {name: len(kept) for name in LAYERS if name in values}
+        chosen = sorted({kinds.index(kind) for kind in kinds})
+        chosen = [0, 1] if len(chosen) == 1 else chosen
+        values |= {name: [SIZES.get(name, value[i]) for i in chosen] for name, value in per_layer.items()}
+        values |= {name: len(chosen) for name in LAYERS if name in values}
     return values | SIZES_OF_TYPE.get(config.model_type, {}) | EXCEPTIONS.get(config.model_type, {})
 
 
