@@ -89,6 +89,7 @@ def largest_gradient_error(model, reference):
 # Whole models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant checkpointing"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):

@@ -61,6 +61,7 @@ def all_documents(run):
     return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", FORMS)
 def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, packing, tmp_path, caplog):
@@ -169,6 +170,7 @@ def stream(num=300, bad=(3, 200)):
     return IterableDataset.from_generator(lambda: iter(rows("messages", bad, num)))
 
 
+@pytest.mark.slow
 def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
     run = trainer(tmp_path, stream(bad=(200,)), max_steps=2)
     with pytest.raises(ValueError, match=r"Row 200 of the train stream cannot be tokenised: `messages\[0\]` \(user\)"):
@@ -185,6 +187,7 @@ def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
         unpacked.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [(), (0, 3), tuple(range(0, 40, 3))], ids=len)
 def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     settings = {"max_steps": 4, "per_device_train_batch_size": 8, "max_length": 128, "save_steps": 2}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.processes
+
 CHAOS = Path(__file__).parent / "chaos.py"
 
 

@@ -29,6 +29,7 @@ def judge_of(model_type):
 # The judge
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type, is_right", [("llama", True), ("qwen3_moe", True), ("falcon", False), ("gpt_oss", False)]
 )
@@ -44,6 +45,7 @@ def test_the_judge_hears_a_refusal():
     assert "causal_conv1d" in judge.judge(model, packed_by_trl).refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards_only", [False, True])
 def test_the_judge_sees_what_is_wrong_in_one_case_only(backwards_only):
     def see_the_token_before(module, args, states):
@@ -115,6 +117,7 @@ def test_the_page_is_made_of_the_table(tmp_path):
 SAMPLE = compatibility.sample(ROWS, 25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: f"{row.model_type} {row.kind}")
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
     found = sweep_type(row.model_type, row.kind)
@@ -134,6 +137,7 @@ def test_types_that_cannot_be_fed_with_text_are_named():
     assert row.verdict == "no text" and "MusicgenConfig" in row.reason
 
 
+@pytest.mark.slow
 def test_a_type_that_takes_too_long_does_not_end_the_sweep():
     rows = list(sweep([("llama", "causal"), ("gpt2", "causal")], time_limit=0))
     assert [row.model_type for row in rows] == ["llama", "gpt2"]

@@ -50,6 +50,7 @@ def test_every_command_is_a_module():
     assert {path.stem for path in folder.glob("*.py") if "def add_parser(" in path.read_text()} == set(COMMANDS)
 
 
+@pytest.mark.processes
 def test_json_is_all_that_stdout_holds(workplace):
     """In a process of its own: libraries that log to stdout do so when they are first imported."""
     words = ["plan", "chats.jsonl", "--tokenizer", "tokenizer", "--max-length", "64", "--json"]
@@ -81,6 +82,7 @@ def accents(tmp_path):
     return command, os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
 
+@pytest.mark.processes
 def test_a_terminal_without_the_characters_gets_escapes(accents):
     command, env = accents
     run = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -88,6 +90,7 @@ def test_a_terminal_without_the_characters_gets_escapes(accents):
     assert "\\u4e2d" in run.stdout or "\\x" in run.stdout or "\\ufffd" in run.stdout
 
 
+@pytest.mark.processes
 def test_a_pipe_that_is_closed_is_no_error(accents):
     command, env = accents
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

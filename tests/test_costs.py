@@ -136,6 +136,7 @@ COUNTED = {
 # fmt: on
 
 
+@pytest.mark.slow
 def test_every_config_costs_what_a_forward_at_its_size_does(data_dir):
     files = sorted((data_dir / "configs/full").glob("*.json"))
     assert len(files) > 40
@@ -156,6 +157,7 @@ def test_every_config_costs_what_a_forward_at_its_size_does(data_dir):
     assert not wrong and num_compared > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-0.5b", "gpt-oss-20b", "granite-4.0-h-350m"])
 def test_what_was_counted_is_counted_again(name, data_dir):
     values = json.loads((data_dir / f"configs/full/{name}.json").read_text())
@@ -188,6 +190,7 @@ NOT_BUILT = """blt diffusion_gemma evolla gemma4_assistant gemma4_unified_assist
     musicgen_melody nemotron_h_omni pi0""".split()
 
 
+@pytest.mark.slow
 def test_every_type_has_costs_of_its_own():
     types = sorted({*causal_types(), *image_text_types()} - set(NOT_BUILT))
     assert len(types) > 200
@@ -287,6 +290,7 @@ def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
     assert "needs a kernel that is not installed" in caplog.text and "Llama with 7B parameters" in caplog.text
 
 
+@pytest.mark.processes
 def test_planning_costs_and_balance_need_no_torch():
     heavy = {"torch", "transformers", "datasets"}
     code = f"import sys, trl_packfix.planning.imbalance; assert not {heavy} & set(sys.modules)"

@@ -38,7 +38,10 @@ ENGINES = {
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run every scenario
 NUM_DOCUMENTS = 97
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
+    pytest.mark.processes,
+]
 
 
 class Launch:

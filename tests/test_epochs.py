@@ -119,6 +119,7 @@ def test_every_setting_has_its_own_file(tmp_path):
     assert plans == {"strategy", "batch_size", "max_length", "seed", "shuffle"}
 
 
+@pytest.mark.processes
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
@@ -150,6 +151,7 @@ print(making.end(), run.file("schedule", 1).exists())
 """
 
 
+@pytest.mark.processes
 def test_code_that_changes_while_it_runs_plans_nothing_under_the_old_name(tmp_path):
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
     command = [sys.executable, "-P", "-c", CHANGED, str(tmp_path)]
@@ -291,6 +293,7 @@ def test_a_process_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     assert making.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_another_process_makes_the_schedule_without_torch(tmp_path):
     documents = made(tmp_path)
     run = planner(documents, world_size=4)
@@ -317,6 +320,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not show its processes as files")
 def test_the_process_ends_with_the_one_that_started_it(tmp_path):
     here = Path(__file__).parent
@@ -370,6 +374,7 @@ def run_of(folder, data, callback, **settings):
     return run
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy, workers", [("stream", 2), ("minibatch", 0)])
 def test_batches_and_weights_are_the_same_with_and_without(strategy, workers, tmp_path, monkeypatch):
     settings = {"packing_strategy": strategy, "dataloader_num_workers": workers}
@@ -410,6 +415,7 @@ def test_a_process_that_fails_is_a_warning_and_nothing_else(tmp_path, monkeypatc
     assert not list((tmp_path / "data").glob("*.tmp*"))
 
 
+@pytest.mark.processes
 def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
     class Fails(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -427,6 +433,7 @@ def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
     assert found[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
     run = trainer(tmp_path, saved(tmp_path / "data"))
     assert [type(each) for each in run.callback_handler.callbacks].count(PlanAhead) == 1

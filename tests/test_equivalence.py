@@ -10,6 +10,8 @@ from support.rounding import LIMIT, tolerance
 
 from trl_packfix.training.objective import PackedObjective
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     *[Case(model) for model in MODELS],
     *[Case(model, accumulation=4) for model in ("llama", "gpt_oss")],

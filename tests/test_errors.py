@@ -284,6 +284,7 @@ def test_encoder_decoders_are_refused_and_their_decoders_train(tmp_path):
     trainer(tmp_path, TEXTS, model=transformers.BartForCausalLM(config), max_steps=1).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peft_config",
     [

@@ -22,6 +22,8 @@ from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.data.loading import DocumentDataset
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 JOBS = sorted(file for file in (EXAMPLES / "configs").glob("*.yaml") if not file.name.startswith("accelerate_"))

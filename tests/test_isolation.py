@@ -193,6 +193,7 @@ def test_the_probe_leaves_no_trace(wrap):
     assert model.base_model.model.transformer.h[0].attn.attn_dropout.p == 0.3 if wrap else True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path):
     results = []
@@ -218,6 +219,7 @@ def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, ca
     assert json.loads((tmp_path / "packing_report.json").read_text())["isolation"]["isolated"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     """fp32 weights under bf16 autocast round like bf16, and nothing outside the model's forward says so."""
@@ -237,6 +239,7 @@ ROUTED |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_at
 DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, size", [("gpt_oss", ROUTED), ("llama", DEEP)])
 def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_is(name, size, monkeypatch):
     """Routers send a token elsewhere for one rounding, and deep models add them up; engines hide the gradient."""
@@ -267,6 +270,7 @@ def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_
     assert report.leaks[0].name == f"model.layers.{size['num_hidden_layers'] // 2}.self_attn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 16, 31])
 def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer, monkeypatch):
     """It is far below what all roundings of 32 layers do, and no gradient can be asked for under an engine."""

@@ -18,6 +18,8 @@ from support.models import build_tiny_model, build_tokenizer
 
 from trl_packfix.training.checkpoints import newest_whole
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]

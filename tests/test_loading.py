@@ -150,6 +150,7 @@ for _ in range(800):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts threads through glibc")
 def test_a_fork_among_threads_that_enter_python_does_not_hang(tmp_path):
     """Without the wait 13 of 516 such forks hung under load in Python 3.11.7, none in 3.12; with it 0 of 5,194."""
@@ -174,6 +175,7 @@ threading.Thread(target=late, daemon=True).start()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python no longer ends such threads")
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_end_of_a_process_waits_for_threads_that_enter_python(waits, tmp_path):

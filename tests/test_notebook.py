@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "tour.ipynb"
 
 

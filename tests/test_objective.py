@@ -180,6 +180,7 @@ def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
     assert (by_token - expected).norm() / expected.norm() > 0.05, "the two weights do not differ here"
 
 
+@pytest.mark.slow
 def test_document_weights_train(tmp_path):
     """Through the whole trainer: packed and unpacked runs end with the same weights."""
     ends = []
@@ -239,6 +240,7 @@ def own_loss(tmp_path, data, **settings):
     return trainer(tmp_path, data, trainer_class=OwnLoss, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_path):
     settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
@@ -267,6 +269,7 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
 OF_OUTPUTS = {"entropy", "mean_token_accuracy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, tmp_path):
     logs = []
@@ -468,6 +471,7 @@ def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path
     assert values[True, 1] - values[True, 16] > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_router_loss_is_equal_where_a_step_is_one_micro_batch(accumulation, tmp_path):
     """With more of them it depends on which documents share one, in unpacked training of TRL alone, too."""
@@ -519,6 +523,7 @@ def recorded(run):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -573,6 +578,7 @@ def test_what_is_logged_is_right(settings, tmp_path):
     assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
     run = trainer(tmp_path, halves(), logging_steps=2, max_steps=4)
@@ -626,6 +632,7 @@ EXPERTS_IN_CONFIG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("name", EXPERTS_IN_CONFIG)
 def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):

@@ -42,6 +42,7 @@ def plan(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, capsys):
     settings = {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}

@@ -405,6 +405,7 @@ def test_lower_functions_refuse_the_same():
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_planning_needs_numpy_only():
     """In a fresh interpreter: this one has torch already."""
     code = (

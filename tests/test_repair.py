@@ -47,6 +47,7 @@ def pack(lengths, low=16, high=128):
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", REPAIRS)
 def test_what_leaks_is_repaired_and_nothing_else(model_type):
     model, pristine = zoo.build_model(model_type), zoo.build_model(model_type)
@@ -74,6 +75,7 @@ def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
     assert model(**pack([5, 1, 9])).logits.shape[1] == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
 def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dtype):
@@ -88,6 +90,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dt
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
@@ -116,6 +119,7 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
 HALF = ["jamba", "bloom", "openai-gpt", "mvp", "blenderbot-small", "deepseek_v4", "phimoe", "mixtral", "gpt_oss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", HALF)
 def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type, monkeypatch):
     """An engine allows no gradient, and rounding hides at the end of the model what moves there; fp32 tells after."""
@@ -129,6 +133,7 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
     assert again.isolated and again.equal and again.tolerance < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["afmoe", "deepseek_v32", "phimoe"])
 def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeypatch):
     """Sums of experts are fp32, indices count tokens of the pack, and a router of phimoe draws lots."""
@@ -142,6 +147,7 @@ def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeyp
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(model) for model in TRAINED] + [
     Case("falcon", "lora"), Case("jamba", "lora"), Case("bloom", "lora", accumulation=4), Case("rwkv"),
     *(Case(model, checkpointing=True, reentrant=reentrant)
@@ -233,6 +239,7 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
         model(**pack([9, 4, 7]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1], [32], [16] * 4, [1] * 64, [31, 1], [2, 40, 3]])
 def test_any_documents_through_a_repaired_adapter(lengths):
     """T equal to the hidden size, documents all alike, one token, 64 documents."""
@@ -345,6 +352,7 @@ def test_kernels_that_take_boundaries_get_them_from_the_batch(monkeypatch):
     assert seen["conv"] and seen["scan"]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_never_hears_of_boundaries_is_caught_and_repaired(monkeypatch):
     from transformers.models.kimi_linear import modeling_kimi_linear
 

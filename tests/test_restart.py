@@ -52,6 +52,7 @@ def logged(run, name):
     return {entry["step"]: entry[name] for entry in run.state.log_history if name in entry}
 
 
+@pytest.mark.slow
 def test_token_counts_continue(run, folder):
     again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
     assert torch.equal(weights(again), weights(run))
@@ -91,6 +92,7 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     assert anew._resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after",
     [
@@ -131,6 +133,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_documents_or_batches_are_refused(change, folder):
     settings, named = CHANGES[change]
@@ -170,6 +173,7 @@ def test_zero_refuses_another_number_of_ranks_whatever_the_documents(run):
         check_same_batches("checkpoint-10", state, run._settings, planner)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_trainers_are_refused(folder, tmp_path):
     saved(tmp_path / "unpacked", packing=False)
     stream = texts(60).to_iterable_dataset()
@@ -297,6 +301,7 @@ def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkey
     assert all(files >= {FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
 @pytest.mark.parametrize("max_steps", [1, 3])
 def test_a_run_resumed_behind_its_end_trains_nothing(max_steps, is_stream, tmp_path):

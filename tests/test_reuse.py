@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention.forwards import CarryingCheckpoint
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["llama", "mpt", "bloom", "falcon", "mamba"]
 KINDS = ["packed", "unpacked", "stock", "stock packed"]
 

@@ -23,6 +23,7 @@ def test_rule_has_its_file_and_its_test(rule, file, test):
     assert re.search(rf"^def {name}\(" if name else r"^def test_", text, re.MULTILINE), f"no test {name} in {path}"
 
 
+@pytest.mark.processes
 def test_planning_needs_numpy_only():
     heavy = "('torch', 'trl', 'datasets', 'transformers')"
     code = f"import sys; from trl_packfix import plan_packs; print([m for m in {heavy} if m in sys.modules])"

@@ -120,6 +120,7 @@ def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
         assert sum(not batch for step in steps for batch in step) == 2
 
 
+@pytest.mark.processes
 def test_workers_share_the_shards_and_duplicate_nothing():
     for num_shards, used in ((1, 1), (3, 2)):
         stream = PackedStream(
@@ -299,6 +300,7 @@ RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled"
 RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffled")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("source, workers, num_points", RESTARTED)
 def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
@@ -368,6 +370,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     table = trainer(tmp_path, FORMS[form]())
@@ -386,6 +389,7 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
 RESTARTS = {"alone": {}, "workers": {"dataloader_num_workers": 2}, "shuffle_dataset": {"shuffle_dataset": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTARTS)
 def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
     common = {"max_steps": 16, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **RESTARTS[name]}
@@ -405,6 +409,7 @@ def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
     assert tokens[0] == tokens[1] and 0 < tokens[0][11] < tokens[0][12]
 
 
+@pytest.mark.slow
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n) for n in rng.integers(2, 40, 300)]
@@ -455,6 +460,7 @@ def test_a_stream_of_more_ranks_than_before_is_refused(tmp_path):
         resume(stream, str(tmp_path / "checkpoint-1"), 1, 1, ignore_data_skip=False)
 
 
+@pytest.mark.slow
 def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path):
     common = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
@@ -554,6 +560,7 @@ def two_ranks(tmp_path_factory) -> dict:
     return torch.load(folder / "result.pt") | {"folder": folder}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared", "sharded"])
 def test_two_ranks_see_every_document_once_per_pass(name, two_ranks):
     ranks = two_ranks[name]["whole"]["seen"]
@@ -575,6 +582,7 @@ def test_two_ranks_see_every_document_once_per_pass(name, two_ranks):
         assert two_ranks[name]["whole"]["num_documents"] >= num, "the report adds up the ranks"
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_a_stream_are_one_with_twice_the_micro_batches(two_ranks):
     alone, again = (
         two_ranks_stream.run(two_ranks["folder"], cls.__name__, 1, cls=cls, gradient_accumulation_steps=2)

@@ -117,6 +117,7 @@ def test_no_args_means_the_default_config_of_trl(tmp_path, monkeypatch):
             cls(build_tiny_model(), train_dataset=texts(), processing_class=build_tokenizer())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
 def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
     results = []
@@ -172,6 +173,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_path):
@@ -207,6 +209,7 @@ def test_rows_that_are_packs_keep_their_documents(tmp_path):
     assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
     run = trainer(tmp_path, texts(97), packing_strategy=strategy, num_train_epochs=3, max_length=40, learning_rate=1e-2)
@@ -229,6 +232,7 @@ def test_padding_free_without_packing_means_minibatch(tmp_path):
 # What works in TRL works here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -257,6 +261,7 @@ def test_settings_of_trl_work_packed(settings, tmp_path):
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bloom"])  # boundaries heard, and repaired
 def test_compiled_training_is_training(model, tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -288,6 +293,7 @@ def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packi
         assert found.keys() == expected.keys() and torch.equal(found["input_ids"], expected["input_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_other_losses_equal_the_unpacked_run(setting, tmp_path):
     results = []
@@ -329,6 +335,7 @@ def test_compute_loss_func_and_callbacks(tmp_path):
 # Restart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "minibatch"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path):
@@ -356,6 +363,7 @@ def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path
 # Evaluation: the same number, packed or not
 
 
+@pytest.mark.slow
 def test_eval_loss_does_not_depend_on_packing_or_batch_size(tmp_path):
     data, model = texts(50, seed=1), build_tiny_model()
     tokenizer = build_tokenizer()
@@ -409,6 +417,7 @@ def test_lazy_names():
 # After training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(fails, tmp_path):
     class Stop(transformers.TrainerCallback):

@@ -10,6 +10,8 @@ from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.unpacking import UnpackedForward
 
+pytestmark = pytest.mark.slow
+
 LEAKING = ["falcon", "bloom", "mpt", "mamba", "jamba", "bart", "qwen3_next"]
 
 

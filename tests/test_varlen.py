@@ -97,6 +97,7 @@ def test_any_lengths_equal_dense_attention(lengths, window, softcap, sinks):
     assert largest_difference([ours], [dense]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -153,6 +154,7 @@ def test_dropout_is_that_of_sdpa():
     assert not torch.allclose(ours, attend_on_cpu(query, key, value, LENGTHS, scale=0.3), atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"window": 20}, {"sinks": True}, {"softcap": 4.0}, {"window": 20, "sinks": True}])
 def test_dropout_with_every_feature(options):
     query, key, value, sinks = random_inputs(sinks=True)

@@ -128,11 +128,13 @@ def wheel(tmp_path_factory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+@pytest.mark.processes
 def test_the_wheel_has_every_module(wheel):
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("trl_packfix/")}
     assert shipped == {path.relative_to(ROOT).as_posix() for path in MODULES.values()} | {"trl_packfix/py.typed"}
 
 
+@pytest.mark.processes
 def test_every_module_of_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
     """Empty of this package: the libraries come from this environment, through a path in which no `.pth` counts."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
