@@ -64,7 +64,7 @@ class _Buffer:
                 waiting[i] -= forgotten
 
     def longest_up_to(self, length: int) -> int:
-        """-1 where there is none."""
+        """The longest waiting document with at most `length` tokens; -1 if all are longer."""
         return self.present.rfind(1, 0, min(length, self.longest) + 1)
 
     def exact_fill(self, gap: int, longest: int) -> tuple[int, ...]:

@@ -59,8 +59,8 @@ class PackPlan:
     def lower_bound(self) -> int:
         """No plan of these documents needs fewer packs: the bound L2 of Martello and Toth (1990).
 
-        Not always attainable: 0.4 x capacity each, documents go two to a pack, and the bound asks for 2.5.
-        Computed on the histogram when first asked for. Source: https://doi.org/10.1016/0166-218X(90)90094-S
+        Not always attainable: 0.4 x capacity each, two documents fill a pack, and the bound counts 2.5 to a pack.
+        Computed on the histogram, at the first access. Source: https://doi.org/10.1016/0166-218X(90)90094-S
         """
         capacity, counts = self.capacity, np.bincount(self.lengths, minlength=1)
         documents = np.concatenate([[0], np.cumsum(counts)])  # [w] counts the documents shorter than w
