@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LAUNCH_SECONDS = 600  # a pair takes 40 to 130 alone on 2 cores; a hang inside one is an error after `ddp_timeout`
+LAUNCH_SECONDS = 1200  # a pair takes 40 to 130 alone on 2 cores, several times that beside another test worker
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
