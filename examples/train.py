@@ -78,7 +78,7 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict:
     if (Path(name) / "prepared.json").is_file():  # of `trl-packfix prepare`
         return DatasetDict({script_args.dataset_train_split: load_from_disk(name)})
     if Path(name).is_file():
-        rows = load_dataset(str(Path(name).parent), data_files=Path(name).name, split="train")
+        rows = load_dataset(str(Path(name).resolve().parent), data_files=Path(name).name, split="train")
         return DatasetDict({script_args.dataset_train_split: rows})
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 

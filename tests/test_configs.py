@@ -5,6 +5,7 @@ no such file have small literal configs here.
 """
 
 import json
+import os
 import re
 import warnings
 from math import isfinite
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support.models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,6 +41,16 @@ NOT_BUILT = {
 }
 # Where the tiny config does not hold all that the full one does
 JUDGED_APART = {"deepseek-v4-flash": "its two layers are of the first kind; compressed ones come later"}
+
+
+@pytest.fixture(autouse=True)
+def precision_of_its_own(monkeypatch):
+    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def pytest_generate_tests(metafunc):
