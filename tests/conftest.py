@@ -1,10 +1,12 @@
 """What every test may use: the `--data` folder, a tiny tokenizer and tiny random models."""
 
 import support  # noqa: F401 # isort: skip - sets the environment before torch is imported
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from support.models import build_tiny_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def precision_of_its_own() -> None:
+    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
+    AcceleratorState._reset_state()
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 @pytest.fixture(scope="session")
