@@ -25,9 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def precision_of_its_own() -> None:
-    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
+    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment.
+
+    And a training that fails in its forward may leave autocast on (Llama 4 in stock TRL does).
+    """
     AcceleratorState._reset_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    torch.set_autocast_enabled("cpu", False)
 
 
 @pytest.fixture(scope="session")
