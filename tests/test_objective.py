@@ -12,7 +12,8 @@ import trl
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.rounding import tolerance, weight_difference
-from support.runs import start_weights, texts, trainer, weights
+from support.runs import config, start_weights, texts, trainer, weights
+from support.versions import scores_tokens
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, TrainerCallback
@@ -73,6 +74,7 @@ OBJECTIVES = {
 }
 
 
+@scores_tokens
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -86,6 +88,13 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
     assert run.compute_loss.__func__ is not trl.SFTTrainer.compute_loss
     assert torch.equal(ours[0], theirs[0]) and ours[0].abs().min() > 0
     assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
+
+
+def test_a_loss_function_without_logits_is_refused(tmp_path):
+    args = config(tmp_path)
+    args.loss_type = "chunked_nll"  # TRL from 1.15 on replaces it in the config
+    with pytest.raises(ValueError, match=r'`compute_loss_func` was given with.*no logits.*Set `loss_type="nll"`'):
+        SFTTrainer(build_tiny_model(), args, train_dataset=halves(), compute_loss_func=summed_loss)
 
 
 def test_the_comparison_above_is_with_trl(tmp_path):

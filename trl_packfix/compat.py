@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-TRL_FLOOR = "1.16.0"
+TRL_FLOOR = "1.9.0"
 # What accelerate wraps in DistributedDataParallel
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
@@ -19,15 +19,42 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MUL
 def require_trl(installed: str = trl.__version__) -> None:
     """Raise ImportError for a version of TRL that the trainer does not support.
 
-    TRL 1.16 builds a `labels` column in `_prepare_dataset` and computes the loss with its fused LM head; the trainer
-    depends on both. Can be removed when the version in `pyproject.toml` is enough (an environment can be changed after
-    installation).
+    TRL builds a `labels` column in `_prepare_dataset` from 1.9 on, and the trainer depends on it. Can be removed when
+    the version in `pyproject.toml` is enough (an environment can be changed after installation).
     """
     if Version(installed) < Version(TRL_FLOOR):
         raise ImportError(
-            f"trl {installed} is installed. trl_packfix builds on the dataset preparation and the loss of "
-            f"trl {TRL_FLOOR}, which earlier versions do not have. Run `pip install 'trl>={TRL_FLOOR}'`."
+            f"trl {installed} is installed. trl_packfix builds on the dataset preparation of trl {TRL_FLOOR}, which "
+            f"earlier versions do not have. Run `pip install 'trl>={TRL_FLOOR}'`."
         )
+
+
+def scores_tokens(installed: str = trl.__version__) -> bool:
+    """Whether TRL's fused LM head returns a log-probability per token on every device.
+
+    Before 1.15 there is no such head; that of 1.15 needs Triton, which torch for CPUs does not have. The trainer then
+    adds its own (`training/lm_head.py`). Can be removed with support for TRL below 1.16.
+    https://github.com/huggingface/trl/releases/tag/v1.16.0
+    """
+    return Version(installed) >= Version("1.16.0")
+
+
+def router_loss_coefficient(trainer: Any) -> float:
+    """The weight of the router loss. TRL has an attribute for it from 1.13 on, and only the argument before.
+
+    Can be removed with support for TRL below that.
+    """
+    return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
+
+
+def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
+    """The layer types of rotary parameters that are given per layer type; empty if all layers share them.
+
+    Configs of transformers have this method from 5.20 on. Can be removed with support for versions below.
+    """
+    if hasattr(config, "nested_rope_parameter_keys"):
+        return config.nested_rope_parameter_keys(rope)
+    return [name for name, value in rope.items() if isinstance(value, dict)]
 
 
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:

@@ -26,9 +26,11 @@ from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..attention.models import base_model
+from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
+from .lm_head import add_token_scores
 from .loading import PackedLoading
 from .routers import gives_router_logits
 from .totals import TrainingTotals
@@ -59,7 +61,12 @@ class PackedObjective(PackedLoading):
 
     def __init__(self, *, args: SFTConfig, compute_loss_func: Callable | None, **kwargs: Any):
         self._check_weighting(args, compute_loss_func)
+        self._check_logits(args, compute_loss_func)
         super().__init__(args=args, compute_loss_func=compute_loss_func, **kwargs)
+        self.compute_loss_func = compute_loss_func  # TRL below 1.15 replaces it for `loss_type="dft"`
+        if not scores_tokens():
+            add_token_scores(base_model(self.model))
+        self.router_aux_loss_coef = router_loss_coefficient(self)
         self._check_router_loss()
         if args.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
@@ -88,7 +95,7 @@ class PackedObjective(PackedLoading):
                 "`compute_loss_func`",
                 "It gets a whole batch and returns one number, in which documents have no weight",
             )
-        elif args.label_smoothing_factor > 0 and args.loss_type == "nll":
+        elif args.label_smoothing_factor > 0 and args.loss_type != "dft":
             reason = (
                 f"`label_smoothing_factor={args.label_smoothing_factor}`",
                 "The smoothed loss is one number per batch, in which documents have no weight",
@@ -102,6 +109,14 @@ class PackedObjective(PackedLoading):
             raise ValueError(
                 f'`document_weighting="document"` was given with {reason[0]}. {reason[1]}. Set '
                 '`document_weighting="token"`, or leave the other setting at its default.'
+            )
+
+    @staticmethod
+    def _check_logits(args: Any, compute_loss_func: Callable | None) -> None:
+        if compute_loss_func is not None and args.loss_type == "chunked_nll":
+            raise ValueError(
+                '`compute_loss_func` was given with `loss_type="chunked_nll"`, the default of TRL below 1.15. That '
+                'loss computes no logits, which your function needs. Set `loss_type="nll"`.'
             )
 
     @property
@@ -149,7 +164,7 @@ class PackedObjective(PackedLoading):
 
     @property
     def _is_smoothed(self) -> bool:
-        return self.label_smoother is not None and self.args.loss_type == "nll"
+        return self.label_smoother is not None and self.args.loss_type != "dft"
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
@@ -280,7 +295,7 @@ class PackedObjective(PackedLoading):
     def _gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
         gathered = self._totals_of_training.gather(self.accelerator)
-        self._total_train_tokens += round(gathered["tokens"]) // self._tp_size
+        self._total_train_tokens += round(gathered["tokens"]) // self.get_tp_size()
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
         self.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 

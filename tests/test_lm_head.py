@@ -1,0 +1,114 @@
+"""Log-probability, entropy and rank of labels in chunks, against plain logits and against TRL's fused LM head."""
+
+import pytest
+import torch
+from support.versions import scores_tokens
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trl_packfix import compat
+from trl_packfix.training import lm_head
+from trl_packfix.training.lm_head import TokenScores, add_token_scores
+
+SCALED = {
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "gemma2": {"final_logit_softcapping": 5.0},
+}
+
+
+def labels_of(model, rows=2, length=23):
+    torch.manual_seed(0)
+    ids = torch.randint(4, 99, (rows, length))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.4, -100)
+    return ids, labels
+
+
+def by_hand(logits, labels):
+    """(log-probability, entropy, is_top1) of shifted labels, from full logits."""
+    logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    log_probs, mask = F.log_softmax(logits, -1), labels != -100
+    chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return chosen * mask, entropy * mask, (logits.argmax(-1) == labels) & mask
+
+
+def model_of(model_type, **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1}
+    config = AutoConfig.for_model(model_type, **sizes, **{"eos_token_id": 2}, **SCALED.get(model_type, {}), **settings)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi", *SCALED])  # phi's LM head has a bias
+@pytest.mark.parametrize("chunk", [1024, 7], ids=["one chunk", "many chunks"])
+def test_scores_and_gradients_are_those_of_full_logits(model_type, chunk, monkeypatch):
+    monkeypatch.setattr(lm_head, "CHUNK", chunk)
+    model = model_of(model_type)
+    ids, labels = labels_of(model)
+    expected = by_hand(model(ids, use_cache=False).logits, labels)
+    expected[0].sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    add_token_scores(model)
+    scores = model(ids, labels=labels, fused_lm_head=True)
+    assert isinstance(scores, TokenScores) and not hasattr(scores, "logits")
+    for found, right in zip((scores.log_probs, scores.entropy), expected, strict=False):
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    assert torch.equal(scores.is_top1, expected[2]) and torch.equal(scores.label_mask, labels[:, 1:] != -100)
+    scores.log_probs.sum().backward()
+    for parameter, right in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, right, atol=1e-5, rtol=1e-4)
+    assert max(right.abs().max() for right in wanted) > 0.1
+
+
+def test_other_calls_are_as_before():
+    model = model_of("llama")
+    ids, labels = labels_of(model)
+    before = model(ids, labels=labels, use_cache=False)
+    add_token_scores(model)
+    after = model(ids, labels=labels, use_cache=False)
+    assert torch.equal(before.loss, after.loss) and torch.equal(before.logits, after.logits)
+    assert model.generate(ids[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_labels_that_are_shifted_already_are_not_shifted_again():
+    model = model_of("llama")
+    add_token_scores(model)
+    ids, labels = labels_of(model)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    whole, given = (
+        model(ids, fused_lm_head=True, **{name: x}) for name, x in (("labels", labels), ("shift_labels", shifted))
+    )
+    assert torch.equal(whole.log_probs, given.log_probs[:, :-1]) and not given.log_probs[:, -1].any()
+
+
+@scores_tokens
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 autocast"])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", *SCALED])
+def test_scores_are_those_of_trl(model_type, dtype):
+    from trl.trainer.utils import add_fused_lm_head
+
+    found = {}
+    for name, add in (("ours", add_token_scores), ("trl", add_fused_lm_head)):
+        settings = {"num_local_experts": 4, "output_router_logits": True} if model_type == "mixtral" else {}
+        model = model_of(model_type, **settings)
+        ids, labels = labels_of(model)
+        if name == "ours":
+            add(model)
+        else:
+            add(model, outputs=("log_probs", "entropy", "is_top1"))
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            scores = model(ids, labels=labels, fused_lm_head=True)
+        scores.loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found[name] = [scores.log_probs, scores.entropy, scores.loss[None], gradient]
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(found["ours"], found["trl"], strict=True):
+        assert (ours - theirs).norm() <= limit * theirs.norm() and theirs.norm() > 0
+
+
+def test_versions_without_the_head_get_ours():
+    assert not compat.scores_tokens("1.9.0") and not compat.scores_tokens("1.15.0") and compat.scores_tokens("1.16.0")

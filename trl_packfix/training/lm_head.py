@@ -1,0 +1,175 @@
+"""Log-probability, entropy and rank of each label without the (T, V) logits, for versions of TRL that lack them.
+
+From 1.16 on, TRL's fused LM head gives these numbers on every device, and this module is not used
+(`compat.scores_tokens`). T tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.utils import ModelOutput
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ..data.collator import IGNORE_INDEX
+
+CHUNK = 1024  # labels whose logits are in memory together
+
+
+@dataclass
+class TokenScores(ModelOutput):
+    """What a model returns when it is called with `fused_lm_head=True`, as in TRL 1.16.
+
+    Attributes:
+        log_probs: log-probability of each label, zero where nothing is trained, (B, T - 1); (B, T) for `shift_labels`.
+        entropy: entropy of the distribution over the next token, without gradient, zero where nothing is trained.
+        is_top1: whether the label is the most likely token.
+        label_mask: whether the label is trained.
+        aux_loss: the load-balancing statistic of a mixture of experts.
+    """
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def add_token_scores(model: PreTrainedModel) -> None:
+    """Let `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]; other calls are as before.
+
+    TRL replaces `forward` of the model in the same way, so that engines wrap what computes the loss.
+    """
+    forward, text = model.forward, model.config.get_text_config()
+
+    def forward_with_scores(
+        self: PreTrainedModel,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels}
+            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+        num_items = kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        if getattr(text, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        outputs = self.base_model(*args, **kwargs)
+        states = outputs.last_hidden_state
+        if shift_labels is None:
+            assert labels is not None
+            states, shift_labels = states[:, :-1], labels[:, 1:]
+        scores = _scores(self.get_output_embeddings(), states, shift_labels, *_transforms(text))
+        count = scores.label_mask.sum().clamp(min=1) if num_items is None else num_items
+        scores.loss = -scores.log_probs.sum() / count
+        if kwargs.get("output_router_logits"):
+            num_experts, top_k = text.num_experts, text.num_experts_per_tok
+            statistic: Any = load_balancing_loss_func
+            scores.aux_loss = statistic(outputs.router_logits, num_experts, top_k, kwargs.get("attention_mask"))
+            scores.loss = scores.loss + getattr(text, "router_aux_loss_coef", 0.0) * scores.aux_loss
+        return scores
+
+    # `generate` checks its arguments against the signature of the model's forward
+    forward_with_scores.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    model.forward = MethodType(forward_with_scores, model)
+
+
+def _transforms(text: Any) -> tuple[float, float | None]:
+    """(factor of the logits, soft cap of the scaled logits), from the names that configs use for them."""
+    scaling = getattr(text, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
+    if scaling is not None and text.model_type != "hyperclovax":
+        scaling = 1 / scaling
+    factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scale = next((factor for factor in [*factors, scaling] if factor is not None), 1.0)
+    return scale, getattr(text, "final_logit_softcapping", None)
+
+
+def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:
+    weight, bias = head.weight, head.bias
+    if isinstance(weight, DTensor):  # FSDP2; gathered once, not once per chunk
+        weight = weight.full_tensor()
+        bias = None if bias is None else bias.full_tensor()
+    labels = labels.to(weight.device)
+    mask = labels != IGNORE_INDEX
+    # All positions, not only the trained ones: choosing these would make the host wait for the device. Where no
+    # position of a chunk is trained, its numbers are masked.
+    flat = states.to(weight.device).flatten(0, 1), labels.clamp(min=0).flatten()
+    with maybe_gather_lm_head_ctx(weight, bias):
+        log_probs, entropy, is_top1 = _ScoredLabels.apply(*flat[:1], weight, bias, flat[1], scale, softcap)
+    log_probs, entropy, is_top1 = (x.view(mask.shape).masked_fill(~mask, 0) for x in (log_probs, entropy, is_top1))
+    return TokenScores(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask)
+
+
+class _ScoredLabels(torch.autograd.Function):
+    """(T, H) states -> log-probability, entropy, is_top1 of labels (T,); logits are made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = states.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        ctx.scale, ctx.softcap = scale, softcap
+        ctx.save_for_backward(states, weight, bias, labels)
+        scores = []
+        for rows, logits in _chunks(ctx, states, weight, bias):
+            target = labels[rows, None]
+            log_probs = logits.log_softmax(-1)
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            scores.append((log_probs.gather(1, target)[:, 0], entropy, logits.argmax(-1) == target[:, 0]))
+        log_probs, entropy, is_top1 = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        ctx.mark_non_differentiable(entropy, is_top1)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, labels = ctx.saved_tensors
+        wants_states, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        with maybe_gather_lm_head_ctx(weight, bias):
+            of_states = torch.empty_like(states) if wants_states else None
+            exact = torch.promote_types(weight.dtype, torch.float32)
+            of_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+            of_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+            cast = weight.to(ctx.dtype)
+            for rows, logits in _chunks(ctx, states, weight, bias):
+                gradient = -logits.softmax(-1)
+                gradient[torch.arange(len(logits), device=logits.device), labels[rows]] += 1
+                gradient *= gradients[0][rows, None] * ctx.scale
+                if ctx.softcap is not None:
+                    gradient *= 1 - (logits / ctx.softcap) ** 2
+                cast_gradient = gradient.to(ctx.dtype)
+                if of_states is not None:
+                    of_states[rows] = (cast_gradient @ cast).to(states.dtype)
+                if of_weight is not None:
+                    of_weight += cast_gradient.t() @ states[rows].to(ctx.dtype)
+                if of_bias is not None:
+                    of_bias += gradient.sum(0)
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_states, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+
+
+def _chunks(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Logits (CHUNK, V) of successive rows, in fp32 at least."""
+    cast = weight.to(ctx.dtype)
+    for start in range(0, len(states), CHUNK):
+        rows = slice(start, start + CHUNK)
+        logits = F.linear(states[rows].to(ctx.dtype), cast, None if bias is None else bias.to(ctx.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * ctx.scale
+        yield rows, logits if ctx.softcap is None else ctx.softcap * torch.tanh(logits / ctx.softcap)
