@@ -188,7 +188,7 @@ def test_recomputation_without_its_boundaries_raises():
     model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])  # not transformers' checkpointing
     batch = pack([9, 4, 7])
     loss = model(**batch, labels=batch["input_ids"]).loss
-    with pytest.raises(ValueError, match="recomputed in backward.*not transformers' own.*activation_checkpointing"):
+    with pytest.raises(ValueError, match="recomputed in backward.*not transformers' own.*gradient_checkpointing"):
         loss.backward()
 
 

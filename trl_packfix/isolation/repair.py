@@ -193,7 +193,7 @@ def _running(module: nn.Module) -> PackedForward | None:
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "
             "its forward: the checkpointing is not transformers' own. Switch it off, and set "
-            "`activation_checkpointing=True` or call `model.activation_checkpointing_enable()`."
+            "`gradient_checkpointing=True`."
         )
     return None if running is None or running.rows is not None else running
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..compat import nested_rope_keys
+
 THRESHOLD = re.compile(
     r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
     r"|conv_L_cache"
@@ -39,7 +41,8 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
     if not isinstance(rope, dict):
         return {}
     found = {}
-    for layer_type in config.nested_rope_parameter_keys(rope) or [None]:
+    layer_types: list[str | None] = [*nested_rope_keys(config, rope)]
+    for layer_type in layer_types or [None]:
         parameters = rope if layer_type is None else rope[layer_type]
         for name in ROPE_LENGTHS:
             length = (parameters or {}).get(name, vars(config).get(name))
