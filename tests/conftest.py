@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from hypothesis import settings
 from support.models import build_tiny_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
+
+# A loaded machine takes longer than hypothesis allows by default
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.versions import enable_checkpointing
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -102,7 +103,7 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     assert select_attention(model).name == ATTENTION_NAME
     mark_packed_forwards(model)
     if checkpointing is not None:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
 
     expected = torch.cat([alone(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()], 1)
@@ -254,7 +255,7 @@ def test_a_pack_of_one_document(model_type, checkpointing, tiny_model, calls):
     select_attention(model)
     mark_packed_forwards(model)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, reentrant=False)
     model(**make_pack([30])).loss.backward()
     assert calls == [[30]] * (4 if checkpointing else 2)
 

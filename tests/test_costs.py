@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_tokenizer
+from support.versions import current_models
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -207,6 +208,7 @@ def test_pairs_by_hand():
     assert CostModel(0, 0, chunks=((3, 1.0),))([3, 4, 6]).tolist() == [6, 7, 12]
 
 
+@current_models
 def test_layers_by_kind():
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
     window, pair = 4096, 4.0 * 64

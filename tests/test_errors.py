@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import ANSWER, PROMPT, config, texts, trainer
+from support.versions import scores_tokens
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
@@ -337,8 +338,8 @@ def test_rows_that_the_template_leaves_without_assistant_tokens_are_named(tmp_pa
 
 
 def test_trl_below_the_floor_is_refused():
-    with pytest.raises(ImportError, match=r"trl 1\.15\.2 is installed.*pip install 'trl>=1\.16\.0'"):
-        compat.require_trl("1.15.2")
+    with pytest.raises(ImportError, match=r"trl 1\.8\.0 is installed.*pip install 'trl>=1\.9\.0'"):
+        compat.require_trl("1.8.0")
     compat.require_trl()
 
 
@@ -357,6 +358,7 @@ def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
     assert isinstance(run.args, SFTConfig)
 
 
+@scores_tokens
 @pytest.mark.parametrize(
     "given",
     [

@@ -9,6 +9,7 @@ import trl
 from datasets import Dataset, Value
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, texts, trainer
+from support.versions import evaluates_own_losses, trl_trains
 from torch.nn import functional as F
 from transformers import EarlyStoppingCallback
 
@@ -100,6 +101,8 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     assert predicted.metrics["test_loss"] == pytest.approx(by_hand(model, data)["loss"], rel=1e-6)
 
 
+@evaluates_own_losses
+@trl_trains
 def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path, caplog):
     def loss(outputs, labels, num_items_in_batch=None):
         return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) * 0 + 7
@@ -132,6 +135,7 @@ def doubling(base, method):
     return Doubling
 
 
+@trl_trains
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
 @pytest.mark.parametrize("method", ["compute_loss", "prediction_step"])
 def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tmp_path, caplog):
@@ -248,6 +252,8 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
 
 
+@trl_trains
+@evaluates_own_losses
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("labels", [None, "int32"])
 def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, tmp_path):

@@ -9,6 +9,7 @@ import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.models import build_tiny_model
 from support.runs import texts, trainer
+from support.versions import current_models
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention.choice import select_attention
@@ -23,7 +24,17 @@ def judged(model, **kwargs):
     return check_isolation(model, **kwargs)
 
 
-EXACT = ["llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral", "gpt2", "stablelm", "afmoe"]
+EXACT = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt_oss",
+    pytest.param("opt", marks=current_models),
+    "mixtral",
+    "gpt2",
+    "stablelm",
+    "afmoe",
+]
 
 
 @pytest.mark.parametrize("model", EXACT)
@@ -350,6 +361,7 @@ def test_only_rope_that_depends_on_length_is_a_threshold():
     assert thresholds(own, 1024, 13)[0] == {"original_max_position_embeddings": 48}, "what is unknown is tested"
 
 
+@current_models
 def test_each_kind_of_layer_may_have_rope_of_its_own():
     long = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     long |= {"original_max_position_embeddings": 48, "rope_theta": 10000.0}

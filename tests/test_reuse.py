@@ -7,6 +7,7 @@ import torch
 import trl
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, texts, trainer, weights
+from support.versions import enable_checkpointing
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, check_isolation
@@ -71,7 +72,7 @@ def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant,
     class Enable(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 1:
-                model.activation_checkpointing_enable({"use_reentrant": reentrant})
+                enable_checkpointing(model, reentrant)
                 model.enable_input_require_grads()
 
     runs = [build("packed", build_tiny_model(model_type), tmp_path, max_steps=3) for _ in range(2)]

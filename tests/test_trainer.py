@@ -10,9 +10,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
+from support.versions import TRL
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
@@ -326,8 +328,11 @@ def test_compute_loss_func_and_callbacks(tmp_path):
             self.count += 1
 
     steps = Steps()
-    with pytest.warns(FutureWarning, match="compute_loss_func"):
-        run = trainer(tmp_path, texts(), max_steps=2, trainer_kwargs={"compute_loss_func": loss, "callbacks": [steps]})
+    given = {"compute_loss_func": loss, "callbacks": [steps]}
+    with warnings.catch_warnings(record=True) as found:  # TRL deprecates it from 1.15 on
+        warnings.simplefilter("always")
+        run = trainer(tmp_path, texts(), max_steps=2, loss_type="nll", trainer_kwargs=given)
+    assert any("compute_loss_func" in str(each.message) for each in found) == (Version("1.15") <= TRL)
     run.train()
     assert steps.count == 2 and seen[0][0] == seen[0][1] and seen[0][0][0] == 1
 

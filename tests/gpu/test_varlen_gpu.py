@@ -5,6 +5,7 @@ pytest tests/gpu/test_varlen_gpu.py
 
 import pytest
 import torch
+from support.versions import enable_checkpointing
 from torch import nn
 
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
@@ -135,7 +136,7 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
         model.set_attn_implementation(ATTENTION_NAME)
     mark_packed_forwards(model)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, reentrant=False)
     logits = model(**batch).logits.float()
     expected = [alone(torch.tensor([d["input_ids"]]).cuda(), use_cache=False).logits.float() for d in documents]
     expected = torch.cat(expected, 1)
