@@ -104,6 +104,7 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str, attenti
     run.train()
     found = {"type": model_type, "lora": lora, "checkpointing": checkpointing, "attention": attention, "bf16": bf16}
     found |= {"trained_with": run.packed_model.attention.name, "change": weights(run) - start}
+    found["repaired"] = len(run.packed_model.repaired)
     found["losses"] = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     return found | recorded()
 

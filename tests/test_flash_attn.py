@@ -62,6 +62,7 @@ def test_trainings_on_the_flash_path(trained):
     without = {(row["type"], row["lora"]): row for row in trained if row["checkpointing"] == "none"}
     for row in trained:
         assert row["trained_with"] == "flash_attention_2" and row["silent"] == [], row
+        assert row["repaired"] == 0, row  # a leak of the path would be found by the probe, and repaired
         # as far from fp32 as the CPU's own kernels are in bf16; the factor is for two samples of one rounding
         assert 0 < row["error"] < 2 * row["error_on_cpu_kernels"] < 0.2, row
         assert row["as_without_checkpointing"], row
