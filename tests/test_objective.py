@@ -156,6 +156,7 @@ def documents_of_pack(batch):
         {"packing_strategy": "minibatch"},
         {"packing_strategy": "minibatch", "loss_type": "dft"},
         {"packing_strategy": "stream", "pad_to_multiple_of": 32},
+        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing": False},
     ],
     ids=str,
@@ -421,8 +422,9 @@ def statistic(run, batch):
     return load_balancing_loss_func(tuple(layer[keep] for layer in found.router_logits), 4, 2).item()
 
 
-def test_router_statistic_has_no_padding(tmp_path):
-    run = experts(tmp_path, halves(), pad_to_multiple_of=64, max_length=50)
+@pytest.mark.parametrize("padding", [{"pad_to_multiple_of": 64}, {"pad_documents_to_multiple_of": 16}], ids=str)
+def test_router_statistic_has_no_padding(padding, tmp_path):
+    run = experts(tmp_path, halves(), max_length=50, **padding)
     (batch,), num_items = first_step(run)
     assert (batch["input_ids"][0, -8:] == 0).all(), "no padding"
     both = []
@@ -529,6 +531,7 @@ def recorded(run):
     [
         {"packing_strategy": "stream"},
         {"packing_strategy": "minibatch", "pad_to_multiple_of": 64},
+        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing": False},
     ],
     ids=str,

@@ -217,6 +217,8 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
     if cu_seq_lens is None:
         return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
     bounds = cu_seq_lens.tolist()
+    while len(bounds) > 2 and bounds[-2] == bounds[-1]:  # empty documents at the end are padding
+        bounds.pop()
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(

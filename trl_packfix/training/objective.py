@@ -240,7 +240,8 @@ class PackedObjective(PackedLoading):
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
         caught: list[Tensor] = []
-        may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
+        may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
             return
