@@ -54,9 +54,13 @@ class SFTConfig(trl.SFTConfig):
             model, which may build a (T, T) mask per pack.
         pad_documents_to_multiple_of (`int`, *optional*):
             Give every pack the same shapes, for `torch.compile`, CUDA graphs and FP8 kernels: as many tokens as the
-            capacity (rounded up to `pad_to_multiple_of`), this number of documents (padding included; the last ones empty), and
-            `max_length` as the length of the longest. A pack with more documents gets the next multiple, which is
-            another shape. It costs tokens: choose it only for a kernel or a compiler that needs it.
+            capacity (rounded up to `pad_to_multiple_of`), this number of documents (with those of the padding; the last
+            ones are empty), and `max_length` as the length of the longest. A pack with more documents gets the next
+            multiple, which is another shape. It costs tokens: set it only for a kernel or compiler that needs it.
+        peak_tflops (`float`, *optional*):
+            Dense TFLOP/s of one device, for `mfu` in the log: the FLOPs of the documents (without padding and without
+            what checkpointing computes again) over this peak. If unset, common NVIDIA cards have their peak in half
+            precision; on others, and in float32, `mfu` is not logged.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
 
@@ -130,6 +134,13 @@ class SFTConfig(trl.SFTConfig):
             "tokens and this number of documents (more: the next multiple). It costs tokens."
         },
     )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "Dense TFLOP/s of one device, for `mfu` in the log. Unset: common NVIDIA cards have their peak in "
+            "bfloat16; on others `mfu` is not logged."
+        },
+    )
     packing_report: bool = field(
         default=True,
         metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
@@ -188,6 +199,11 @@ def check_config(args: SFTConfig) -> None:
     }
     for name, choices in known_choices.items():
         check_choice(name, getattr(args, name), choices)
+    if args.peak_tflops is not None and args.peak_tflops <= 0:
+        raise ValueError(
+            f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
+            "training reaches. Set it to the dense TFLOP/s of one device (H100 in bfloat16: 989), or leave it unset."
+        )
     if not (args.packing or args.padding_free):
         if args.overlong is not None:
             raise ValueError(
