@@ -50,8 +50,8 @@ class PackedForward:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host. The first use waits for the device."""
-        return self.cu_seq_lens_q.diff().tolist()
+        """Tokens of each document, on the host, without the empty ones that pad. The first use waits for the device."""
+        return [length for length in self.cu_seq_lens_q.diff().tolist() if length]
 
     @property
     def num_tokens(self) -> int:
