@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -49,9 +50,14 @@ class PackedForward:
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def bounds(self) -> list[int]:
+        """`cu_seq_lens_q` on the host. The first use waits for the device."""
+        return self.cu_seq_lens_q.tolist()
+
+    @property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host. The first use waits for the device."""
-        return self.cu_seq_lens_q.diff().tolist()
+        """Tokens of each document, on the host."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
 
     @property
     def num_tokens(self) -> int:
