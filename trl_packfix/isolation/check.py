@@ -47,6 +47,10 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
 
+    Raises:
+        ValueError: an attention kernel cannot compute this model (heads, dtype, GPU).
+        RuntimeError: an error of the device or of communication.
+
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
     >>> report = check_isolation(LlamaForCausalLM(tiny))

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,36 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..attention.forwards import all_in_one_batch
+from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from .randomness import DrawWatcher
 
+# Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
+DEVICE_ERROR = re.compile(
+    r"out of memory|\b(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS"
+    r"|device-side assert|illegal memory access|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
+)
+# How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
+KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
+
 
 class CannotRun(Exception):
     """The model raised an error in a run of the probe; that error is the cause."""
+
+
+def _meaning(error: Exception) -> Exception | None:
+    """The error to raise for an error of the model: `CannotRun` may be a leak, `KernelError` is not.
+
+    None for errors of the device and of communication: they say nothing about the model, and the context may be lost.
+    """
+    if isinstance(error, KernelError | torch.AcceleratorError | torch.OutOfMemoryError | dist.DistError):
+        return None
+    if isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)):
+        return None
+    if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
+        return KernelError(str(error))
+    return CannotRun(str(error))
 
 
 class Probe:
@@ -105,10 +129,10 @@ class Probe:
         self._draw_again()
         try:
             self.model(**batch)
-        except torch.OutOfMemoryError:  # no result: it does not depend on documents
-            raise
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
-            raise CannotRun(str(error)) from error
+            if (raised := _meaning(error)) is None:
+                raise
+            raise raised from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -180,6 +204,8 @@ class Probe:
             # Reentrant checkpointing does not support `autograd.grad`, nor do models that recompute or detach.
             if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
                 return None
+            raise
+        except KernelError:
             raise
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
