@@ -1,0 +1,149 @@
+"""Runs packed models through transformers' flash path on the CPU, with a strict stand-in for flash-attn.
+
+    python tests/on_flash_attn.py judge llama qwen3   # a JSON line per model type: probe, judge, what was recorded
+    python tests/on_flash_attn.py judge --all         # every causal-LM type, some minutes
+    python tests/on_flash_attn.py train FOLDER        # a JSON line per training
+
+A process of its own: transformers must believe that flash-attn is installed and that the CPU is a device for it. What
+the stand-in (`support/flash_attn_site`) can and cannot show is said in its `strict.py`. Beyond its limits, nothing is
+replaced here but this belief: the path is transformers' own, from `set_attn_implementation` to the call of the kernel.
+"""
+
+import sys
+from pathlib import Path
+
+import support  # isort: skip - sets the environment before torch is imported
+
+sys.path.insert(0, str(Path(support.__file__).parent / "flash_attn_site"))
+
+import json
+import time
+import warnings
+from functools import partial
+
+import torch
+import transformers
+from flash_attn import strict
+from peft import LoraConfig
+from support.models import build_tiny_model
+from support.runs import texts, trainer, weights
+from transformers import modeling_flash_attention_utils
+from transformers.utils import import_utils
+
+from trl_packfix.attention import choice
+from trl_packfix.isolation import packed_model
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge
+from trl_packfix.survey.sweep import MAX_LENGTH
+
+
+def believe_in_flash_attn() -> None:
+    """transformers asks once whether there is CUDA, and caches the answer with that for flash-attn."""
+    answers = (import_utils.is_torch_cuda_available, import_utils.is_flash_attn_2_available)
+    for answer in answers:
+        answer.cache_clear()
+    asked = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    assert import_utils.is_flash_attn_2_available()
+    torch.cuda.is_available = asked
+    import_utils.is_torch_cuda_available.cache_clear()
+    modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]["supported_devices"] = (
+        (lambda: True, "cpu"),
+    )
+    choice.cuda_varlen_problem = lambda: None  # torch for the CPU is built without its flash kernels
+
+
+def recorded() -> dict:
+    """What the stand-in saw since the last call."""
+    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
+    strict.calls.clear()
+    strict.silent.clear()
+    return found
+
+
+def judge(model_type: str) -> dict:
+    """The probe's and the judge's result for a tiny model, in fp32, on the attention that CUDA would get."""
+    started = time.process_time()
+    try:
+        pristine = zoo.build_model(model_type)
+        truth = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    except Exception as error:
+        return {"type": model_type, "attention": "", "no_text": str(error)}
+    recorded()
+    model = zoo.build_model(model_type)
+    try:
+        packed = PackedModel(model, torch.bfloat16, "cuda", MAX_LENGTH)
+        report = packed.prove(model)
+    except Exception as error:
+        return {"type": model_type, "attention": "", "refused": f"{type(error).__name__}: {error}"} | recorded()
+    judgement = truth.judge(model)
+    found = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    found |= {"proved": report.isolated and report.equal, "right": judgement.right, "error": judgement.error}
+    found |= {"refusal": judgement.refusal, "repairs": "; ".join(map(str, packed.repaired))}
+    return found | recorded() | {"seconds": round(time.process_time() - started, 1)}
+
+
+TRAINED = {"llama": {}, "gemma3": {}}
+CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
+
+
+def train(folder: Path, model_type: str, lora: bool, checkpointing: str, attention: str, bf16: bool = True) -> dict:
+    """Two optimizer steps of `SFTTrainer`; the change of the weights comes back as a tensor."""
+    device_type = "cuda" if attention == "flash_attention_2" else "cpu"
+    packed_model.choose_attention = partial(choose_for, device_type)  # the model itself stays on the CPU
+    settings = {"bf16": bf16, "max_steps": 2, "seed": 3, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:
+        settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
+    torch.manual_seed(0)
+    model = build_tiny_model(model_type)
+    run = trainer(folder, texts(), model, peft, **settings)
+    start = weights(run)
+    recorded()
+    run.train()
+    found = {"type": model_type, "lora": lora, "checkpointing": checkpointing, "attention": attention, "bf16": bf16}
+    found |= {"trained_with": run.packed_model.attention.name, "change": weights(run) - start}
+    found["repaired"] = len(run.packed_model.repaired)
+    found["losses"] = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    return found | recorded()
+
+
+def choose_for(given, model, enforce_flash_attention, dtype, device_type):
+    return choice.choose_attention(model, enforce_flash_attention, dtype, device_type=given)
+
+
+def trainings(folder: Path):
+    """Each training on flash attention, beside the same one on the CPU's kernels, in bf16 and in fp32."""
+    for model_type in TRAINED:
+        for lora in (False, True):
+            exact = train(folder, model_type, lora, "none", "packfix_varlen", bf16=False)["change"]
+            ours = train(folder, model_type, lora, "none", "packfix_varlen")["change"]
+            first = None
+            for checkpointing in CHECKPOINTING:
+                found = train(folder, model_type, lora, checkpointing, "flash_attention_2")
+                change = found.pop("change")
+                first = change if first is None else first
+                found["error"] = ((change - exact).norm() / exact.norm()).item()
+                found["error_on_cpu_kernels"] = ((ours - exact).norm() / exact.norm()).item()
+                found["as_without_checkpointing"] = torch.equal(change, first)
+                yield found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    believe_in_flash_attn()
+    command, *arguments = sys.argv[1:]
+    if command == "judge":
+        strict.dtypes |= {torch.float32, torch.float64}
+        found = map(judge, zoo.causal_types() if arguments == ["--all"] else arguments)
+    else:
+        found = trainings(Path(arguments[0]))
+    for row in found:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

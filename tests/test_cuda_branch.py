@@ -1,0 +1,114 @@
+"""The CUDA branch of `packfix_varlen` on meta tensors: whole models forward and backward, no read on the host, graphs.
+
+A meta tensor has a shape, a dtype and strides, and no values. So a read on the host, which on a GPU would wait for it,
+is seen here; shapes and dtypes of every call of the kernels are checked by torch's own meta functions of them; autograd
+and checkpointing run as they are. Not seen: the kernels' numbers, alignment, streams, memory, speed, and inductor.
+"""
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import build_tiny_model
+from test_attention import MODELS
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_packfix.attention import choice, varlen
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.varlen import ATTENTION_NAME
+from trl_packfix.data.collator import PackedDataCollator
+
+# The masks of transformers compare positions once per mask and forward, although no mask is made for packs.
+NOT_OURS = {"masking_utils.py:find_packed_sequence_indices"}
+TYPES = [name for name in MODELS if name not in {"gemma2", "opt"}]  # softcap, own masks
+ATEN = torch.ops.aten
+
+
+class Calls(TorchDispatchMode):
+    """Calls of the kernels, and reads on the host with the place in the code that reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.reads, self.heads = {"forward": 0, "backward": 0}, [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ATEN._local_scalar_dense.default:
+            self.reads.append(_reader())
+            return False
+        out = func(*args, **(kwargs or {}))
+        if func in (ATEN._flash_attention_forward.default, ATEN._flash_attention_backward.default):
+            self.kernels["forward" if func is ATEN._flash_attention_forward.default else "backward"] += 1
+            tensors = args[: 3 if func is ATEN._flash_attention_forward.default else 5]
+            assert {x.dtype for x in tensors} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in tensors)
+            self.heads |= {x.shape[-1] for x in tensors}
+        return out
+
+
+def _reader():
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+    return next(
+        f"{Path(f.filename).name}:{f.name}" for f in reversed(frames) if f.name not in ("_reader", "__torch_dispatch__")
+    )
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda", "meta"})
+    monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
+
+
+def prepared(model_type, **changes):
+    model = build_tiny_model(model_type, dtype=torch.bfloat16, **(MODELS[model_type] | changes)).to("meta").train()
+    assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
+    mark_packed_forwards(model)
+    return model
+
+
+def pack(lengths, device="meta", **settings):
+    batch = PackedDataCollator(**settings)([{"input_ids": [5] * n} for n in lengths])
+    del batch["labels"]
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_no_read_on_the_host(model_type, checkpointing, as_on_cuda):
+    model = prepared(model_type)
+    if checkpointing is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    with Calls() as calls:
+        logits = model(**pack([1, 40, 7, 100])).logits
+        logits.sum().backward()
+    assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
+    layers = model.config.num_hidden_layers
+    assert calls.kernels == {"forward": layers * (1 if checkpointing is None else 2), "backward": layers}
+    assert all(head % 8 == 0 for head in calls.heads)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_read_is_seen(as_on_cuda):
+    with Calls() as calls:
+        torch.ones(3, device="meta").sum().item()
+    assert calls.reads == ["test_cuda_branch.py:test_a_read_is_seen"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
+def test_one_graph_without_breaks(model_type, as_on_cuda):
+    """`fullgraph=True` raises at a graph break; other documents need no other graph."""
+    torch._dynamo.reset()
+    model, counter = prepared(model_type), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    rng = torch.Generator().manual_seed(0)
+    counts = []
+    for _ in range(8):
+        lengths = torch.randint(2, 60, (int(torch.randint(2, 9, (), generator=rng)),), generator=rng).tolist()
+        compiled(**pack(lengths)).logits.sum().backward()
+        counts.append(counter.frame_count)
+    # one for the first pack, one when torch sees that lengths change; then none
+    assert counts[0] == 1 and counts[-1] == counts[2] <= 3, counts

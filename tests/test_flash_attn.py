@@ -1,0 +1,152 @@
+"""transformers' flash path and `flash_attention_2` in the trainer, without a GPU: `on_flash_attn.py` in a process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.flash_attn_site.flash_attn import flash_attn_func, flash_attn_varlen_func, strict
+from support.launch import environment
+
+from trl_packfix.attention.kernels import attend_on_cpu
+
+SCRIPT = Path(__file__).parent / "on_flash_attn.py"
+# With every feature that reaches the kernel: windows, softcap, latent attention, experts, heads that share keys, layers
+# without attention, several rotary embeddings, layer norms on heads; and types that are repaired around it.
+NATIVE = """apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox
+    granite granitemoe helium llama mistral mixtral nemotron olmo olmo2 olmoe opt phi phi3 qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 stablelm starcoder2""".split()
+REPAIRED = "bamba bart jamba lfm2 qwen3_next".split()
+OTHERS = {"gpt_oss": "packfix_varlen"}  # FlashAttention-2 would drop its sinks
+
+
+def run(folder, *arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"type"')]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    rows = run(tmp_path_factory.mktemp("judged"), "judge", *NATIVE, *REPAIRED, *OTHERS)
+    return {row["type"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("model_type", [*NATIVE, *REPAIRED, *OTHERS])
+def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
+    row = judged[model_type]
+    assert row["attention"] == OTHERS.get(model_type, "flash_attention_2"), row
+    assert row["proved"] and row["right"] and not row["unpacked"], row
+    assert bool(row["repairs"]) == (model_type in REPAIRED), row
+    if model_type not in OTHERS:
+        assert row["calls"]["varlen"] > 10, row  # five packs of the judge, two layers, and the probe
+        assert row["silent"] == [], row
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return run(folder, "train", str(folder / "output"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_trainings_on_the_flash_path(trained):
+    """Full and LoRA, without and with both kinds of checkpointing, fp32 weights under bf16 autocast."""
+    assert len(trained) == 12
+    without = {(row["type"], row["lora"]): row for row in trained if row["checkpointing"] == "none"}
+    for row in trained:
+        assert row["trained_with"] == "flash_attention_2" and row["silent"] == [], row
+        assert row["repaired"] == 0, row  # a leak of the path would be found by the probe, and repaired
+        # as far from fp32 as the CPU's own kernels are in bf16; the factor is for two samples of one rounding
+        assert 0 < row["error"] < 2 * row["error_on_cpu_kernels"] < 0.2, row
+        assert row["as_without_checkpointing"], row
+        if row["checkpointing"] != "none":  # it recomputed: two layers in each of two steps
+            first = without[row["type"], row["lora"]]
+            assert row["calls"]["varlen"] >= first["calls"]["varlen"] + 4, row
+
+
+# The stand-in itself
+
+LENGTHS = [3, 1, 6]
+T = sum(LENGTHS)
+
+
+@pytest.fixture
+def bounds():
+    strict.silent.clear()
+    yield torch.tensor([0, 3, 4, 10], dtype=torch.int32)
+    strict.silent.clear()
+
+
+def inputs(dtype=torch.bfloat16, head_dim=8, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(T, heads, head_dim), (T, kv_heads, head_dim), (T, kv_heads, head_dim)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_stand_in_computes_attention_within_documents(bounds, window, monkeypatch):
+    monkeypatch.setattr(strict, "dtypes", {torch.float64})
+    tensors = inputs(torch.float64)
+    size = (-1, -1) if window is None else (window - 1, window - 1)
+    out = flash_attn_varlen_func(*tensors, bounds, bounds, 6, 6, causal=True, window_size=size)
+    expected = attend_on_cpu(*(x.transpose(0, 1)[None] for x in tensors), LENGTHS, scale=8**-0.5, window=window)
+    assert torch.allclose(out, expected[0].transpose(0, 1), atol=1e-12) and strict.silent == []
+    one = [x[4:][None] for x in tensors]
+    assert torch.allclose(flash_attn_func(*one, causal=True, window_size=size)[0], out[4:], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dtype": torch.float32}, "only support fp16 and bf16"),
+        ({"head_dim": 257}, "head dimension at most 256"),
+        ({"heads": 3}, "must divide number of heads"),
+    ],
+    ids=str,
+)
+def test_the_stand_in_refuses_what_the_kernels_refuse(bounds, changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        flash_attn_varlen_func(*inputs(**changes), bounds, bounds, 6, 6, causal=True)
+
+
+def test_the_stand_in_refuses_boundaries_and_mixed_dtypes(bounds):
+    query, key, value = inputs()
+    wide = bounds.repeat_interleave(2)[::2]
+    for given, message in (
+        ((bounds.long(), bounds), "int32"),
+        ((wide, bounds), "contiguous"),
+        ((bounds[:1],) * 2, "pos"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            flash_attn_varlen_func(query, key, value, *given, 6, 6)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        flash_attn_varlen_func(query, key.half(), value, bounds, bounds, 6, 6)
+    with pytest.raises(RuntimeError, match="must have shape"):
+        flash_attn_varlen_func(query, key, value[:-1], bounds, bounds, 6, 6)
+    with pytest.raises(RuntimeError, match="Softcapping does not support dropout"):
+        flash_attn_varlen_func(query, key, value, bounds, bounds, 6, 6, dropout_p=0.1, softcap=5.0)
+
+
+@pytest.mark.parametrize(
+    "given, longest, message, wrong",
+    [
+        ([0, 3, 4, 9], 6, "begin at 0 and end at 9 for 10 tokens", slice(9, 10)),
+        ([1, 3, 4, 10], 6, "begin at 1 and end at 10 for 10 tokens", slice(0, 1)),
+        ([0, 3, 4, 10], 4, "a document has 6 tokens and max_seqlen is 4", slice(8, 10)),
+        ([0, 4, 3, 10], 10, "fall from 4 to 3", None),
+        ([0, 3, 4, 10], torch.tensor(6), "max_seqlen is a tensor", None),
+    ],
+)
+def test_the_stand_in_records_what_a_gpu_computes_wrongly(bounds, given, longest, message, wrong):
+    given = torch.tensor(given, dtype=torch.int32)
+    out = flash_attn_varlen_func(*inputs(), given, given, longest, longest, causal=True)
+    assert any(message in line for line in strict.silent), strict.silent
+    nans = out.isnan().flatten(1).all(1)
+    assert nans.tolist() == [wrong is not None and i in range(T)[wrong] for i in range(T)]
