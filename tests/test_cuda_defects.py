@@ -12,6 +12,7 @@ from trl_packfix.attention.choice import choose_attention, head_dim
 from trl_packfix.attention.kernels import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.isolation import packed_model as packing
+from trl_packfix.isolation import search
 from trl_packfix.isolation.packed_model import PackedModel
 
 PLAYED = "flash_played"  # the name of a flash attention, as transformers and this package see it
@@ -205,3 +206,20 @@ def test_what_the_report_calls_flash_is_flash(tiny_model, machine):
     machine(problem="torch 2.11 is built for ROCm, where its varlen kernels are not tested")
     with pytest.warns(UserWarning, match="ROCm"):
         assert not choose_attention(tiny_model("llama"), **BF16).is_flash
+
+
+# Several ranks
+
+
+def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
+    """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
+    model = tiny_model("bart")  # its positions do not restart, so the search would look for them next
+    packed = PackedModel(model, torch.float32, "cpu", 64)
+    ran = []
+    monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
+    monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
+    monkeypatch.setattr(packing, "agreed", lambda value: value)
+    with pytest.raises(RuntimeError, match=r"found \['leaked', 'isolated'\] on the 2 ranks"):
+        packed.prove(model)
+    assert not ran
+    packed.rest()
