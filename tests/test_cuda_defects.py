@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -12,8 +14,9 @@ from trl_packfix.attention.choice import choose_attention, head_dim
 from trl_packfix.attention.kernels import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.isolation import packed_model as packing
-from trl_packfix.isolation import search
+from trl_packfix.isolation import search, tracing
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.probe import Probe
 
 PLAYED = "flash_played"  # the name of a flash attention, as transformers and this package see it
 
@@ -213,13 +216,69 @@ def test_what_the_report_calls_flash_is_flash(tiny_model, machine):
 
 def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
     """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
-    model = tiny_model("bart")  # its positions do not restart, so the search would look for them next
+    model = tiny_model("mamba")  # it leaks; the search first looks for positions that do not restart
     packed = PackedModel(model, torch.float32, "cpu", 64)
     ran = []
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
     monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
     monkeypatch.setattr(packing, "agreed", lambda value: value)
-    with pytest.raises(RuntimeError, match=r"found \['leaked', 'isolated'\] on the 2 ranks"):
+    with pytest.raises(RuntimeError, match="on the 2 ranks"):
         packed.prove(model)
     assert not ran
     packed.rest()
+
+
+# The probe on a device
+
+
+class Draws(TorchDispatchMode):
+    """Where random integers are drawn, and of which dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.randint:
+            self.places.append((out.device.type, out.dtype))
+        return out
+
+
+def test_roundings_are_drawn_on_the_device(tiny_model):
+    """On a device that holds no values only the place of the draw can be seen, and that is what counts."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    probe = Probe(model)
+    drawn = []
+    generator = torch.Generator
+
+    def made(device="cpu"):
+        drawn.append(torch.device(device).type)
+        return generator()
+
+    with pytest.MonkeyPatch.context() as patch, Draws() as seen, probe.rounded_otherwise(0):
+        patch.setattr(torch, "Generator", made)
+        layer = model.model.layers[0].mlp.down_proj
+        states = torch.zeros(1, 5, layer.in_features, dtype=torch.bfloat16, device="meta")
+        layer.to("meta")(states)
+    assert drawn == ["meta"] and seen.places == [("meta", torch.int8)]
+
+
+def test_values_of_modules_stay_on_the_device():
+    """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
+    module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
+    with tracing._recorded({"": module}, False, 5) as records:
+        module(states)
+    ((given, made),) = records[""]
+    assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
+    with tracing._recorded({"": module}, False, 5, on_host=True), pytest.raises(NotImplementedError, match="copy out"):
+        module(states)
+
+
+def test_recorded_values_are_those_before_a_change_in_place():
+    module = nn.Identity()
+    states = torch.ones(1, 5, 4)
+    with tracing._recorded({"": module}, False, 5) as records:
+        module(states)
+        states.zero_()
+    assert records[""][0][0]["input"][1].sum() == 20

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
-from .probe import CannotRun, Probe, distance
+from .probe import CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins
@@ -179,11 +179,11 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
         return torch.cat([states[i] for i in same])
 
     first = [run(documents, draw) for draw in (None, *range(DRAWS))]
-    smallest = torch.full((len(first[0]),), inf, dtype=torch.double, device=first[0].device)
+    smallest = exact(torch.full((len(first[0]),), inf, device=first[0].device))
     for draw in (None, *range(DRAWS, 2 * DRAWS)):
-        second = run(variant, draw).double()
+        second = exact(run(variant, draw))
         for one in first:
-            smallest = torch.minimum(smallest, (one.double() - second).abs().amax(-1).nan_to_num(inf))
+            smallest = torch.minimum(smallest, (exact(one) - second).abs().amax(-1).nan_to_num(inf))
     return smallest.max().item()
 
 

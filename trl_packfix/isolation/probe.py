@@ -241,14 +241,17 @@ class Probe:
 
         Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
         """
-        generator = torch.Generator().manual_seed(draw)
+        generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-            exact = torch.promote_types(value.dtype, torch.float32 if value.element_size() < 4 else torch.float64)
-            return (value.to(exact) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            if value.device not in generators:
+                generators[value.device] = torch.Generator(value.device).manual_seed(draw)
+            generator, device = generators[value.device], value.device
+            signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
+            wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
+            return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
         def move(module: nn.Module, args: tuple, output: Any) -> Any:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
@@ -311,9 +314,14 @@ class Probe:
                             buffer.copy_(value)
 
 
+def exact(value: Tensor) -> Tensor:
+    """`value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS, which has no fp64."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     """Largest difference of these documents' states; infinity if any is nan."""
-    gaps = [(first[i].double() - second[i].double()).abs().max().item() for i in which]
+    gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 
