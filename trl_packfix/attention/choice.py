@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from .forwards import mark_packed_forwards
-from .kernels import MAX_CUDA_HEAD_DIM, capability_problem, cuda_varlen_problem
+from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
 
@@ -199,13 +199,29 @@ def head_dim(config: Any) -> int:
     Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
     """
     found = [0]
-    for each in config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]:
+    for each in _layer_configs(config):
         fields = {name: n for name, n in vars(each).items() if HEAD_DIM.search(name) and isinstance(n, int)}
         found += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
         heads = getattr(each, "num_attention_heads", None)
         if not fields and isinstance(heads, int) and heads > 0:
             found.append(each.hidden_size // heads)
     return max(found)
+
+
+def backward_bytes(model: nn.Module, num_documents: int) -> int:
+    """Bytes that the backward of FlashAttention-2 needs in one layer beyond those of the tokens, for one pack.
+
+    Its sum of the gradients of the queries has 128 more rows in fp32 per document, whatever the document's length
+    (`mha_varlen_bwd` of flash-attn and of torch).
+    """
+    config = text_config(base_model(model))
+    heads = max(getattr(each, "num_attention_heads", 0) or 0 for each in _layer_configs(config))
+    width = -(-head_dim(config) // 32) * 32  # the kernels round it up
+    return ROWS_PER_DOCUMENT * num_documents * heads * width * torch.float32.itemsize
+
+
+def _layer_configs(config: Any) -> Any:
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def _choose_on_cuda(
