@@ -1,6 +1,6 @@
 """Fine-tune a language model on packed documents: full or LoRA, on one process or many.
 
-On one GPU, or on the CPU of a machine without one:
+On one GPU (the first that is visible), or on the CPU of a machine without one:
     python examples/train.py
     python examples/train.py --use_peft --learning_rate 2e-4 --config examples/configs/lora.yaml
 
@@ -28,6 +28,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+LAUNCHED = ("LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")  # set by launchers
+if __name__ == "__main__" and not any(name in os.environ for name in LAUNCHED):
+    # One process trains on one GPU. TRL would spread the model over all that are visible. Before torch is imported.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -50,13 +55,14 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def machine_settings() -> dict:
     """Defaults for this launcher and machine. A YAML file and flags override them."""
     gpu = torch.cuda.is_available()
+    on_gpu = {"logging_nan_inf_filter": False}  # the filter waits for the GPU after every micro-batch
     if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
-        return {} if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
+        return on_gpu if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
     # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
     # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
-    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
+    return on_gpu if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
 
 
 def hub_answers() -> bool:

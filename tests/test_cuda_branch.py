@@ -23,7 +23,7 @@ from trl_packfix.data.collator import PackedDataCollator
 
 # The masks of transformers compare positions once per mask and forward, although no mask is made for packs.
 NOT_OURS = {"masking_utils.py:find_packed_sequence_indices"}
-TYPES = [name for name in MODELS if name not in {"gemma2", "opt", "llama4_text"}]  # softcap, own masks, chunks
+TYPES = [name for name in MODELS if name not in {"gemma2", "opt"}]  # softcap, own masks
 ATEN = torch.ops.aten
 
 

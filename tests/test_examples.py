@@ -110,6 +110,35 @@ def load_train(monkeypatch: pytest.MonkeyPatch) -> dict:
     return runpy.run_path(str(EXAMPLES / "train.py"))
 
 
+FIRST_LOOK = """
+import contextlib, io, os, runpy, sys
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print("at import:", os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+sys.meta_path.insert(0, Importing())
+sys.argv = ["train.py", "--help"]
+for settings in ({}, {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "0"}):
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update(settings)
+    help = io.StringIO()
+    with contextlib.redirect_stdout(help) if settings else contextlib.nullcontext(), contextlib.suppress(SystemExit):
+        runpy.run_path("train.py", run_name="__main__")
+    print("visible:", os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+def test_one_process_sees_one_gpu(monkeypatch):
+    """TRL would spread the model over all 8 of a machine, which packing refuses. torch looks once, at its import."""
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    lines = run("-c", FIRST_LOOK, cwd=EXAMPLES).splitlines()
+    seen = [line for line in lines if line.startswith(("at import:", "visible:"))]
+    assert seen == ["at import: 0", "visible: 0", "visible: 4", "visible: 4,5"]
+
+
 def test_deepspeed_launcher_takes_zero3(monkeypatch):
     train = load_train(monkeypatch)
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
@@ -192,6 +221,14 @@ def test_deepspeed_config(file):
     config = json.loads(file.read_text())
     assert not {"optimizer", "scheduler"} & config.keys()  # they would override SFTConfig
     assert config["train_batch_size"] == config["gradient_accumulation_steps"] == config["bf16"]["enabled"] == "auto"
+
+
+@pytest.mark.parametrize("file", DEEPSPEED, ids=lambda file: file.stem)
+def test_gradients_are_exchanged_while_backward_runs(file):
+    """DeepSpeed's default is off for stage 2."""
+    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    settings = json.loads(file.read_text())["zero_optimization"]
+    assert config(**{name: value for name, value in settings.items() if value != "auto"}).overlap_comm
     assert file.name in (ROOT / "deepspeed_configs" / "README.md").read_text()
 
 
@@ -209,6 +246,7 @@ def test_job_is_accepted(file):
     job = yaml.safe_load(file.read_text())
     assert training_args.packing and training_args.max_length == job["max_length"]
     assert model_args.use_peft == job.get("use_peft", False)
+    assert training_args.use_cpu or not training_args.logging_nan_inf_filter  # it waits for the GPU
     if "deepspeed" in job:
         assert (ROOT / job["deepspeed"]).is_file()
 

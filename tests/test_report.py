@@ -10,6 +10,9 @@ from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 
+from trl_packfix.attention.choice import backward_bytes
+from trl_packfix.training.callbacks import backward_note
+
 
 def table(lengths):
     return Dataset.from_dict({"input_ids": [[9] * length for length in lengths]})
@@ -55,6 +58,16 @@ def test_losses_above_one_percent_are_a_warning_that_names_the_remedy(lengths, s
     given = sum(lengths) - len(lengths)
     assert found.ledger.given.trained_tokens == given
     assert found.to_dict()["trained_tokens_not_reached"] == (7 if "dataloader_drop_last" in settings else 0)
+
+
+def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
+    """FlashAttention-2 adds 128 fp32 rows per document in backward: for 1,024 documents of 8 tokens 2 GiB a layer."""
+    found = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
+    assert found.most_documents == 3 and found.to_dict()["most_documents"] == 3
+    model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
+    assert backward_bytes(model, 1024) == 128 * 1024 * 32 * 128 * 4
+    assert "needs 2.0 GiB more for the 1,024 documents of the fullest micro-batch" in backward_note(model, 1024)
+    assert backward_note(model, 100) == backward_note(model, None) == ""
 
 
 def test_what_packing_changes_is_one_sentence(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from trl_packfix.attention import kernels
+from trl_packfix import check_isolation, prepare_for_packing
+from trl_packfix.attention import kernels, varlen
 from trl_packfix.attention.forwards import PackedForward, packed_forwards
-from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.kernels import (
+    KernelError,
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    chunk_bounds,
+    visible_keys,
+)
 from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
@@ -70,12 +79,13 @@ def largest_difference(these, those):
 @pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kv_heads,value_dim", [(4, 8), (2, 8), (1, 12), (2, 5)])
-def test_every_feature_equals_dense_attention(kv_heads, value_dim, window, softcap, sinks):
+@pytest.mark.parametrize("attend", [attend_on_cpu, attend_by_document])
+def test_every_feature_equals_dense_attention(attend, kv_heads, value_dim, window, softcap, sinks):
     inputs = random_inputs(kv_heads=kv_heads, value_dim=value_dim, sinks=sinks)
     options = {"scale": 0.4, "window": window, "softcap": softcap}
 
     def ours(q, k, v, s=None):
-        return attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options)
+        return attend(q, k, v, LENGTHS, sinks=s, **options)
 
     def dense(q, k, v, s=None):
         return dense_attention(q, k, v, LENGTHS, sinks=s, **options)
@@ -93,8 +103,9 @@ def test_every_feature_equals_dense_attention(kv_heads, value_dim, window, softc
 def test_any_lengths_equal_dense_attention(lengths, window, softcap, sinks):
     inputs = random_inputs(sum(lengths), heads=2, kv_heads=1, head_dim=4, sinks=sinks)
     options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": inputs[3] if sinks else None}
-    ours, dense = attend_on_cpu(*inputs[:3], lengths, **options), dense_attention(*inputs[:3], lengths, **options)
-    assert largest_difference([ours], [dense]) < 1e-12
+    dense = dense_attention(*inputs[:3], lengths, **options)
+    for attend in (attend_on_cpu, attend_by_document):
+        assert largest_difference([attend(*inputs[:3], lengths, **options)], [dense]) < 1e-12
 
 
 @pytest.mark.slow
@@ -220,6 +231,62 @@ def test_a_window_costs_its_length(monkeypatch):
         assert 128 * length / 2 < sum(pairs) < 200 * length
 
 
+# Devices without a flash kernel
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The shapes of the queries of every call of `scaled_dot_product_attention`, and whether it got a mask."""
+    seen = []
+    call = F.scaled_dot_product_attention
+
+    def counting(query, key, value, attn_mask=None, **kwargs):
+        assert key.shape[1] == query.shape[1] and "enable_gqa" not in kwargs  # else CUDA computes T x T weights
+        seen.append((tuple(query.shape), attn_mask is not None))
+        return call(query, key, value, attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
+    return seen
+
+
+def test_many_short_documents_are_few_launches_without_much_padding(launches):
+    lengths = torch.randint(1, 17, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    attend_by_document(*random_inputs(sum(lengths)), lengths, scale=1.0)
+    padded = sum(rows * length for (rows, _, length, _), _ in launches)
+    assert len(launches) <= 3 and padded <= 2 * sum(lengths) and not any(masked for _, masked in launches)
+
+
+def test_masks_of_windows_are_no_larger_than_two_windows(launches):
+    attend_by_document(*random_inputs(2000), [1500, 500], scale=1.0, window=300)
+    assert len(launches) == 7 and max(shape[2] for shape, _ in launches) == 300  # 1500 = 5 tiles, 500 = 2
+
+
+def test_dropout_by_document():
+    """Dropout leaves the mean as it is, and the values of one document do not reach another."""
+    query, key, value = random_inputs(40, dtype=torch.float32)
+    value = torch.ones_like(value)
+    value[:, :, 30:] = 0
+    for options in ({}, {"softcap": 5.0}):
+        out = attend_by_document(query, key, value, [30, 10], scale=1.0, dropout=0.5, **options)
+        assert (out[:, :, 30:] == 0).all() and 0.8 < out[:, :, :30].mean() < 1.2 and out[:, :, :30].std() > 0.1
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["", "planted fault"])
+def test_a_model_trains_document_by_document_as_alone(planted, tiny_model, monkeypatch):
+    """Windows and sinks included; the probe proves it, and finds the fault that is planted in the batches."""
+    monkeypatch.setattr(varlen, "attend_on_cpu", attend_by_document)
+    if planted:  # rows of a batch are shifted by one token into their neighbours
+        split = kernels.DocumentRows.join
+        monkeypatch.setattr(kernels.DocumentRows, "join", lambda rows, *args: split(rows, *args).roll(1, 2))
+    for model_type in ("gemma3", "gpt_oss", "llama"):
+        model = tiny_model(model_type)
+        prepare_for_packing(model)
+        found = check_isolation(model)
+        assert (found.isolated and found.equal) is not planted, found.summary()
+        if not planted:
+            assert found.max_gradient == 0
+
+
 # The CUDA kernel's bookkeeping, with the aten operators played by dense attention on the CPU
 
 
@@ -275,7 +342,7 @@ def fake_flash_operators(monkeypatch):
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 7, 1000])
 def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, window, sinks):
-    monkeypatch.setattr(kernels, "_CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
+    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
 
@@ -291,17 +358,88 @@ def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, windo
     assert fake_flash_operators == [("forward", left, (T, 4, 8)), ("backward", left, (T, 4, 8))]  # heads padded to 8
 
 
-@pytest.mark.parametrize(
-    "dtype,head_dim,message",
-    [
-        (torch.float32, 64, r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"),
-        (torch.bfloat16, 257, r"heads of 264 dimensions.*at most 256.*Set enforce_flash_attention=False"),
-    ],
-)
-def test_cuda_limits(dtype, head_dim, message):
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))
+def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    found = chunk_bounds(bounds, sum(lengths), chunk)
+    chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
+    assert [n for n in found.diff().tolist() if n] == chunks and found.dtype == torch.int32
+    assert found[-1] == sum(lengths) and (found.diff() >= 0).all()
+    on_meta = chunk_bounds(bounds.to("meta"), sum(lengths), chunk)  # any read on the host raises
+    assert on_meta.shape == found.shape
+
+
+def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
+    """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
+    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))
+    monkeypatch.setattr(varlen, "_runs_flash", lambda *args: True)
+
+    class Config:
+        layer_types, attention_chunk_size = ["chunked_attention"], 16
+
+    layer = Layer()
+    layer.config, layer.layer_idx = Config(), 0
+    query, key, value = random_inputs()
+    out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
+    chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
+    assert largest_difference([out], [dense_attention(query, key, value, chunks, 1.0).transpose(1, 2)]) < 1e-12
+    assert [name for name, *_ in fake_flash_operators] == ["forward"]
+
+
+def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):
+    class OnCuda:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+        def __init__(self, head_dim):
+            self.shape = (1, 4, 9, head_dim)
+
+    monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: None)
+    narrow, wide = OnCuda(256), OnCuda(512)
+    assert varlen._runs_flash(narrow, narrow, None, 0.0)
+    assert not varlen._runs_flash(wide, wide, None, 0.0)  # the full layers of Gemma 4; its other layers have 256
+    assert not varlen._runs_flash(narrow, narrow, 50.0, 0.0) and not varlen._runs_flash(narrow, narrow, None, 0.1)
+    monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: "compute capability 7.5 is below 8.0")
+    assert not varlen._runs_flash(narrow, narrow, None, 0.0)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(masked, sinks):
+    """The probe runs documents of thousands of tokens alone: H x T x T weights would be 10 GiB for 64 heads."""
+    num_tokens = 600
+    inputs = random_inputs(num_tokens, sinks=True)
+    mask = visible_keys(num_tokens, num_tokens, 20 if masked else None, "cpu")[None, None] if masked else None
+    options = {"s_aux": inputs[3]} if sinks else {"softcap": 5.0}
+    layer = Layer().eval()
+    with torch.no_grad(), LargestTensor() as largest:
+        out, _ = varlen_attention(layer, *inputs[:3], mask, scaling=0.5, **options)
+    dense = {"sinks": inputs[3]} if sinks else {"softcap": 5.0}
+    want = dense_attention(*inputs[:3], [num_tokens], 0.5, window=20 if masked else None, **dense)
+    assert largest_difference([out], [want.transpose(1, 2)]) < 1e-12
+    assert largest.numel <= 4 * kernels.MATH_TILE * (num_tokens + 1) < 4 * num_tokens**2
+
+
+def test_fp32_queries_of_a_model_in_half_precision_are_cast(running_forward):
+    """peft keeps norms in fp32; without autocast (DeepSpeed) the kernels would get fp32 queries and keys."""
+    layer = Layer()
+    layer.config = SimpleNamespace(dtype=torch.bfloat16)
+    layer.proj = nn.Linear(8, 8, dtype=torch.bfloat16)
+    query, key, value = random_inputs(dtype=torch.float32)
+    out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
+    assert out.dtype == torch.bfloat16
+    layer.proj, layer.config._is_quantized = nn.Linear(8, 8), True
+    out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
+    assert out.dtype == torch.bfloat16
+    del layer.config._is_quantized
+    assert varlen_attention(layer, query, key, value, None)[0].dtype == torch.float32
+    out, _ = varlen_attention(Layer(), query, key, value, None)  # no config and no projection to go by
+    assert out.dtype == torch.float32
+
+
+def test_the_cuda_kernels_refuse_fp32():
     bounds = torch.tensor([0, 3], dtype=torch.int32)
-    inputs = random_inputs(3, head_dim=head_dim, dtype=dtype)
-    with pytest.raises(ValueError, match=message):
+    inputs = random_inputs(3, head_dim=64, dtype=torch.float32)
+    with pytest.raises(KernelError, match=r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"):
         attend_on_cuda(*inputs, (bounds, bounds), (3, 3), scale=1.0)
 
 
@@ -407,14 +545,9 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
         varlen_attention(layer, *random_inputs(), None, **FROM_KWARGS)
 
 
-def test_cuda_lacks_softcap_and_dropout():
-    from trl_packfix.attention.varlen import _check_cuda_features, _device_boundaries
+def test_boundaries_on_a_device():
+    from trl_packfix.attention.varlen import _device_boundaries
 
-    with pytest.raises(ValueError, match=r"softcap=50.0 on CUDA.*have no softcap.*Install flash-attn"):
-        _check_cuda_features(50.0, 0.0)
-    with pytest.raises(ValueError, match=r"dropout=0.1 on CUDA.*has no dropout there.*attention_dropout to 0"):
-        _check_cuda_features(None, 0.1)
-    _check_cuda_features(None, 0.0)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):
         _device_boundaries({"cu_seq_lens_q": BOUNDS}, None, T)
     bounds, longest = _device_boundaries(FROM_KWARGS, None, T)

@@ -2,10 +2,12 @@
 
 `choose_attention` applies this precedence. On CUDA:
 
-    the user's flash attention -> flash_attention_2, if flash-attn is installed and the model supports it
-        -> packfix_varlen on the FlashAttention-2 kernels built into torch -> an error that says what to change
+    the user's flash attention -> flash_attention_2, if flash-attn works here and the model supports it
+        -> packfix_varlen on the FlashAttention-2 kernels built into torch
+        -> packfix_varlen document by document, with a warning: not flash, and still without a (T, T) mask
 
-On the CPU: packfix_varlen. `enforce_flash_attention=False` keeps the user's choice and warns about its cost.
+On every other device: packfix_varlen, document by document. `enforce_flash_attention=False` keeps the user's choice and
+warns about its cost.
 """
 
 import re
@@ -19,12 +21,16 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from .forwards import mark_packed_forwards
+from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
 
 # Config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
 ATTENTION_DROPOUT = re.compile(r"^(attention|attn).*drop")
-CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
+# Config fields that hold the dimensions of a head of attention (not of linear attention or of an indexer)
+HEAD_DIM = re.compile(r"^(global_|swa_|attention_|v_|qk_|qk_nope_|qk_rope_)?head_dim$")
+BY_DOCUMENT = "not flash: document by document through scaled_dot_product_attention, without a (T, T) mask"
+INSTALL = "pip install flash-attn --no-build-isolation"  # with build isolation its build does not find torch
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ def choose_attention(
     dtype: torch.dtype | None = None,
     *,
     device_type: str | None = None,
+    refusals: dict[str, str] | None = None,
 ) -> AttentionChoice:
     """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
 
@@ -111,7 +118,8 @@ def choose_attention(
     Args:
         model: a transformers model, with or without PEFT.
         dtype: the dtype that reaches the kernel: that of autocast or of the engine, if it differs from the weights'.
-        device_type: "cuda" or "cpu": where the model will train, if it is not there yet.
+        device_type: "cuda", "cpu", "mps", ...: where the model will train, if it is not there yet.
+        refusals: implementations that cannot compute this model, with the reason; they are not chosen.
 
     Raises ValueError if no kernel fits; the message says what to change.
     """
@@ -137,11 +145,8 @@ def choose_attention(
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype)
-    raise ValueError(
-        f"packed training on device type {device_type!r}: {ATTENTION_NAME} has kernels for cpu and cuda only. Set "
-        "enforce_flash_attention=False with an attn_implementation that the device has, or packing=False."
-    )
+        return _choose_on_cuda(model, previous, dtype, refusals or {})
+    return AttentionChoice(ATTENTION_NAME, False, previous, f"no flash kernel on {device_type!r}: {BY_DOCUMENT}")
 
 
 def own_attention(model: nn.Module) -> str:
@@ -188,18 +193,52 @@ def _has_sinks(model: PreTrainedModel) -> bool:
     return any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -> AttentionChoice:
-    if dtype not in (torch.bfloat16, torch.float16):
+def head_dim(config: Any) -> int:
+    """Dimensions of the widest attention head that a text config describes; 0 if it does not say.
+
+    Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
+    """
+    found = [0]
+    for each in _layer_configs(config):
+        fields = {name: n for name, n in vars(each).items() if HEAD_DIM.search(name) and isinstance(n, int)}
+        found += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
+        heads = getattr(each, "num_attention_heads", None)
+        if not fields and isinstance(heads, int) and heads > 0:
+            found.append(each.hidden_size // heads)
+    return max(found)
+
+
+def backward_bytes(model: nn.Module, num_documents: int) -> int:
+    """Bytes that the backward of FlashAttention-2 needs in one layer beyond those of the tokens, for one pack.
+
+    Its sum of the gradients of the queries has 128 more rows in fp32 per document, whatever the document's length
+    (`mha_varlen_bwd` of flash-attn and of torch).
+    """
+    config = text_config(base_model(model))
+    heads = max(getattr(each, "num_attention_heads", 0) or 0 for each in _layer_configs(config))
+    width = -(-head_dim(config) // 32) * 32  # the kernels round it up
+    return ROWS_PER_DOCUMENT * num_documents * heads * width * torch.float32.itemsize
+
+
+def _layer_configs(config: Any) -> Any:
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _choose_on_cuda(
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, refusals: dict[str, str]
+) -> AttentionChoice:
+    config = text_config(model)
+    old_gpu = capability_problem()
+    if old_gpu is None and dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention would get {dtype} on CUDA: flash attention supports bfloat16 and float16 only. Set bf16=True "
             "(autocast; the weights may stay float32), or load the model with dtype=torch.bfloat16, or set "
             "enforce_flash_attention=False."
         )
     has_sinks = _has_sinks(model)
-    softcap = getattr(text_config(model), "attn_logit_softcapping", None)
     kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
-    if "flash" in previous and not drops_sinks:
+    if "flash" in previous and not drops_sinks and previous not in refusals:
         return AttentionChoice(previous, True, previous, "the user's choice")
     if drops_sinks:
         warnings.warn(
@@ -208,43 +247,49 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
+    widest = head_dim(config)
+    refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
-    if is_flash_attn_2_available() and takes_fa2 and not has_sinks:
-        return AttentionChoice("flash_attention_2", True, previous, "flash-attn is installed and the model supports it")
+    fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
+    if is_flash_attn_2_available() and fits_fa2 and not refused:
+        problem = _setting_problem(model, "flash_attention_2", previous)
+        if problem is None:
+            reason = "flash-attn is installed and the model supports it"
+            return AttentionChoice("flash_attention_2", True, previous, reason)
+        refused = f"; flash_attention_2 cannot be used: {problem}"
+
+    obstacles, remedies = [], []
+    if (problem := cuda_varlen_problem()) is not None:
+        obstacles.append(problem)
+    softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
-        raise ValueError(
-            f"{type(model).__name__} caps its attention logits (attn_logit_softcapping={softcap}) and trains on CUDA "
-            "without flash-attn: the FlashAttention-2 kernels built into torch have no softcap. Install flash-attn "
-            "(pip install flash-attn), or set enforce_flash_attention=False for eager attention with a T x T mask."
-        )
-    for name, rate in vars(text_config(model)).items():
+        obstacles.append(f"the kernels built into torch have no softcap (attn_logit_softcapping={softcap})")
+        remedies.append(f"install flash-attn ({INSTALL})")
+    for name, rate in vars(config).items():
         if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
-            raise ValueError(
-                f"{type(model).__name__} applies dropout to attention weights ({name}={rate}) and trains on CUDA "
-                "without flash-attn: the FlashAttention-2 kernels built into torch have no dropout. Load the model "
-                f"with {name}=0.0, or install flash-attn (pip install flash-attn), or set "
-                "enforce_flash_attention=False for the model's own attention with a T x T mask."
-            )
-    problem = cuda_varlen_problem()
-    if problem is not None:
-        raise ValueError(
-            f"{problem}, and flash-attn is not installed or not supported by the model: no flash kernel can run packed "
-            "batches on CUDA. Install flash-attn (pip install flash-attn), or set enforce_flash_attention=False for "
-            "sdpa with a T x T mask."
+            obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
+            remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
+    if widest > MAX_CUDA_HEAD_DIM:
+        obstacles.append(
+            f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"
         )
-    return AttentionChoice(ATTENTION_NAME, True, previous, "the FlashAttention-2 kernels built into torch")
+    if not obstacles:
+        reason = f"the FlashAttention-2 kernels built into torch{refused}"
+        return AttentionChoice(ATTENTION_NAME, True, previous, reason)
+    reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
+    flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
+    warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{flash}", stacklevel=3)
+    return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
 
-def cuda_varlen_problem() -> str | None:
-    """Why the FlashAttention-2 kernels built into torch cannot run in this environment; None if they can."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < CUDA_VARLEN_TORCH:
-        return f"torch {torch.__version__} is older than {'.'.join(map(str, CUDA_VARLEN_TORCH))}"
-    if torch.version.hip is not None:
-        return f"torch {torch.__version__} is built for ROCm, where its varlen kernels are not tested"
-    if not torch.backends.cuda.is_flash_attention_available():
-        return f"torch {torch.__version__} was built without flash attention"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))} is below 8.0"
+def _setting_problem(model: PreTrainedModel, name: str, previous: str) -> str | None:
+    """Why transformers refuses to set this implementation; None if it does not. The model keeps `previous`."""
+    try:
+        set_attention(model, name)
+    except (ImportError, OSError, ValueError) as error:  # built for another torch; refused by the model's config
+        return " ".join(str(error).split())
+    finally:
+        if own_attention(model) != previous:
+            set_attention(model, previous)
     return None

@@ -4,11 +4,13 @@ Many models do not pass boundaries on to the modules that need them. So a guard 
 forward runs. Checkpointed layers get them again when they are recomputed in backward.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -21,12 +23,21 @@ from .models import base_model, text_config
 from .rows import DocumentRows, Group
 
 # The entries of a packed batch that hold boundaries, except position_ids
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
     "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
 )
+
+
+def bounds_on_host(cu_seq_lens: Tensor) -> list[int]:
+    """Boundaries as a list, without the empty documents at the end, which only pad them to a constant number."""
+    bounds = cu_seq_lens.tolist()
+    while len(bounds) > 2 and bounds[-2] == bounds[-1]:
+        bounds.pop()
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,14 @@ class PackedForward:
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def bounds(self) -> list[int]:
+        """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
+        return bounds_on_host(self.cu_seq_lens_q)
+
+    @property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host, without the empty ones that pad. The first use waits for the device."""
-        return [length for length in self.cu_seq_lens_q.diff().tolist() if length]
+        """Tokens of each document, on the host, without the empty ones that pad."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
 
     @property
     def num_tokens(self) -> int:
@@ -214,6 +230,10 @@ class PackedForwardGuard(ModelHooks):
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             # always_call: after a forward that raises, the next one must not be marked as packed
             self.model.register_forward_hook(self._leave, always_call=True),
+            *(
+                module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
+                for module in _flash_attentions(self.model)
+            ),
         ]
 
     def remove(self) -> None:
@@ -237,15 +257,36 @@ class PackedForwardGuard(ModelHooks):
             packed_forwards.pop()
 
 
+def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
+    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know."""
+    if "flash" not in (text_config(model)._attn_implementation or ""):
+        return []
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "is_causal", False) and inspect.getfullargspec(module.forward).varkw is not None
+    ]
+
+
+def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Pass the boundaries to an attention that its layer gives none (stablelm, nemotron).
+
+    transformers would find them in the positions, and the host would wait for the device in every layer.
+    """
+    running = packed_forwards[-1] if packed_forwards else None
+    if running is None or running.rows is not None or kwargs.get("cu_seq_lens_q") is not None:
+        return None
+    return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
+
+
 def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    missing = [name for name in names if kwargs.get(name) is None]
+    missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
-    running = PackedForward(*(kwargs[name] for name in names))
+    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS))
     for name in ("attention_mask", "past_key_values"):
         if (given := kwargs.get(name)) is not None:
             shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""

@@ -5,6 +5,10 @@
     CPU     sliding window, sinks                        the flash kernel used by it, on tiles of queries
     CPU     softcap; dropout with a window or sinks      plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks                        FlashAttention-2 as built into torch, all documents at once
+    other   all of them                                  documents of similar length as rows of one batch
+
+The last row is for devices and features without a flash kernel: F.scaled_dot_product_attention, which chooses the best
+kernel of the device, or plain torch on tiles of queries for sinks and softcap.
 
 Memory is always linear in the number of tokens. A window of w tokens costs w x length, not length squared.
 
@@ -14,6 +18,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,10 +27,41 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-_CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
+from .rows import Axes, DocumentRows
+
+CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
+CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
 # Queries per tile. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows of 128 to
 # 1024 tokens. Plain torch is faster with fewer, larger matrix products.
 FLASH_TILE, MATH_TILE = 64, 256
+# The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
+ROWS_PER_DOCUMENT = 128
+HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
+
+
+class KernelError(ValueError):
+    """An attention kernel cannot compute this: heads, dtype, device or a feature. It says nothing about isolation."""
+
+
+# With torch.compile the environment is looked at once, not in every layer.
+@torch.compiler.assume_constant_result
+def cuda_varlen_problem() -> str | None:
+    """Why the FlashAttention-2 kernels built into torch cannot run in this environment; None if they can."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < CUDA_VARLEN_TORCH:
+        return f"torch {torch.__version__} is older than {'.'.join(map(str, CUDA_VARLEN_TORCH))}"
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is built for ROCm, where its varlen kernels are not tested"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"torch {torch.__version__} was built without flash attention"
+    return capability_problem()
+
+
+def capability_problem() -> str | None:
+    """Why this GPU is too old for FlashAttention-2; None if it is not, or if there is no GPU."""
+    if torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))} is below 8.0"
+    return None
 
 
 # Not compiled: the loop over documents would be recompiled for every number of documents.
@@ -80,26 +116,101 @@ def attend_on_cuda(
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
 
-    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Raises ValueError for
-    other dtypes and for heads of more than 256 dimensions.
+    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
+    most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    if query.dtype not in _CUDA_DTYPES:
-        raise ValueError(
+    if query.dtype not in CUDA_DTYPES:
+        raise KernelError(
             f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels support bfloat16 and float16 only. Set "
             "bf16=True (autocast), or load the model with dtype=torch.bfloat16."
         )
     value_dim = value.shape[-1]
-    head_dim = -(-max(query.shape[-1], value_dim) // 8) * 8  # the kernels need a multiple of 8, equal for all three
-    if head_dim > MAX_CUDA_HEAD_DIM:
-        raise ValueError(
-            f"attention got heads of {head_dim} dimensions on CUDA: the FlashAttention-2 kernels support at most "
-            f"{MAX_CUDA_HEAD_DIM}. Set enforce_flash_attention=False with attn_implementation='sdpa'."
-        )
+    head_dim = kernel_head_dim(query, value)
+    assert head_dim <= MAX_CUDA_HEAD_DIM, f"heads of {head_dim} dimensions are for `attend_by_document`"
     if window is not None and window >= max_lengths[1]:
         window = None
     query, key, value = _pad_head_dim(head_dim, query, key, value)
     out = _FlashAttention.apply(query, key, value, sinks, _CudaKernel(cu_seq_lens, max_lengths, window, scale))
     return out[..., :value_dim]
+
+
+def kernel_head_dim(query: Tensor, value: Tensor) -> int:
+    """Head dimensions that the CUDA kernels compute with: a multiple of 8, equal for queries, keys and values."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
+    """Boundaries of all chunks of all documents, made on the device: int32, shape (N + T // chunk + 1,).
+
+    Their number is known without reading the lengths only as an upper bound; empty documents at the end fill it up.
+
+    >>> chunk_bounds(torch.tensor([0, 5, 7]), num_tokens=7, chunk=2).tolist()
+    [0, 2, 4, 5, 7, 7]
+    """
+    starts, num_chunks = cu_seq_lens[:-1], (cu_seq_lens.diff() + chunk - 1) // chunk
+    ends = num_chunks.cumsum(0)
+    index = torch.arange(len(starts) + num_tokens // chunk + 1, device=cu_seq_lens.device)
+    document = torch.searchsorted(ends, index, right=True).clamp(max=len(starts) - 1)
+    bounds = starts[document] + (index - (ends - num_chunks)[document]) * chunk
+    return torch.where(index < ends[-1], bounds, num_tokens).to(torch.int32)
+
+
+# Not compiled: the number of groups depends on the lengths.
+@torch.compiler.disable
+def attend_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same on any device, without a flash kernel and without a (T, T) mask.
+
+    Documents of similar length are rows of one right-padded batch of at most T padded tokens, so that many short
+    documents need few launches. In a causal module padding at the end changes no earlier token.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> together = attend_by_document(q, k, v, [3, 2], scale=0.5)
+    >>> second = attend_by_document(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5)
+    >>> torch.allclose(together[:, :, 3:], second)
+    True
+    """
+    value_dim = value.shape[-1]
+    query, key, value = _pad_head_dim(kernel_head_dim(query, value), query, key, value)
+    rows = _document_rows(tuple(lengths), query.device)
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+    outs = []
+    for group in rows.groups:
+        q, k, v = (group.split(x, HEADS) for x in (query, key, value))
+        if softcap is None and sinks is None:
+            outs.append(_sdpa_rows(q, k, v, window, scale, dropout))
+        else:
+            outs.append(torch.cat(list(_math_tiles(q, k, v, window, options)), dim=2))
+    return rows.join(outs, HEADS)[..., :value_dim]
+
+
+@lru_cache(maxsize=2)  # a pack has the same rows in every layer; a model with chunks has two kinds of layers
+def _document_rows(lengths: tuple[int, ...], device: torch.device) -> DocumentRows:
+    return DocumentRows(list(lengths), device, sum(lengths))
+
+
+def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
+    # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    length = query.shape[2]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
+    outs = []
+    for start, stop, first in _tiles(length, window, max(window, MATH_TILE)):
+        visible = visible_keys(stop - start, stop - first, window, query.device)
+        q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
+    return torch.cat(outs, dim=2)
 
 
 def math_attention(
@@ -189,16 +300,35 @@ def _math_documents(
     sinks: Tensor | None,
 ) -> Tensor:
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
-    outs = []
+    outs: list[Tensor] = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        for start, stop, first in _tiles(q.shape[2], window, MATH_TILE):
-            visible = visible_keys(stop - start, stop - first, window, q.device)
-            tile = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], visible)
-            # recomputed in backward: saved attention weights would be length x length
-            outs.append(
-                checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=dropout > 0, **options)
-            )
+        outs += _math_tiles(q, k, v, window, options)
     return _join(outs)
+
+
+def _math_tiles(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
+) -> Iterator[Tensor]:
+    """Causal attention of each row by its formula, on tiles of queries."""
+    for start, stop, first in _tiles(query.shape[2], window, MATH_TILE):
+        visible = visible_keys(stop - start, stop - first, window, query.device)
+        tile = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], visible)
+        yield _recomputed(tile, options)
+
+
+def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """`math_attention` on tiles of queries: (B, H, queries, D_value). `mask` as `visible` there."""
+    outs = []
+    for start, stop, _ in _tiles(query.shape[2], None, MATH_TILE):
+        visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
+        outs.append(_recomputed((query[:, :, start:stop], key, value, visible), options))
+    return torch.cat(outs, dim=2)
+
+
+def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: dict[str, Any]) -> Tensor:
+    # recomputed in backward: saved attention weights would be length x length
+    keeps_state = options["dropout"] > 0
+    return checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ does the computation. In packed forwards no (T, T) mask is built.
 A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward marked
 by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
 error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
-Sinks and softcap, which `sdpa` does not support, are then computed in plain torch.
+Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
 
 Boundaries are read from `cu_seq_lens_q`, else from the packed forward that is running. `position_ids` are the fallback
 for one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
@@ -21,11 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, in_backward, packed_forwards
-from .kernels import attend_on_cpu, attend_on_cuda, math_attention, visible_keys
+from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, bounds_on_host, in_backward, packed_forwards
+from .kernels import (
+    CUDA_DTYPES,
+    MAX_CUDA_HEAD_DIM,
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    chunk_bounds,
+    cuda_varlen_problem,
+    kernel_head_dim,
+    math_in_tiles,
+)
 
 # Must not contain "flash", "sdpa" or "flex_attention": transformers runs other code for such names.
 ATTENTION_NAME = "packfix_varlen"
@@ -93,26 +104,22 @@ def varlen_attention(
         query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
         kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, attention_mask, kwargs, running)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = _cast(module, query, key, value)
     window, chunk = _local_pattern(module, kwargs)
     num_tokens = query.shape[2]
-    if query.device.type in FLASH_DEVICES:
-        _check_cuda_features(softcap, dropout)
+    options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
+    if _runs_flash(query, value, softcap, dropout):
         cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
-        if chunk is not None and max_lengths[1] > chunk:
-            raise ValueError(
-                f"the pack holds a document of {max_lengths[1]} tokens and {type(module).__name__} attends in chunks "
-                f"of {chunk}: the CUDA kernels do not support chunks. Set max_length={chunk}, or "
-                "enforce_flash_attention=False."
-            )
-        out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, scale=scale, window=window, sinks=s_aux)
+        if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
+            bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
+            cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
+        out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **options)
     else:
         lengths = _document_lengths(kwargs, running, num_tokens)
-        if chunk is not None:  # tokens attend within their chunk only, as within a document
+        if chunk is not None:  # as within a document
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
-        out = attend_on_cpu(
-            query, key, value, lengths, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks=s_aux
-        )
+        attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
+        out = attend(query, key, value, lengths, dropout=dropout, softcap=softcap, **options)
     return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
@@ -196,29 +203,27 @@ def _check_packed_call(
         )
 
 
-def _check_cuda_features(softcap: float | None, dropout: float) -> None:
-    if softcap is not None:
-        raise ValueError(
-            f"attention got softcap={softcap} on CUDA: the FlashAttention-2 kernels built into torch have no softcap. "
-            "Install flash-attn (attn_implementation='flash_attention_2'), or set enforce_flash_attention=False."
-        )
-    if dropout > 0:
-        raise ValueError(
-            f"attention got dropout={dropout} on CUDA: {ATTENTION_NAME} has no dropout there. Set the model's "
-            "attention_dropout to 0, or install flash-attn (attn_implementation='flash_attention_2')."
-        )
+def _runs_flash(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+    """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
+    device = query.device.type
+    return (
+        device in FLASH_DEVICES
+        and softcap is None
+        and dropout == 0
+        and kernel_head_dim(query, value) <= MAX_CUDA_HEAD_DIM
+        and (device != "cuda" or cuda_varlen_problem() is None)
+    )
 
 
 def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: int) -> list[int]:
     """Tokens of each document, on the host."""
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
-    if cu_seq_lens is None and running is not None:
-        cu_seq_lens = running.cu_seq_lens_q
-    if cu_seq_lens is None:
+    if running is not None and (cu_seq_lens is None or cu_seq_lens is running.cu_seq_lens_q):
+        bounds = running.bounds  # a GPU is waited for in the first layer only
+    elif cu_seq_lens is not None:
+        bounds = bounds_on_host(cu_seq_lens)
+    else:
         return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
-    bounds = cu_seq_lens.tolist()
-    while len(bounds) > 2 and bounds[-2] == bounds[-1]:  # empty documents at the end are padding
-        bounds.pop()
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
@@ -295,13 +300,21 @@ def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | N
     return window, config.attention_chunk_size if kind == "chunked_attention" else None
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here."""
+def _cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here.
+
+    Without autocast, fp32 queries of a model in half precision (norms in fp32, as peft prepares quantised models) get
+    the dtype that transformers gives its flash attention.
+    """
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
+    if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
+        dtype = get_target_dtype(tensors[0], module)
+        return [x.to(dtype) for x in tensors]
+    return list(tensors)
 
 
 def _unpacked_math(
@@ -316,10 +329,21 @@ def _unpacked_math(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    num_queries = query.shape[2]
-    if mask is None and num_queries > 1 and _is_causal(module, kwargs):
-        # No mask means causal. A static cache may be longer than the prompt; only its start is filled then.
-        key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-        mask = visible_keys(num_queries, num_queries, None, query.device)
-    query, key, value = _autocast(query, key, value)
-    return math_attention(query, key, value, mask, scale=scale, dropout=dropout, softcap=softcap, sinks=sinks)
+    """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
+    query, key, value = _cast(module, query, key, value)
+    batch, _, num_queries, _ = query.shape
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+    if mask is not None or num_queries == 1 or not _is_causal(module, kwargs):
+        return math_in_tiles(query, key, value, mask, options)
+    # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
+    # than the prompt; only its start is filled then.
+    key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+    query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    if query.dtype in CUDA_DTYPES and _runs_flash(query, value, softcap, dropout):
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+        longest = (num_queries, num_queries)
+        out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)
+    else:
+        attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
+        out = attend(query, key, value, [num_queries] * batch, **options)
+    return out[0].unflatten(1, (batch, num_queries)).transpose(0, 1)

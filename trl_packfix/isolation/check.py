@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
-from .probe import CannotRun, Probe, distance
+from .probe import CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins
@@ -46,6 +46,10 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
 
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
+
+    Raises:
+        ValueError: an attention kernel cannot compute this model (heads, dtype, GPU).
+        RuntimeError: an error of the device or of communication.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -175,11 +179,11 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
         return torch.cat([states[i] for i in same])
 
     first = [run(documents, draw) for draw in (None, *range(DRAWS))]
-    smallest = torch.full((len(first[0]),), inf, dtype=torch.double, device=first[0].device)
+    smallest = exact(torch.full((len(first[0]),), inf, device=first[0].device))
     for draw in (None, *range(DRAWS, 2 * DRAWS)):
-        second = run(variant, draw).double()
+        second = exact(run(variant, draw))
         for one in first:
-            smallest = torch.minimum(smallest, (one.double() - second).abs().amax(-1).nan_to_num(inf))
+            smallest = torch.minimum(smallest, (exact(one) - second).abs().amax(-1).nan_to_num(inf))
     return smallest.max().item()
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from ..attention.choice import choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
+from ..attention.kernels import KernelError
 from ..attention.models import base_model
+from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
 from .probe import Probe
@@ -31,7 +33,7 @@ class PackedModel:
 
     Args:
         dtype: the dtype that reaches the attention kernel: that of autocast or of the engine, else of the weights.
-        device_type: "cpu" or "cuda": where the model will train. It may not be there yet.
+        device_type: "cpu", "cuda", "mps", ...: where the model will train. It may not be there yet.
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
 
@@ -56,11 +58,16 @@ class PackedModel:
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
         self.attends = False
+        self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
         self._choose()
 
     def _choose(self) -> None:
         self.attention = choose_attention(
-            self.model, self.enforce_flash_attention, self.dtype, device_type=self.device_type
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            refusals=self._refusals,
         )
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
@@ -83,10 +90,18 @@ class PackedModel:
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Attend and probe the model as it is `wrapped`. On a leak apply `on_leak` and probe again."""
+        """Attend and probe the model as it is `wrapped`. On a leak apply `on_leak` and probe again.
+
+        Raises KernelError if no attention kernel computes this model.
+        """
         self.attend()
         gather_lm_head_with_model(base_model(self.model))
-        self.isolation = found = self._check(wrapped)
+        try:
+            found = self._check(wrapped)
+        except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
+            self._choose_another(error)
+            found = self._check(wrapped)
+        self.isolation = found
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
@@ -95,6 +110,23 @@ class PackedModel:
             reason = f"UNPACKED, documents as rows of padded batches, because {found.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
+
+    def _choose_another(self, error: KernelError) -> None:
+        """Attend with another attention than the one that raised; raise the error if there is none."""
+        name, reason = self.attention.name, " ".join(str(error).split())
+        if name == ATTENTION_NAME or not self.enforce_flash_attention:
+            raise error
+        self.rest()
+        self._refusals[name] = reason
+        self._choose()
+        if self.attention.name == name:
+            raise error
+        warnings.warn(
+            f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
+            "batches instead. Set attn_implementation to another kernel if you have one that can.",
+            stacklevel=2,
+        )
+        self.attend()
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
         found = check_isolation(wrapped, self.max_length)

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,36 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..attention.forwards import all_in_one_batch
+from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from .randomness import DrawWatcher
 
+# Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
+DEVICE_ERROR = re.compile(
+    r"out of memory|\b(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS"
+    r"|device-side assert|illegal memory access|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
+)
+# How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
+KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
+
 
 class CannotRun(Exception):
     """The model raised an error in a run of the probe; that error is the cause."""
+
+
+def _meaning(error: Exception) -> Exception | None:
+    """The error to raise for an error of the model: `CannotRun` may be a leak, `KernelError` is not.
+
+    None for errors of the device and of communication: they say nothing about the model, and the context may be lost.
+    """
+    if isinstance(error, KernelError | torch.AcceleratorError | torch.OutOfMemoryError | dist.DistError):
+        return None
+    if isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)):
+        return None
+    if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
+        return KernelError(str(error))
+    return CannotRun(str(error))
 
 
 class Probe:
@@ -105,10 +129,10 @@ class Probe:
         self._draw_again()
         try:
             self.model(**batch)
-        except torch.OutOfMemoryError:  # no result: it does not depend on documents
-            raise
         except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
-            raise CannotRun(str(error)) from error
+            if (raised := _meaning(error)) is None:
+                raise
+            raise raised from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -181,6 +205,8 @@ class Probe:
             if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
                 return None
             raise
+        except KernelError:
+            raise
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
         finally:
@@ -215,14 +241,17 @@ class Probe:
 
         Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
         """
-        generator = torch.Generator().manual_seed(draw)
+        generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            signs = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-            exact = torch.promote_types(value.dtype, torch.float32 if value.element_size() < 4 else torch.float64)
-            return (value.to(exact) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            if value.device not in generators:
+                generators[value.device] = torch.Generator(value.device).manual_seed(draw)
+            generator, device = generators[value.device], value.device
+            signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
+            wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
+            return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
         def move(module: nn.Module, args: tuple, output: Any) -> Any:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
@@ -285,9 +314,14 @@ class Probe:
                             buffer.copy_(value)
 
 
+def exact(value: Tensor) -> Tensor:
+    """`value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS, which has no fp64."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     """Largest difference of these documents' states; infinity if any is nan."""
-    gaps = [(first[i].double() - second[i].double()).abs().max().item() for i in which]
+    gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 

@@ -57,25 +57,31 @@ class RepairSearch:
     def run(self) -> IsolationReport:
         """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
         for _ in range(MAX_ROUNDS):
-            try:
-                report, evidence = judge(self.probe, self.max_length)
-                if evidence is not None and not self._restarted and self._restart_positions():
-                    continue
-            except CannotRun as error:
-                report = refused(self.probe, error)
-                if not self.guard.ignores_masks and self._masks_are_boundaries():
-                    self.guard.ignores_masks = True
-                    continue
-                name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
-            else:
-                if agreed(evidence is None) or evidence is None:  # `agreed` raises where ranks differ
-                    return report
+            report, evidence = self._judge()
+            # Before any other forward: with different results, ranks would wait for each other in it.
+            found = agreed("raised" if report.error is not None else "isolated" if evidence is None else "leaked")
+            if found == "isolated":
+                return report
+            if found == "leaked" and not self._restarted and self._restart_positions():
+                continue
+            if evidence is not None:
                 name = self._locate(report, evidence)
+            elif not self.guard.ignores_masks and self._masks_are_boundaries():
+                self.guard.ignores_masks = True
+                continue
+            else:
+                name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
             if name is None and self._sites:  # e.g. if only the backward pass shows it: assume the last repair
                 name = list(self._sites.values())[-1].names[0]
             if agreed(name) is None or name is None or not self._repair(self._outermost(name)):
                 break
         return report
+
+    def _judge(self) -> tuple[IsolationReport, Evidence | None]:
+        try:
+            return judge(self.probe, self.max_length)
+        except CannotRun as error:
+            return refused(self.probe, error), None
 
     def give_up(self) -> None:
         for site in self._sites.values():
@@ -112,7 +118,11 @@ class RepairSearch:
         return False
 
     def _restart_positions(self) -> bool:
-        for each in find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS]):
+        try:
+            shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS])
+        except CannotRun:
+            return False
+        for each in shifted:
             module = self._modules[each.name]
             repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
             restarted = RestartedPositions(module, each.place, each.axis, each.first)

@@ -1,6 +1,7 @@
 """Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import Leaves, argument_leaves, output_leaves
-from .probe import CannotRun, Probe
+from .probe import CannotRun, Probe, exact
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_onl
         for name, module in probe.inner.named_modules()
         if not positions_only or next(module.parameters(), None) is None
     }
-    recording = partial(_recording, modules, positions_only)
+    # All values of a long pack may not fit on the device beside the model.
+    recording = partial(_recorded, modules, positions_only, on_host=evidence.large)
     lengths = [*map(len, evidence.documents)]
     with recording(sum(lengths)) as first:
         probe.packed(evidence.documents, evidence.large)
@@ -100,29 +102,42 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
     """
     assert evidence.variant is not None
     modules = dict(probe.inner.named_modules())
-    runs = []
-    for documents in (evidence.documents, evidence.documents, evidence.variant):
-        with _recording(modules, False, sum(map(len, documents))) as records:
-            probe.packed(documents)
-        runs.append(records)
     pairs = _shared(evidence.documents, evidence.variant)
-    everything = [(slice(None), slice(None))]
-    moved, leaking = [], set()
-    for name, module in modules.items():
-        for one, repeat, other in zip(*(records.get(name, []) for records in runs), strict=False):
-            sees = one[0].keys() & other[0].keys()
-            if sees and not _moved(one[1], repeat[1], everything) and not _moved(one[0], other[0], pairs):
-                change = _moved(one[1], other[1], pairs)
-                if change:
-                    moved.append(Leak(name, type(module).__name__, change))
-                    if evidence.same_length:
-                        leaks = change > tolerance or _share_moved(one[1], other[1], pairs, tolerance / 16) > 0.5
-                    else:  # integers may be positions in the pack
-                        leaks = _moved(_numbers(one[1]), _numbers(other[1]), pairs) > tolerance
-                    if leaks:
-                        leaking.add(name)
-                    break
-    return [leak for leak in _smallest(moved) if leak.name in leaking]
+    num_tokens = sum(map(len, evidence.documents))
+    with _recorded(modules, False, num_tokens) as first:
+        probe.packed(evidence.documents)
+
+    # The other runs are compared while they run, so that only one run needs memory.
+    repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
+
+    def note_repeat(name: str, call: int, given: Values, made: Values) -> None:
+        if call < len(first.get(name, [])) and not _moved(first[name][call][1], made, [(slice(None), slice(None))]):
+            repeats.add((name, call))
+
+    moved: dict[str, Leak] = {}
+    leaking = set()
+
+    def note_variant(name: str, call: int, given: Values, made: Values) -> None:
+        if name in moved or (name, call) not in repeats:
+            return
+        came_in, went_out = first[name][call]
+        if not came_in.keys() & given.keys() or _moved(came_in, given, pairs):
+            return
+        change = _moved(went_out, made, pairs)
+        if change:
+            moved[name] = Leak(name, type(modules[name]).__name__, change)
+            if evidence.same_length:
+                leaks = change > tolerance or _share_moved(went_out, made, pairs, tolerance / 16) > 0.5
+            else:  # integers may be positions in the pack
+                leaks = _moved(_numbers(went_out), _numbers(made), pairs) > tolerance
+            if leaks:
+                leaking.add(name)
+
+    with _watching(modules, False, num_tokens, note_repeat):
+        probe.packed(evidence.documents)
+    with _watching(modules, False, sum(map(len, evidence.variant)), note_variant):
+        probe.packed(evidence.variant)
+    return [leak for leak in _smallest([*moved.values()]) if leak.name in leaking]
 
 
 def _smallest(leaks: list[Leak]) -> list[Leak]:
@@ -148,7 +163,7 @@ class ShiftedPositions:
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
     """Innermost modules whose positions count up in each document, but from a different start than alone."""
     lengths = [len(ids) for ids in documents]
-    recording = partial(_recording, dict(probe.inner.named_modules()), False)
+    recording = partial(_recorded, dict(probe.inner.named_modules()), False)
     with recording(sum(lengths)) as packed:
         probe.packed(documents)
     alone = []
@@ -196,13 +211,33 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
 
 
 @contextmanager
-def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: int) -> Iterator[Records]:
-    """Within this context, record the inputs and outputs of these modules that have an axis of `num_tokens`.
-
-    Of a repaired module the inputs before its own hooks are recorded, and the outputs after them.
-    """
+def _recorded(
+    modules: dict[str, nn.Module], positions_only: bool, num_tokens: int, on_host: bool = False
+) -> Iterator[Records]:
+    """Within this context, record what `_watching` sees; on the device, or `on_host`."""
     records: Records = {}
+
+    def note(name: str, call: int, given: Values, made: Values) -> None:
+        records.setdefault(name, []).append((given, made))
+
+    with _watching(modules, positions_only, num_tokens, note, on_host):
+        yield records
+
+
+@contextmanager
+def _watching(
+    modules: dict[str, nn.Module],
+    positions_only: bool,
+    num_tokens: int,
+    note: Callable[[str, int, Values, Values], None],
+    on_host: bool = False,
+) -> Iterator[None]:
+    """Within this context, note each call of these modules: the inputs and outputs that have an axis of `num_tokens`.
+
+    Of a repaired module these are the inputs before its own hooks, and the outputs after them.
+    """
     inputs: dict[str, list[Values | None]] = {}
+    calls: Counter[str] = Counter()
     handles = []
     for name, module in modules.items():
 
@@ -210,17 +245,18 @@ def _recording(modules: dict[str, nn.Module], positions_only: bool, num_tokens: 
             given, _ = argument_leaves(module, args, kwargs)
             sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in given)
             wanted = sees_positions or not positions_only
-            inputs.setdefault(name, []).append(_by_token(given, num_tokens) if wanted else None)
+            inputs.setdefault(name, []).append(_by_token(given, num_tokens, on_host) if wanted else None)
 
         def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
             given = inputs[name].pop()
             if given is not None:
-                records.setdefault(name, []).append((given, _by_token(output_leaves(output)[0], num_tokens)))
+                note(name, calls[name], given, _by_token(output_leaves(output)[0], num_tokens, on_host))
+                calls[name] += 1
 
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
-        yield records
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -240,31 +276,34 @@ def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice,
     return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
 
 
-def _by_token(leaves: Leaves, num_tokens: int) -> Values:
+def _by_token(leaves: Leaves, num_tokens: int, on_host: bool) -> Values:
     found = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
-            found[place] = (axis, value.detach().movedim(axis, 0).reshape(num_tokens, -1).cpu())
+            rows = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
+            # a copy: the model may go on to change the tensor in place
+            found[place] = (axis, rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone())
     return found
 
 
 def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
     """Largest change of these spans, relative to the largest value of each tensor; 0 if nothing can be compared."""
-    largest = 0.0
+    changes = []
     for place in before.keys() & after.keys():
         one, other = before[place][1], after[place][1]
         if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of packs of different lengths
             continue
         if one.is_complex():
             one, other = torch.view_as_real(one), torch.view_as_real(other)
-        one, other = one.double(), other.double()
+        one, other = exact(one), exact(other)
         scale = one.abs().max().clamp(min=1e-30)
-        for here, there in pairs:
-            gap = (one[here] - other[there]).abs()
-            if gap.numel():
-                largest = max(largest, (gap.max() / scale).item())
-    return largest
+        gaps = [(one[here] - other[there]).abs() for here, there in pairs]
+        changes += [gap.max() / scale for gap in gaps if gap.numel()]
+    if not changes:
+        return 0.0
+    # one read from the device, not one per tensor and document
+    return max(0.0, *torch.stack([change.to(changes[0].device) for change in changes]).tolist())
 
 
 def _numbers(values: Values) -> Values:
@@ -276,8 +315,8 @@ def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]
     """Largest share, over tokens, of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in before.keys() & after.keys():
-        one, other = (x.to(torch.promote_types(x.dtype, torch.double)) for x in (before[place][1], after[place][1]))
+        one, other = (x if x.is_complex() else exact(x) for x in (before[place][1], after[place][1]))
         if one.shape[1] == other.shape[1] > 1:
             moved = [(one[here] - other[there]).abs() > minimum * one[here].abs() for here, there in pairs]
-            shares += [each.double().mean(1).max().item() for each in moved]
+            shares += [each.float().mean(1).max().item() for each in moved]
     return max(shares)

@@ -54,6 +54,7 @@ def make_report(
         documents_not_reached=schedule.num_skipped,
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
+        most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
         imbalance_bound=imbalance_bound(
             schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation

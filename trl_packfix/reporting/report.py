@@ -30,6 +30,7 @@ class PackingReport:
     - `lower_bound`: no plan needs fewer packs. A plan with this number of packs may not exist.
     - `documents_not_reached`, `tokens_not_reached`: dropped by `dataloader_drop_last` in the first epoch. The ledger
       does not count them: it is the same in every epoch.
+    - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
@@ -68,6 +69,7 @@ class PackingReport:
     ledger: Ledger
     tokens_not_reached: int = 0
     trained_tokens_not_reached: int = 0
+    most_documents: int | None = None
     unpacked_loss: float = 1.0
     imbalance: float | None = None
     imbalance_bound: float | None = None

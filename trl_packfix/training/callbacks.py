@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..attention.choice import backward_bytes
 from ..data.ahead import NextEpoch, start
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .evaluation import ExactEvaluation
 
 logger = logging.getLogger(__name__)
+
+MUCH_GIB = 0.5  # memory that is worth a line in the report
 
 
 class BeforeTraining(TrainerCallback):
@@ -31,6 +34,17 @@ class BeforeTraining(TrainerCallback):
             self.trainer.check_evaluation_sets()
 
 
+def backward_note(model: Any, most_documents: int | None) -> str:
+    """What many short documents cost in the backward of flash attention, if that is much."""
+    needed = backward_bytes(model, most_documents or 0) / 2**30
+    if needed < MUCH_GIB:
+        return ""
+    return (
+        f"; its backward needs {needed:.1f} GiB more for the {most_documents:,} documents of the fullest micro-batch "
+        "(128 rows in fp32 for each): lower per_device_train_batch_size if memory runs out"
+    )
+
+
 class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, on all ranks together, then shows and saves the report."""
 
@@ -42,9 +56,10 @@ class BeforeFirstStep(TrainerCallback):
         with trainer.compute_loss_context_manager():
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         attention = trainer.packed_model.attention
-        trainer.packing_report = replace(
-            trainer.packing_report, isolation=isolation, attention=f"{attention.name}: {attention.reason}"
-        )
+        text = f"{attention.name}: {attention.reason}"
+        if attention.is_flash:
+            text += backward_note(trainer.model, trainer.packing_report.most_documents)
+        trainer.packing_report = replace(trainer.packing_report, isolation=isolation, attention=text)
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)

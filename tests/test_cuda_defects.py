@@ -1,0 +1,284 @@
+"""What a GPU, its kernels and its libraries may refuse, and what happens then; on a CPU, with errors played exactly."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trl_packfix import check_isolation
+from trl_packfix.attention import choice as choosing
+from trl_packfix.attention.choice import choose_attention, head_dim
+from trl_packfix.attention.kernels import KernelError
+from trl_packfix.attention.varlen import ATTENTION_NAME
+from trl_packfix.isolation import packed_model as packing
+from trl_packfix.isolation import search, tracing
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.probe import Probe
+
+PLAYED = "flash_played"  # the name of a flash attention, as transformers and this package see it
+
+
+@pytest.fixture
+def played():
+    """A flash attention that raises what `error` holds; if that is None, it is sdpa. `calls` holds its arguments."""
+
+    class Played:
+        error, calls = None, []
+
+        def __call__(self, module, query, key, value, attention_mask, **kwargs):
+            self.calls.append(kwargs)
+            if self.error is not None:
+                raise self.error
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    played = Played()
+    played.calls = []
+    AttentionInterface.register(PLAYED, played)
+    AttentionMaskInterface.register(PLAYED, lambda *args, **kwargs: None)
+    yield played
+    del AttentionInterface._global_mapping[PLAYED], AttentionMaskInterface._global_mapping[PLAYED]
+
+
+def on(model, name=PLAYED):
+    model.config._attn_implementation_internal = name
+    return model
+
+
+def packed_model(model, monkeypatch, **settings):
+    monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: None)
+    # transformers would look for the played name on the Hub
+    monkeypatch.setattr(packing, "set_attention", on)
+    return PackedModel(model, torch.bfloat16, "cuda", 64, **settings)
+
+
+REFUSALS = [
+    RuntimeError("FlashAttention forward only supports head dimension at most 256"),
+    RuntimeError("FlashAttention only supports Ampere GPUs or newer."),
+    RuntimeError("This flash attention build does not support headdim not being a multiple of 32."),
+    RuntimeError("No available kernel. Aborting execution."),
+    KernelError("a kernel of this package cannot"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=str)
+def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch):
+    """It ends in another attention, with the reason; documents are not unpacked and nothing is repaired."""
+    played.error = error
+    packed = packed_model(on(tiny_model("llama")), monkeypatch)
+    assert packed.attention.name == PLAYED
+    with pytest.warns(UserWarning, match=r"'flash_played' cannot compute this model: .*'packfix_varlen' is used"):
+        found = packed.prove(packed.model)
+    assert played.calls and packed.is_proved and found.error is None
+    assert packed.attention.name == ATTENTION_NAME and not packed.repaired and not packed.is_unpacked
+    assert f"{PLAYED} cannot be used: {error}" in packed.attention.reason
+    packed.rest()
+    assert packed.model.config._attn_implementation == PLAYED  # what the user gave
+
+
+def test_without_another_attention_the_refusal_ends_at_the_user(played, tiny_model, monkeypatch):
+    played.error = REFUSALS[0]
+    model = on(tiny_model("llama"))
+    with pytest.raises(KernelError, match="head dimension at most 256"):
+        packed_model(model, monkeypatch, enforce_flash_attention=False).prove(model)
+    with pytest.raises(ValueError, match="head dimension at most 256"):
+        check_isolation(model)
+
+
+DEVICE_ERRORS = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"),
+    dist.DistNetworkError("The client socket has timed out"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError("NCCL communicator was aborted on rank 1."),
+    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+]
+
+
+@pytest.mark.parametrize("error", DEVICE_ERRORS, ids=lambda error: f"{type(error).__name__}: {error}"[:50])
+def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
+    """The context may be lost, and other ranks wait: no repair is searched for, nothing is run again."""
+    played.error = error
+    packed = packed_model(on(tiny_model("llama")), monkeypatch)
+    with pytest.raises(type(error)) as raised:
+        packed.prove(packed.model)
+    assert raised.value is error and len(played.calls) == 1
+
+
+def test_another_error_of_the_model_is_still_a_pack_that_it_refuses(played, tiny_model, monkeypatch):
+    played.error = RuntimeError("shape '[1, 5]' is invalid for input of size 7")
+    packed = packed_model(on(tiny_model("llama")), monkeypatch, on_leak="raise")
+    assert "is invalid for input" in packed.prove(packed.model).error
+
+
+# The choice: what each kernel can compute, and what is chosen where it cannot
+
+
+BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A CUDA machine as the choice sees it."""
+
+    def describe(flash_attn=False, problem=None, capability=None):
+        monkeypatch.setattr(choosing, "is_flash_attn_2_available", lambda: flash_attn)
+        monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: problem or capability)
+        monkeypatch.setattr(choosing, "capability_problem", lambda: capability)
+
+    return describe
+
+
+@pytest.mark.parametrize(
+    "model_type,fields,widest",
+    [
+        ("llama", {"hidden_size": 512, "num_attention_heads": 4}, 128),
+        ("gpt2", {"n_embd": 64, "n_head": 4}, 16),
+        ("gemma3_text", {"head_dim": 256}, 256),
+        ("gemma4_text", {}, 512),  # the full layers, by overrides of single layers
+        ("deepseek_v3", {"qk_nope_head_dim": 192, "qk_rope_head_dim": 96, "v_head_dim": 128}, 288),
+        ("qwen3_next", {"head_dim": 64, "linear_key_head_dim": 512}, 64),  # linear attention has kernels of its own
+        ("mamba", {}, 0),
+    ],
+)
+def test_head_dimensions_are_those_of_the_widest_layer(model_type, fields, widest):
+    assert head_dim(AutoConfig.for_model(model_type, **fields)) == widest
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_wide_heads_are_computed_document_by_document(flash_attn, tiny_model, machine):
+    """flash-attn would refuse them in the first forward. There is no T x T mask, and the report says why."""
+    machine(flash_attn)
+    model = tiny_model("llama", head_dim=512)
+    with pytest.warns(UserWarning, match="trains packs without flash attention: heads have up to 512 dimensions"):
+        found = choose_attention(model, **BF16)
+    assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "kernels take 256" in found.reason
+
+
+def test_a_flash_attn_that_does_not_import_leaves_the_kernels_in_torch(tiny_model, machine, monkeypatch):
+    machine(flash_attn=True)
+    error = ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10")
+
+    def broken(model, name):
+        if name == "flash_attention_2":
+            raise error
+        on(model, name)
+
+    monkeypatch.setattr(choosing, "set_attention", broken)
+    model = tiny_model("llama")
+    found = choose_attention(model, **BF16)
+    assert (found.name, found.is_flash) == (ATTENTION_NAME, True)
+    assert "built into torch; flash_attention_2 cannot be used: /flash_attn_2_cuda.so: undefined symbol" in found.reason
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_refuses_flash_attention_2_runs_on_the_kernels_in_torch(tiny_model, machine):
+    """hrm_text says that it supports flash attention, and its config refuses it: transformers' own error."""
+    machine(flash_attn=True)
+    model = tiny_model("hrm_text", head_dim=8)
+    found = choose_attention(model, **BF16)
+    assert found.name == ATTENTION_NAME and "FlashAttention cannot represent the PrefixLM" in found.reason
+
+
+def test_an_old_gpu_is_served_document_by_document(tiny_model, machine):
+    """Also with flash-attn installed, which needs the same capability, and in fp32, which no flash kernel takes."""
+    machine(flash_attn=True, capability="compute capability 7.5 is below 8.0")
+    for dtype in (torch.float16, torch.float32):
+        with pytest.warns(UserWarning, match="without flash attention: compute capability 7.5") as raised:
+            found = choose_attention(tiny_model("llama"), dtype=dtype, device_type="cuda")
+        assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "not flash" in found.reason
+        assert "pip install" not in str(raised[0].message)  # it would not help there
+
+
+@pytest.mark.parametrize("device_type", ["mps", "xpu", "npu"])
+def test_devices_without_flash_kernels_are_served_document_by_document(device_type, tiny_model):
+    found = choose_attention(tiny_model("llama"), device_type=device_type)
+    assert (found.name, found.is_flash) == (ATTENTION_NAME, False)
+    assert device_type in found.reason and "not flash" in found.reason
+
+
+def test_what_the_report_calls_flash_is_flash(tiny_model, machine):
+    machine()
+    assert choose_attention(tiny_model("llama"), **BF16).is_flash
+    machine(problem="torch 2.11 is built for ROCm, where its varlen kernels are not tested")
+    with pytest.warns(UserWarning, match="ROCm"):
+        assert not choose_attention(tiny_model("llama"), **BF16).is_flash
+
+
+# Several ranks
+
+
+def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
+    """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
+    model = tiny_model("mamba")  # it leaks; the search first looks for positions that do not restart
+    packed = PackedModel(model, torch.float32, "cpu", 64)
+    ran = []
+    monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
+    monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
+    monkeypatch.setattr(packing, "agreed", lambda value: value)
+    with pytest.raises(RuntimeError, match="on the 2 ranks"):
+        packed.prove(model)
+    assert not ran
+    packed.rest()
+
+
+# The probe on a device
+
+
+class Draws(TorchDispatchMode):
+    """Where random integers are drawn, and of which dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.randint:
+            self.places.append((out.device.type, out.dtype))
+        return out
+
+
+def test_roundings_are_drawn_on_the_device(tiny_model):
+    """On a device that holds no values only the place of the draw can be seen, and that is what counts."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    probe = Probe(model)
+    drawn = []
+    generator = torch.Generator
+
+    def made(device="cpu"):
+        drawn.append(torch.device(device).type)
+        return generator()
+
+    with pytest.MonkeyPatch.context() as patch, Draws() as seen, probe.rounded_otherwise(0):
+        patch.setattr(torch, "Generator", made)
+        layer = model.model.layers[0].mlp.down_proj
+        states = torch.zeros(1, 5, layer.in_features, dtype=torch.bfloat16, device="meta")
+        layer.to("meta")(states)
+    assert drawn == ["meta"] and seen.places == [("meta", torch.int8)]
+
+
+def test_values_of_modules_stay_on_the_device():
+    """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
+    module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
+    with tracing._recorded({"": module}, False, 5) as records:
+        module(states)
+    ((given, made),) = records[""]
+    assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
+    with tracing._recorded({"": module}, False, 5, on_host=True), pytest.raises(NotImplementedError, match="copy out"):
+        module(states)
+
+
+def test_recorded_values_are_those_before_a_change_in_place():
+    module = nn.Identity()
+    states = torch.ones(1, 5, 4)
+    with tracing._recorded({"": module}, False, 5) as records:
+        module(states)
+        states.zero_()
+    assert records[""][0][0]["input"][1].sum() == 20
