@@ -31,7 +31,7 @@ SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengt
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """The settings of `SFTConfig` that decide the tokens and labels of a row."""
+    """The settings of `SFTConfig` that decide the tokens and labels of a row, and which other columns are kept."""
 
     assistant_only_loss: bool = False
     completion_only_loss: bool | None = None
@@ -40,6 +40,8 @@ class Tokenisation:
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
     bad_rows: Literal["raise", "drop"] = "raise"
+    weight_column: str | None = None
+    source_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
             num_proc=settings.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
         )
-    names = ("input_ids", "labels", "seq_lengths", BAD_ROW)
+    names = ("input_ids", "labels", "seq_lengths", BAD_ROW, settings.weight_column, settings.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
 

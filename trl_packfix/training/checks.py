@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
+from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -111,6 +112,45 @@ def _check_stream(args: SFTConfig) -> None:
             "between the micro-batches of one more step, so nothing is incomplete and there is nothing to drop. Set "
             "`dataloader_drop_last=False`."
         )
+
+
+def check_row_columns(args: SFTConfig, train_dataset: Any, data_collator: Any) -> None:
+    """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised.
+
+    Raises:
+        ValueError: a custom collator, a stream of which the column cannot be read ahead, or what `read_row_values`
+            refuses; all weights are 0.
+    """
+    given = [name for name in ("weight_column", "source_column") if getattr(args, name) is not None]
+    if not given:
+        return
+    setting = f"`{given[0]}={getattr(args, given[0])!r}`"
+    if data_collator is not None:
+        raise ValueError(
+            f"{setting} was given with `data_collator={type(data_collator).__name__}`. Weights and sources belong to "
+            "documents, and where documents are in a batch of this collator is not known. Leave `data_collator` unset, "
+            f"or `{given[0]}`."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        if args.source_column is not None:
+            raise ValueError(
+                f"`source_column={args.source_column!r}` was given with an `IterableDataset`. All ranks sum the losses "
+                "of the same sources, and the sources of a stream are not known before it is read. Leave "
+                "`source_column` unset, or load the dataset without streaming."
+            )
+        if not args.packing:
+            raise ValueError(
+                f"{setting} was given with an `IterableDataset` and `packing=False`. Unpacked streams are read by "
+                "TRL's own loader, in which weights are not checked. Set `packing=True`, or load the dataset without "
+                "streaming."
+            )
+    if isinstance(train_dataset, Dataset):
+        values = read_row_values(train_dataset, args.weight_column, args.source_column, "train")
+        if values.weights is not None and not values.weights.any():
+            raise ValueError(
+                f"{setting} was given, and all {len(values.weights)} rows of the train dataset have weight 0. A row of "
+                "weight 0 trains nothing, so nothing would be trained. Give some rows a weight above 0."
+            )
 
 
 def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
