@@ -96,7 +96,7 @@ def test_training_is_the_loop_by_hand(settings, tmp_path):
         model = build_tiny_model()
         by_hand = train_by_hand(model, run.steps, 0.5, settings.get("document_weighting", "token"), uses_weights)
         ends[name] = torch.cat([p.detach().flatten() for p in model.parameters()]), *by_hand
-    end, losses, by_source = ends["weighted"]
+    _, losses, by_source = ends["weighted"]
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert len(logged) == len(losses) == 3
     assert loss_difference([entry["loss"] for entry in logged], losses) < 1e-5

@@ -1,5 +1,6 @@
 """Rows with weights and sources, and a training loop written by hand over their documents, one at a time."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,11 +88,11 @@ def train_by_hand(
         loss = loss_by_hand(model, documents, weighting, uses_weights)
         loss.backward()
         with torch.no_grad():
-            found = {source: [] for source in SOURCES}
+            found = defaultdict(list)
             for document in documents:
                 found[document.source] += token_losses(model, document).tolist()
             for parameter in model.parameters():
                 parameter -= learning_rate * parameter.grad
         losses.append(loss.item())
-        by_source.append({source: float(np.mean(values)) for source, values in found.items() if values})
+        by_source.append({source: float(np.mean(values)) for source, values in found.items()})
     return losses, by_source

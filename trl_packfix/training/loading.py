@@ -81,7 +81,8 @@ class PackedLoading(trl.SFTTrainer):
         super()._set_signature_columns_if_needed()
         known: list[str] = self._signature_columns or []
         given = (self.args.weight_column, self.args.source_column)
-        self._signature_columns = known + [column for column in given if column is not None and column not in known]
+        columns: Any = known + [column for column in given if column is not None and column not in known]
+        self._signature_columns = columns
 
     def _with_row_values(self, collate: Callable, values: RowValues | None = None) -> Callable:
         """`collate`, with the weights and sources that its documents have."""
