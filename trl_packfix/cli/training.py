@@ -51,7 +51,7 @@ class TrainArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Name on the hub, file (.jsonl, .json, .parquet, .csv) or folder of the dataset; several are "
-            "joined. With `datasets` in the config file, it must be unset."
+            "joined. Not used if the config file has `datasets`."
         },
     )
 
@@ -168,12 +168,9 @@ def choose_split(dataset: Any, flag: str, split: str) -> Dataset | IterableDatas
 
 
 def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: MixtureConfig) -> Any:
-    if mixture.datasets and script_args.dataset_name:
-        raise ValueError(
-            f"`dataset_name={script_args.dataset_name}` was given with `datasets` ({len(mixture.datasets)} entries). "
-            "Both name the training data, and one of them would be ignored. Remove one."
-        )
     if mixture.datasets:
+        if script_args.dataset_name:
+            PartialState().print(f"Not used: dataset_name={script_args.dataset_name}. As in TRL, `datasets` is used.")
         return load_mixture(mixture, training_args.seed, training_args.source_column)
     if not script_args.dataset_name:
         raise ValueError(
@@ -212,6 +209,7 @@ def train(
     chosen: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     } | chosen
