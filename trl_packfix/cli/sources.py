@@ -6,6 +6,7 @@ computed from them, are those of a training run with the same settings.
 
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -278,12 +279,16 @@ def open_tables(
     """
     lengths, tables = [], []
     for name in names:
+        print(f"Reading {name}", file=sys.stderr)
         found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
         if found is not None:
             check_split(name, split)
             lengths.append(found)
         else:
-            tables.append(tokenised(load_rows(name, split, config), tokenizer, settings))
+            rows = load_rows(name, split, config)
+            what = "rows of tokens" if "input_ids" in rows.column_names else f"rows, which {tokenizer} tokenises"
+            print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
+            tables.append(tokenised(rows, tokenizer, settings))
     if lengths and tables:
         raise ValueError(
             f"{len(lengths)} files of lengths and {len(tables)} datasets were given. A file of lengths has no tokens, "

@@ -66,6 +66,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
             "different numbers of trained tokens, so the mean of their means is not the loss per token (the difference "
             "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
         )
+    if args.activation_offloading and args.device.type == "cpu":
+        raise ValueError(
+            "`activation_offloading=True` was given, and the run is on the CPU. It moves activations from an "
+            "accelerator to the memory of the CPU, where they are already, and TRL's code for it fails there. Leave "
+            "`activation_offloading` unset."
+        )
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)
     if isinstance(train_dataset, Dataset | IterableDataset):
@@ -236,4 +242,23 @@ def check_one_device(model: nn.Module) -> None:
             "is on. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
             "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
             "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
+        )
+
+
+def check_quantisation(model: nn.Module, device_type: str) -> None:
+    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference.
+
+    The first forward in evaluation mode, such as that of the probe, changes the weights to this format, and gradients
+    are wrong after it. The same happens in TRL after an evaluation: see docs/upstream.md.
+
+    Raises:
+        ValueError: a module would change its weights.
+    """
+    count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
+    if count and device_type == "cpu":
+        raise ValueError(
+            f"The model has {count} modules in 4 bits, and runs on a CPU with bf16 instructions. There, bitsandbytes "
+            "changes their weights to a format for inference in the first forward in evaluation mode, which the test "
+            "before the first step makes, and gradients are wrong after it. Train it on a GPU, or load it without "
+            "`load_in_4bit`."
         )

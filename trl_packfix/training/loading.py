@@ -29,6 +29,7 @@ from . import checks
 from .config import SFTConfig
 from .noise import DocumentNoise
 from .planner import make_planner
+from .progress import shown
 
 
 class PackedLoading(trl.SFTTrainer):
@@ -95,17 +96,19 @@ class PackedLoading(trl.SFTTrainer):
         args = self.args
         checks.check_parallelism(self.accelerator)
         checks.check_one_device(self.model)
+        checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
         self.data_collator = self._make_packed_collator()
         if not isinstance(self.train_dataset, IterableDataset):
             self._reader = TokenReader(self.train_dataset)
-            self._documents = cached_documents(
-                self._reader,
-                args.max_length,
-                args.effective_overlong,
-                args.truncation_mode,
-                wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
-            )
+            with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
+                self._documents = cached_documents(
+                    self._reader,
+                    args.max_length,
+                    args.effective_overlong,
+                    args.truncation_mode,
+                    wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
+                )
         self.packed_model = self._make_packed_model()
 
     # Tables
@@ -115,10 +118,12 @@ class PackedLoading(trl.SFTTrainer):
             return super().get_train_dataloader()
         if isinstance(self.train_dataset, IterableDataset):
             return self._make_stream_loader()
-        planner = self._train_planner = self._make_planner()
-        self.packing_report = make_report(
-            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
-        )
+        with shown(self.args, f"Planning packs of {len(self._documents):,} documents") as show:
+            planner = self._train_planner = self._make_planner()
+            show(f"Planned packs of {len(self._documents):,} documents; making the report")
+            self.packing_report = make_report(
+                planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+            )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id, self._row_values)
         collate = self._with_row_values(self.data_collator)
         return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), collate)
