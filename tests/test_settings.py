@@ -61,7 +61,7 @@ def test_every_field_is_accounted_for(heading):
 def test_a_missing_field_is_seen():
     """What the test above is worth: a field that is in no row, and a row of no field."""
     named = {name for names, *_ in table("SFTConfig") for name in names}
-    assert len(named) > 30 and named - FIELDS["TrainingArguments"] == FIELDS["SFTConfig"]
+    assert len(named) >= 30 and named - FIELDS["TrainingArguments"] == FIELDS["SFTConfig"]
     assert (named - {"eos_token"}) != FIELDS["SFTConfig"]
 
 
