@@ -20,7 +20,8 @@ import two_ranks
 from peft import PeftModel
 from support.launch import LAUNCH_SECONDS, TORCHRUN, environment, free_port
 from support.models import build_tiny_model
-from support.rounding import loss_difference, tolerance, weight_difference
+from support.rounding import LIMIT, loss_difference, tolerance, weight_difference
+from support.weighted import Document, train_by_hand
 from transformers import AutoModelForCausalLM
 
 from trl_packfix.survey import zoo
@@ -272,6 +273,41 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
     assert report["tokens_not_reached"] == sum(tokens[i] for i in last)
     assert report["trained_tokens_not_reached"] == sum(tokens[i] - 1 for i in last)
     assert report["num_tokens"] == sum(tokens) and report["documents_per_step"] * len(steps) == len(seen)
+
+
+# Weights and sources of rows
+
+WEIGHTED = [(engine, "weighted") for engine in WHOLE] + [("ddp", "weighted_documents")]
+
+
+def rows_with_values(num: int, seed: int = 0) -> list[Document]:
+    rows = two_ranks.with_values(two_ranks.documents(num, seed))
+    tokens = [[*two_ranks.TOKENIZER(row["text"])["input_ids"], two_ranks.TOKENIZER.eos_token_id] for row in rows]
+    return [Document(ids, ids, row["share"], row["source"]) for ids, row in zip(tokens, rows, strict=True)]
+
+
+@pytest.mark.parametrize("engine, scenario", WEIGHTED)
+def test_weights_and_sources_on_two_ranks_are_the_loop_by_hand(result, engine, scenario, folder):
+    found, rows = result(scenario), rows_with_values(37)
+    steps = [[rows[i] for i in step] for step in step_documents(found)]
+    assert len(steps) == 5 and max(map(len, steps)) > 6
+    ends = {}
+    for uses_weights in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        weighting = "document" if scenario == "weighted_documents" else "token"
+        losses, by_source = train_by_hand(model, steps, 0.5, weighting, uses_weights)
+        end = torch.cat([p.detach().double().flatten() for _, p in sorted(model.named_parameters())])
+        start = saved_weights(folder, "model")
+        ends[uses_weights] = weight_difference(saved_weights(folder, found["folder"]), end, start, least_change=0.1)
+        if uses_weights:
+            assert loss_difference(found["losses"], losses) < 1e-5
+            for entry, expected in zip(found["by_source"], by_source, strict=True):
+                logged = {key.removeprefix("loss/"): entry[key] for key in entry if key.startswith("loss/")}
+                assert logged == pytest.approx(expected, rel=1e-5) and len(logged) > 1
+            _, (evaluated,) = train_by_hand(model, [rows_with_values(two_ranks.NUM_EVALUATED, 1)], 0.0, "token")
+            assert {key: found["evaluated"][f"eval_loss/{key}"] for key in "abc"} == pytest.approx(evaluated, rel=1e-5)
+    print(engine, scenario, ends)
+    assert ends[True] < LIMIT < 1e-2 < ends[False]
 
 
 # The probe

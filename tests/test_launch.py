@@ -104,15 +104,49 @@ def check_trained(folder: Path, output: str, engine_file: str | None) -> None:
 ZERO3_FILE = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 
+# Of two sources, one is seen 2.5 times per epoch
+MIXTURE = """\
+packing: true
+max_length: 128
+max_steps: 2
+report_to: none
+source_column: source
+datasets:
+  - {path: rows.jsonl, repeat: 2.5}
+  - {path: others.jsonl}
+"""
+COMMANDS = {
+    "accelerate": "accelerate.commands.launch --use_deepspeed --deepspeed_config_file zero3.json --num_processes 2 "
+    "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port PORT -m",
+    "torchrun": "torch.distributed.run --standalone --nproc_per_node 2 -m",
+    "deepspeed": "deepspeed.launcher.runner --num_gpus 2 --master_port PORT --module",
+}
+
+
 @needs_gloo
 @needs_deepspeed
-def test_train_under_accelerate_launch(workplace):
-    flags = "--use_deepspeed --deepspeed_config_file zero3.json --num_processes 2 --num_machines 1 --mixed_precision no"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags.split(), "--dynamo_backend", "no"]
-    command += ["--main_process_port", free_port(), ON_CPU, TRAIN, *small(workplace, "accelerate")]
-    code, log = launch([*command, "--use_cpu", "false", "--ddp_backend", "gloo", "--bf16", "false"], workplace)
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
+    (workplace / "mixture.yaml").write_text(MIXTURE)
+    (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))
+    # As in on_cpu.py, in each process of the command itself
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'LOCAL_RANK' in os.environ:\n    import deepspeed\n"
+        "    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    )
+    words = COMMANDS[launcher].replace("PORT", free_port()).split()
+    model = str(workplace / "Qwen" / "Qwen3-0.6B")
+    words += ["trl_packfix", "train", "--config", "mixture.yaml", "--model_name_or_path", model]
+    words += ["--output_dir", launcher, "--logging_steps", "1", "--bf16", "false"]
+    if launcher == "accelerate":
+        words += ["--use_cpu", "false", "--ddp_backend", "gloo"]
+    path = f"{tmp_path}:{ROOT}"
+    code, log = launch([sys.executable, "-m", *words], workplace, PYTHONPATH=path)
     assert code == 0, log[-4000:]
-    check_trained(workplace, "accelerate", ZERO3_FILE)
+    check_trained(workplace, launcher, None if launcher == "torchrun" else ZERO3_FILE)
+    assert log.count("rows: 100 rows per epoch (2.5 times)") == 1 and "others: 10 rows per epoch (once)" in log
+    state = json.loads((workplace / launcher / "checkpoint-2" / "trainer_state.json").read_text())
+    assert any("loss/rows" in entry for entry in state["log_history"])
 
 
 # The recipes, on one node: only the names of its parts differ from several

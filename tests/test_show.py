@@ -51,7 +51,7 @@ def show(workplace, capsys, *words):
 
 def test_what_is_shown_is_what_is_trained(workplace, run, capsys):
     packs = json.loads(show(workplace, capsys, *FLAGS, "--packs", "4", "--json"))
-    assert [pack["place"] for pack in packs] == ["0.0", "0.1", "1.0", "1.1"]
+    assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
     for pack, batch in zip(packs, run.get_train_dataloader(), strict=False):
         documents = pack["documents"]
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() and len(documents) > 1

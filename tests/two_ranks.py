@@ -75,6 +75,13 @@ def documents(num: int, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"text": [f"{i:0{DIGITS}d}{text}" for i, text in enumerate(letters)]})
 
 
+def with_values(dataset: Dataset) -> Dataset:
+    """Weights and sources by the number of the document; neither is the same on two neighbours."""
+    numbers = range(len(dataset))
+    dataset = dataset.add_column("share", [(0.0, 3.0, 0.25, 1.0, 9.0)[i % 5] for i in numbers])
+    return dataset.add_column("source", [("a", "b", "c")[i % 7 // 3] for i in numbers])
+
+
 def document_ids(batch: dict) -> list[int]:
     """The numbers of the documents of a batch, packed or padded; dummies, which begin with padding, have none."""
     rows = batch["input_ids"]
@@ -181,6 +188,7 @@ def make_trainer(
     model: str = "model",
     num_documents: int = 97,
     dataset: Dataset | None = None,
+    eval_dataset: Dataset | None = None,
     lora: bool = False,
     **settings,
 ) -> Packed | Stock:
@@ -209,7 +217,7 @@ def make_trainer(
         str(folder / model),
         args,
         train_dataset=documents(num_documents) if dataset is None else dataset,
-        eval_dataset=documents(NUM_EVALUATED, seed=1),
+        eval_dataset=documents(NUM_EVALUATED, seed=1) if eval_dataset is None else eval_dataset,
         processing_class=TOKENIZER,
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
     )
@@ -308,6 +316,19 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     trainer.train()
     trainer.save_model()
     return outcome(trainer)
+
+
+def weighted(folder: Path, name: str, **settings) -> dict:
+    """Five steps with weights and sources, and an evaluation; the model is saved as `folder / name`."""
+    values = {"weight_column": "share", "source_column": "source"}
+    sets = {"dataset": with_values(documents(37)), "eval_dataset": with_values(documents(NUM_EVALUATED, seed=1))}
+    trainer = make_trainer(folder, name, **FIVE_STEPS | values | sets | settings)
+    trainer.train()
+    trainer.save_model()
+    by_source = [
+        {key: entry[key] for key in entry if "/" in key} for entry in trainer.state.log_history if "loss" in entry
+    ]
+    return outcome(trainer, by_source=by_source, evaluated=trainer.evaluate())
 
 
 def alternating(folder: Path, name: str, model: str, cls: type = Alternating, **settings) -> dict:
@@ -467,6 +488,10 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
+    found["weighted"] = partial(weighted, name=f"{engine}/weighted", engine=engine)
+    if engine == "ddp":
+        settings = {"packing_strategy": "stream", "document_weighting": "document"}
+        found["weighted_documents"] = partial(weighted, name="ddp/weighted_documents", engine=engine, **settings)
     for strategy in STRATEGIES:
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)

@@ -13,25 +13,34 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-COMMANDS = ("plan", "show", "prepare", "check")
+from .one_gpu import show_one_gpu
+
+COMMANDS = ("plan", "show", "prepare", "check", "train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    For a ValueError or OSError the message is printed, and the exit code is 2. Characters that the terminal cannot show
-    are printed as escapes. If the reader of a pipe closes it, the exit code is 141 (128 + SIGPIPE), as in other
-    programs.
+    For a ValueError or OSError the message is printed, and the exit code is 2; `train` shows where it was raised, too.
+    Characters that the terminal cannot show are printed as escapes. If the reader of a pipe closes it, the exit code is
+    141 (128 + SIGPIPE), as in other programs.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
+    # The launcher of DeepSpeed adds it before the command.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
     for module in modules.values():
         module.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args, more_flags = parser.parse_known_args(argv)
+    if more_flags and not hasattr(args, "takes_more_flags"):
+        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}")
+    args.more_flags = more_flags
+    if args.command == "train":
+        show_one_gpu()
     if find_spec("deepspeed"):
         # The Trainer imports it, and it logs to the stdout of its first import. Stdout must hold nothing but the JSON.
         with contextlib.redirect_stdout(sys.stderr):
@@ -44,5 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         return 141
     except (ValueError, OSError) as error:  # OSError: no such model, no such file
+        if hasattr(args, "shows_traceback"):
+            raise
         print(f"trl-packfix {args.command}: {error}", file=sys.stderr)
         return 2

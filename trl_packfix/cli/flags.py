@@ -48,6 +48,13 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
 
 
+def add_column_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the columns that training reads beside the tokens."""
+    columns = parser.add_argument_group("columns to check and keep, as in SFTConfig")
+    columns.add_argument("--weight-column", "--weight_column", metavar="COLUMN", help="weight of each row, 0 or more")
+    columns.add_argument("--source-column", "--source_column", metavar="COLUMN", help="name of the source of each row")
+
+
 def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     """Add the flags for packing; with `several`, lengths, strategies and world sizes are lists."""
     many: dict[str, Any] = {"nargs": "+"} if several else {}
@@ -97,6 +104,8 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         dataset_text_field=args.text_field,
         dataset_num_proc=args.num_proc,
         bad_rows=args.bad_rows,
+        weight_column=getattr(args, "weight_column", None),
+        source_column=getattr(args, "source_column", None),
     )
 
 

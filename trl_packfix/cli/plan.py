@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     model = flags.load_cost_model(args)
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=len(configs) * len(args.world_size))
+        task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
         for each in forecasts(reader, configs, args.world_size, model, args.synchronisation, args.tflops):
             found.append(each)
             progress.advance(task)

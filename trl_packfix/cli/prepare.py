@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_document_flags(parser)
+    flags.add_column_flags(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--json", action="store_true", help="print the manifest")
     parser.set_defaults(parser=parser)

@@ -6,6 +6,7 @@ computed from them, are those of a training run with the same settings.
 
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengt
 
 @dataclass(frozen=True)
 class Tokenisation:
-    """The settings of `SFTConfig` that decide the tokens and labels of a row."""
+    """The settings of `SFTConfig` that decide the tokens and labels of a row, and which other columns are kept."""
 
     assistant_only_loss: bool = False
     completion_only_loss: bool | None = None
@@ -40,6 +41,8 @@ class Tokenisation:
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
     bad_rows: Literal["raise", "drop"] = "raise"
+    weight_column: str | None = None
+    source_column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
             num_proc=settings.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",
         )
-    names = ("input_ids", "labels", "seq_lengths", BAD_ROW)
+    names = ("input_ids", "labels", "seq_lengths", BAD_ROW, settings.weight_column, settings.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
 
@@ -276,12 +279,16 @@ def open_tables(
     """
     lengths, tables = [], []
     for name in names:
+        print(f"Reading {name}", file=sys.stderr)
         found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
         if found is not None:
             check_split(name, split)
             lengths.append(found)
         else:
-            tables.append(tokenised(load_rows(name, split, config), tokenizer, settings))
+            rows = load_rows(name, split, config)
+            what = "rows of tokens" if "input_ids" in rows.column_names else f"rows, which {tokenizer} tokenises"
+            print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
+            tables.append(tokenised(rows, tokenizer, settings))
     if lengths and tables:
         raise ValueError(
             f"{len(lengths)} files of lengths and {len(tables)} datasets were given. A file of lengths has no tokens, "

@@ -33,17 +33,22 @@ from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
 from .reader import Rows, TokenReader
+from .row_values import RowValues
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
 
 class DocumentDataset(torch.utils.data.Dataset):
-    """Documents by index, as dictionaries of numpy views of the table; index -1 is the dummy of an empty rank."""
+    """Documents by index, as dictionaries of numpy views of the table; index -1 is the dummy of an empty rank.
 
-    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0):
+    With `values` every document also has the weight and the source of its row.
+    """
+
+    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0, values: RowValues | None = None):
         self.reader = reader
         self.documents = documents
         self.pad_token_id = pad_token_id
+        self.values = values or RowValues()
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -56,7 +61,9 @@ class DocumentDataset(torch.utils.data.Dataset):
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
         return [
-            dummy_document(self.pad_token_id) if index == EMPTY else self.reader.read(row, start, stop)
+            dummy_document(self.pad_token_id)
+            if index == EMPTY
+            else self.reader.read(row, start, stop) | self.values.of(row)
             for index, row, start, stop in zip(indices, rows, starts, stops, strict=True)
         ]
 

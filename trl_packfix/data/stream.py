@@ -29,6 +29,7 @@ from ..planning.schedule import EMPTY, schedule_packs
 from .collator import IGNORE_INDEX
 from .documents import Ledger
 from .loading import dummy_document, unsharded_loader
+from .row_values import WEIGHTS
 from .spans import Overlong, refuse_no_documents
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
 from .threads import wait_for_threads_before_forks
@@ -72,6 +73,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         buffer_size: largest number of documents that wait for a pack; 128 more are read at a time.
         num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
+        weight_column: see `StreamReader`.
 
     Raises:
         ValueError: a pass over the stream has no document to train on; what `StreamReader` refuses.
@@ -104,13 +106,14 @@ class PackedStream(torch.utils.data.IterableDataset):
         pad_token_id: int = 0,
         num_workers: int = 0,
         worker_kwargs: dict[str, Any] | None = None,
+        weight_column: str | None = None,
     ):
         self.share = share_of_rank(dataset, rank, world_size)
         self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
         self.balance, self.cost_model, self.synchronisation = balance, cost_model, synchronisation
-        self.pad_token_id = pad_token_id
+        self.pad_token_id, self.weight_column = pad_token_id, weight_column
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
         if self.num_workers < num_workers and rank == 0:
             message = "dataloader_num_workers=%d was given; %d workers read, because each needs its own shard."
@@ -134,6 +137,7 @@ class PackedStream(torch.utils.data.IterableDataset):
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
         names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
+        names += " weight_column"
         return {name: getattr(self, name) for name in names.split()} | {"num_shards": self.share.dataset.num_shards}
 
     def __iter__(self) -> Iterator[list[DocumentTokens]]:
@@ -192,7 +196,13 @@ class PackedStream(torch.utils.data.IterableDataset):
         for part in parts:
             part.set_epoch(self.num_passes)  # a shuffled dataset gets a new order
         reader = StreamReader(
-            parts, list(self._readers), self.max_length, self.overlong, self.truncation_mode, self.vocab_size
+            parts,
+            list(self._readers),
+            self.max_length,
+            self.overlong,
+            self.truncation_mode,
+            self.vocab_size,
+            self.weight_column,
         )
         # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
@@ -277,14 +287,21 @@ class PackedStream(torch.utils.data.IterableDataset):
             parts = [document[name] for document in documents]
             return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
 
-        return state | {
-            "documents": {name: joined(name) for name in ("input_ids", "labels")},
-            "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
-            "readers": [asdict(reader) for reader in state["readers"]],
-            "counts": asdict(state["counts"]),
-            "settings": self.settings,
-            "version": STATE_VERSION,
-        }
+        weights = {}
+        if self.weight_column is not None:
+            weights["weights"] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
+        return (
+            state
+            | weights
+            | {
+                "documents": {name: joined(name) for name in ("input_ids", "labels")},
+                "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
+                "readers": [asdict(reader) for reader in state["readers"]],
+                "counts": asdict(state["counts"]),
+                "settings": self.settings,
+                "version": STATE_VERSION,
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
         """Continue from `state_dict()`.
@@ -311,8 +328,12 @@ class PackedStream(torch.utils.data.IterableDataset):
         columns = {
             name: [part.numpy().copy() for part in flat.split(lengths)] for name, flat in state["documents"].items()
         }
+        documents = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if self.weight_column is not None:
+            for document, weight in zip(documents, state["weights"].numpy(), strict=True):
+                document[WEIGHTS] = weight
         self._start = state | {
-            "documents": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+            "documents": documents,
             "readers": [ReaderState(**reader) for reader in state["readers"]],
             "counts": StreamCounts(**counts | {"ledger": Ledger.from_dict(counts["ledger"])}),
         }

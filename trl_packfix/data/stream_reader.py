@@ -22,6 +22,7 @@ from ..compat import state_is_exact
 from .checks import check_tokens
 from .documents import Ledger
 from .reader import BAD_ROW, TokenReader
+from .row_values import WEIGHTS, read_weights
 from .spans import Overlong, make_documents
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
 MANY_RANKS = 8
 
 DocumentTokens = dict[str, np.ndarray]
-"""`input_ids` and `labels` of one document, int32, shape (tokens,)."""
+"""`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class StreamReader(torch.utils.data.IterableDataset):
         states: the state from which each reader continues.
         max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
         vocab_size: token ids must be below it; None: not checked.
+        weight_column: column with the weight of each row, which its documents get; None: no weights.
     """
 
     parts: list[IterableDataset]
@@ -120,6 +122,7 @@ class StreamReader(torch.utils.data.IterableDataset):
     overlong: Overlong = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     vocab_size: int | None = None
+    weight_column: str | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
@@ -141,7 +144,7 @@ class StreamReader(torch.utils.data.IterableDataset):
             next(islice(batches, state.chunks - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
-            table = as_table(batch)
+            table = as_table(batch, self.weight_column)
             documents, ledger = self._documents(table, examples)
             examples, chunks = examples + len(table), chunks + 1
             position = dataset.state_dict() if is_exact else None
@@ -154,6 +157,7 @@ class StreamReader(torch.utils.data.IterableDataset):
                 check_tokens(table, "train", self.vocab_size)
             reader = TokenReader(table)
             spans = make_documents(reader, self.max_length, self.overlong, self.truncation_mode, may_be_empty=True)
+            weights = None if self.weight_column is None else read_weights(table, self.weight_column, "train")
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
@@ -163,22 +167,26 @@ class StreamReader(torch.utils.data.IterableDataset):
             {name: values.astype(np.int32) for name, values in reader.read(row, start, stop).items()}
             for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
         ]
+        if weights is not None:
+            for document, row in zip(documents, spans.row, strict=True):
+                document[WEIGHTS] = weights[row]
         return documents, spans.ledger
 
 
-def as_table(batch: dict[str, Any]) -> Dataset:
-    """Columns of rows (lists, arrays or tensors) as a table in memory; only the columns that packing reads."""
+def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:
+    """Columns of rows (lists, arrays or tensors) as a table in memory: those that packing reads, and `others`."""
     columns = {}
-    for name in COLUMNS:
-        if name in batch:
-            rows = [row if isinstance(row, list | str | None) else np.asarray(row) for row in batch[name]]
+    for name in (*COLUMNS, *others):
+        if name is not None and name in batch:
+            # `[()]` makes a scalar of an array without dimensions
+            rows = [row if isinstance(row, list | str | None) else np.asarray(row)[()] for row in batch[name]]
             columns[name] = pa.array(rows)
     return Dataset(pa.table(columns), fingerprint="chunk")  # hashing the table would take longer than all the rest
 
 
-def read_whole(dataset: IterableDataset) -> Dataset:
-    """All examples of a finite stream, as a table in memory."""
-    tables = [as_table(batch) for batch in dataset.iter(batch_size=CHUNK)]
+def read_whole(dataset: IterableDataset, *others: str | None) -> Dataset:
+    """All examples of a finite stream, as a table in memory, with the columns that packing reads and `others`."""
+    tables = [as_table(batch, *others) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         raise ValueError(
             "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. "

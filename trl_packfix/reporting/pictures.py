@@ -91,7 +91,8 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
         xlabel=f"tokens (capacity {report.capacity:,})",
     )
     axes.set_yticks(range(len(packs)), [pack.place(report.accumulation, report.world_size) for pack in packs])
-    axes.set_ylabel("step" + (".micro-batch" if report.accumulation > 1 else ""))
+    if report.accumulation > 1:
+        axes.set_ylabel("step.micro-batch")
     axes.xaxis.set_major_formatter(_thousands)
     axes.set_title(_packs_title(report), loc="left", fontsize=11)
     keys = [

@@ -87,10 +87,10 @@ class PackSample:
     trained: list[list[tuple[int, int]]]
 
     def place(self, accumulation: int, world_size: int) -> str:
-        """Step, and micro-batch and rank if there are several: "3", "3.1" or "3.1 rank 2"."""
+        """Step, and micro-batch and rank if there are several: "step 3", "step 0, rank 1" or "step 3.1, rank 2"."""
         micro = f".{self.micro}" if accumulation > 1 else ""
-        rank = f" rank {self.rank}" if world_size > 1 else ""
-        return f"{self.step}{micro}{rank}"
+        rank = f", rank {self.rank}" if world_size > 1 else ""
+        return f"step {self.step}{micro}{rank}"
 
 
 @dataclass(frozen=True)

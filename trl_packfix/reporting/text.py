@@ -114,7 +114,7 @@ def pack_text(
     """
     count = pack.cu_seq_lens[-1]
     text = Text()
-    heading = f"step {pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n"
+    heading = f"{pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n"
     text.append(heading, "bold")
     starts = " ".join(map(str, pack.cu_seq_lens[: num_documents + 1]))
     rest = len(pack.documents) - num_documents

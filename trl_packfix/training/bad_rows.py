@@ -154,6 +154,7 @@ def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
 def _with_tokens(dataset: Dataset, name: str, args: SFTConfig, prepare: Callable, tokens_only: bool) -> Dataset:
     steps = _recorded(dataset, name, args, prepare)
     removed = dataset.column_names if tokens_only else _removed(dataset.column_names, steps)
+    removed = [column for column in removed if column not in (args.weight_column, args.source_column)]
     others = {column: feature for column, feature in dataset.features.items() if column not in removed}
     return dataset.map(
         _tokens,

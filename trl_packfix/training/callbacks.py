@@ -14,6 +14,7 @@ from ..data.ahead import NextEpoch, start
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
+from .progress import shown_proof
 
 if TYPE_CHECKING:
     from .evaluation import ExactEvaluation
@@ -53,7 +54,7 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), shown_proof(args, trainer.packed_model):
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         attention = trainer.packed_model.attention
         text = f"{attention.name}: {attention.reason}"

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
+from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -65,6 +66,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
             "different numbers of trained tokens, so the mean of their means is not the loss per token (the difference "
             "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
         )
+    if args.activation_offloading and args.device.type == "cpu":
+        raise ValueError(
+            "`activation_offloading=True` was given, and the run is on the CPU. It moves activations from an "
+            "accelerator to the memory of the CPU, where they are already, and TRL's code for it fails there. Leave "
+            "`activation_offloading` unset."
+        )
     if isinstance(train_dataset, IterableDataset):
         _check_stream(args)
     if isinstance(train_dataset, Dataset | IterableDataset):
@@ -111,6 +118,45 @@ def _check_stream(args: SFTConfig) -> None:
             "between the micro-batches of one more step, so nothing is incomplete and there is nothing to drop. Set "
             "`dataloader_drop_last=False`."
         )
+
+
+def check_row_columns(args: SFTConfig, train_dataset: Any, data_collator: Any) -> None:
+    """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised.
+
+    Raises:
+        ValueError: a custom collator, a stream of which the column cannot be read ahead, or what `read_row_values`
+            refuses; all weights are 0.
+    """
+    given = [name for name in ("weight_column", "source_column") if getattr(args, name) is not None]
+    if not given:
+        return
+    setting = f"`{given[0]}={getattr(args, given[0])!r}`"
+    if data_collator is not None:
+        raise ValueError(
+            f"{setting} was given with `data_collator={type(data_collator).__name__}`. Weights and sources belong to "
+            "documents, and where documents are in a batch of this collator is not known. Leave `data_collator` unset, "
+            f"or `{given[0]}`."
+        )
+    if isinstance(train_dataset, IterableDataset):
+        if args.source_column is not None:
+            raise ValueError(
+                f"`source_column={args.source_column!r}` was given with an `IterableDataset`. All ranks sum the losses "
+                "of the same sources, and the sources of a stream are not known before it is read. Leave "
+                "`source_column` unset, or load the dataset without streaming."
+            )
+        if not args.packing:
+            raise ValueError(
+                f"{setting} was given with an `IterableDataset` and `packing=False`. Unpacked streams are read by "
+                "TRL's own loader, in which weights are not checked. Set `packing=True`, or load the dataset without "
+                "streaming."
+            )
+    if isinstance(train_dataset, Dataset):
+        values = read_row_values(train_dataset, args.weight_column, args.source_column, "train")
+        if values.weights is not None and not values.weights.any():
+            raise ValueError(
+                f"{setting} was given, and all {len(values.weights)} rows of the train dataset have weight 0. A row of "
+                "weight 0 trains nothing, so nothing would be trained. Give some rows a weight above 0."
+            )
 
 
 def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
@@ -196,4 +242,23 @@ def check_one_device(model: nn.Module) -> None:
             "is on. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
             "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
             "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
+        )
+
+
+def check_quantisation(model: nn.Module, device_type: str) -> None:
+    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference.
+
+    The first forward in evaluation mode, such as that of the probe, changes the weights to this format, and gradients
+    are wrong after it. The same happens in TRL after an evaluation: see docs/upstream.md.
+
+    Raises:
+        ValueError: a module would change its weights.
+    """
+    count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
+    if count and device_type == "cpu":
+        raise ValueError(
+            f"The model has {count} modules in 4 bits, and runs on a CPU with bf16 instructions. There, bitsandbytes "
+            "changes their weights to a format for inference in the first forward in evaluation mode, which the test "
+            "before the first step makes, and gradients are wrong after it. Train it on a GPU, or load it without "
+            "`load_in_4bit`."
         )

@@ -49,6 +49,20 @@ class SFTConfig(trl.SFTConfig):
             `"token"`: every trained token of an optimizer step counts the same, as in TRL. `"document"`: every document
             does (LongAlign), and within a document every trained token. A fragment of a split document is a document.
             It works with and without packing. Evaluation always counts tokens.
+        weight_column (`str`, *optional*):
+            Column of the training set with a weight per row, a number of 0 or more. With `"token"` weighting the loss
+            of an optimizer step is sum(w_d * loss_t) / sum(w_d) over its trained tokens t, where d is the document of
+            t; with `"document"` weighting it is sum(w_d * mean_d) / sum(w_d) over its documents d, where mean_d is the
+            mean over the trained tokens of d. Both sums are over all micro-batches and ranks. All weights 1 are no
+            weights, and only their ratios matter. A row of weight 0 is read and computed, but trains nothing; a step in
+            which all are 0 has the loss 0. Fragments of a split row have its weight. Evaluation and the router loss do
+            not use weights. If unset, no column is read, also not one named `weight`.
+        source_column (`str`, *optional*):
+            Column that names the source of a row: strings, whole numbers or a `ClassLabel`, at most 100 different ones.
+            Training logs `loss/NAME` and `trained_tokens/NAME`, and evaluation `eval_loss/NAME` if the evaluation set
+            has the column, too. Each loss is the negative log-likelihood of the trained tokens of the source (since the
+            last log, over all ranks) divided by their number; weights do not enter it. A source without a trained token
+            since the last log is not logged. Not for streams.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
             On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
             model, which may build a (T, T) mask per pack.
@@ -119,6 +133,17 @@ class SFTConfig(trl.SFTConfig):
             "does, whatever its length.",
             "choices": list(WEIGHTINGS),
         },
+    )
+    weight_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of the training set with a weight per row (0 or more), which multiplies the row's share of "
+            "the loss. Unset: all rows count the same."
+        },
+    )
+    source_column: str | None = field(
+        default=None,
+        metadata={"help": "Column that names the source of a row. Training and evaluation log a loss per source."},
     )
     enforce_flash_attention: bool = field(
         default=True,

@@ -10,7 +10,7 @@ losses. If the user defines the loss, with `compute_loss_func` or with a subclas
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,47 +29,70 @@ from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
+from ..data.row_values import RowValues, read_row_values
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
 from .objective import PackedObjective
+from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
 
 
 class EvaluationTotals:
-    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it."""
+    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it.
 
-    def __init__(self, device: torch.device):
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.sums = torch.zeros(4, dtype=dtype, device=device)  # loss, entropy, correct, trained tokens
+    Args:
+        names: of the sources by which losses are summed, too.
+    """
 
-    def add_fused(self, outputs: Any) -> torch.Tensor:
-        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch."""
-        return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+    def __init__(self, device: torch.device, names: Sequence[str] = ()):
+        self.names = names
+        # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
+        self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
 
-    def add_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def add_fused(self, outputs: Any, sources: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch.
+
+        `sources` are those of each position, (B, T - 1), or None without sources.
+        """
+        return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask, sources)
+
+    def add_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch."""
         logits, labels = logits[:, :-1].float(), labels[:, 1:]
         log_probs = F.log_softmax(logits, dim=-1)
         mask = labels != IGNORE_INDEX
         loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
         entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
-        return self._add(loss, entropy, (logits.argmax(-1) == labels) & mask, mask)
+        return self._add(loss, entropy, (logits.argmax(-1) == labels) & mask, mask, sources)
 
     def _add(
-        self, loss: torch.Tensor, entropy: torch.Tensor, correct: torch.Tensor, mask: torch.Tensor
+        self,
+        loss: torch.Tensor,
+        entropy: torch.Tensor,
+        correct: torch.Tensor,
+        mask: torch.Tensor,
+        sources: torch.Tensor | None,
     ) -> torch.Tensor:
         batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in (loss, entropy, correct, mask)])
-        self.sums += batch
+        self.sums[:4] += batch
+        if sources is not None:
+            self.sums[4:] += sums_by_source(loss, mask, sources, len(self.names)).flatten()
         return batch[0] / batch[3].clamp(min=1)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
-        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted."""
-        loss, entropy, correct, tokens = accelerator.reduce(self.sums, reduction="sum").tolist()
+        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted.
+
+        With sources also `loss/NAME` and `trained_tokens/NAME` of each that has a trained token.
+        """
+        loss, entropy, correct, tokens, *by_source = accelerator.reduce(self.sums, reduction="sum").tolist()
         if not tokens:
             return {}
-        return {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+        metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+        return metrics | source_metrics(self.names, by_source)
 
 
 class ExactEvaluation(PackedObjective):
@@ -96,7 +119,7 @@ class ExactEvaluation(PackedObjective):
     def _table(self, dataset: Any) -> Any:
         """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
         if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
-            return read_whole(dataset)
+            return read_whole(dataset, self.args.source_column)
         return dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
@@ -142,6 +165,7 @@ class ExactEvaluation(PackedObjective):
         sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
         for name, dataset in sets.items():
             if self._evaluates_documents(dataset):
+                self._sources_to_evaluate(dataset)  # refuses a bad column
                 documents = self._evaluation_documents(TokenReader(dataset))
                 self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
@@ -168,10 +192,13 @@ class ExactEvaluation(PackedObjective):
         )
         reader = TokenReader(dataset)
         documents = self._evaluation_documents(reader)
-        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
+        values = self._sources_to_evaluate(dataset)
+        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id, values)
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
+            return self._make_loader(
+                rows, sampler, self._with_row_values(PaddedCollator(self._padded_collator), values)
+            )
         planner = EpochPlanner(
             documents,
             "bfd",
@@ -182,8 +209,12 @@ class ExactEvaluation(PackedObjective):
             cost_model=self._cost_model,
             writes_cache=args.local_process_index == 0,
         )
-        collate = self._make_packed_collator(args.per_device_eval_batch_size)
+        collate = self._with_row_values(self._make_packed_collator(args.per_device_eval_batch_size), values)
         return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
+
+    def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
+        column = self.args.source_column
+        return read_row_values(dataset, None, column if column in dataset.column_names else None, "evaluation")
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -207,7 +238,8 @@ class ExactEvaluation(PackedObjective):
         if prediction_loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
             self._check_trained(rows.documents, metric_key_prefix)
         self._gather_totals()  # `num_tokens` is also logged here
-        self._totals = EvaluationTotals(self.accelerator.device)
+        names = rows.values.names if isinstance(rows, DocumentDataset) else ()
+        self._totals = EvaluationTotals(self.accelerator.device, names)
         if self._loss_of_user is not None and not self._has_said_whose_loss:
             self._has_said_whose_loss = True
             logger.warning(
@@ -224,6 +256,8 @@ class ExactEvaluation(PackedObjective):
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
+            for name in [name for name in metrics if "/" in name]:
+                output.metrics[f"{metric_key_prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists and adds them to what is logged
             logged = self._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
@@ -270,6 +304,7 @@ class ExactEvaluation(PackedObjective):
         inputs = self._prepare_inputs(inputs)
         self._check_pack(inputs)
         inputs["use_cache"] = False
+        sources = self._sources_of(inputs) if "labels" in inputs else None
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
                 if self.aux_loss_enabled:
@@ -278,10 +313,10 @@ class ExactEvaluation(PackedObjective):
                 if self.aux_loss_enabled:
                     aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
                     self._metrics["eval"]["aux_loss"].append(aux_loss)
-                return self._totals.add_fused(outputs).float(), None, None
+                return self._totals.add_fused(outputs, sources).float(), None, None
             labels = inputs.pop("labels", None)
             logits = model(**inputs).logits
-            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+            loss = None if labels is None else self._totals.add_logits(logits, labels, sources).float()
         return loss, logits, labels
 
 

@@ -17,6 +17,7 @@ from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.reader import TokenReader
+from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
@@ -28,6 +29,7 @@ from . import checks
 from .config import SFTConfig
 from .noise import DocumentNoise
 from .planner import make_planner
+from .progress import shown
 
 
 class PackedLoading(trl.SFTTrainer):
@@ -55,24 +57,58 @@ class PackedLoading(trl.SFTTrainer):
             wait_for_threads_at_exit()
         self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         self._padded_collator = self.data_collator  # of an unpacked run
+        self._row_values = self._read_row_values()
         if self.args.packing:
             self._prepare_packing()
+        elif self._has_row_values:
+            index = {value: i for i, value in enumerate(self._row_values.column_values)}
+            columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
+            keys = {key: column for key, column in columns.items() if column is not None}
+            self.data_collator = RowValuesCollator(self.data_collator, keys, index)
+
+    # Weights and sources of rows
+
+    @property
+    def _has_row_values(self) -> bool:
+        return self.args.weight_column is not None or self.args.source_column is not None
+
+    def _read_row_values(self) -> RowValues:
+        """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
+        if isinstance(self.train_dataset, IterableDataset):
+            return RowValues()  # a stream is read, and checked, later
+        return read_row_values(self.train_dataset, self.args.weight_column, self.args.source_column, "train")
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        known: list[str] = self._signature_columns or []
+        given = (self.args.weight_column, self.args.source_column)
+        columns: Any = known + [column for column in given if column is not None and column not in known]
+        self._signature_columns = columns
+
+    def _with_row_values(self, collate: Callable, values: RowValues | None = None) -> Callable:
+        """`collate`, with the weights and sources that its documents have."""
+        values = values or self._row_values
+        has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
+        keys = {key: key for key, is_given in has.items() if is_given}
+        return RowValuesCollator(collate, keys) if keys else collate
 
     def _prepare_packing(self) -> None:
         args = self.args
         checks.check_parallelism(self.accelerator)
         checks.check_one_device(self.model)
+        checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
         self.data_collator = self._make_packed_collator(args.per_device_train_batch_size)
         if not isinstance(self.train_dataset, IterableDataset):
             self._reader = TokenReader(self.train_dataset)
-            self._documents = cached_documents(
-                self._reader,
-                args.max_length,
-                args.effective_overlong,
-                args.truncation_mode,
-                wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
-            )
+            with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
+                self._documents = cached_documents(
+                    self._reader,
+                    args.max_length,
+                    args.effective_overlong,
+                    args.truncation_mode,
+                    wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
+                )
         self.packed_model = self._make_packed_model()
 
     # Tables
@@ -82,13 +118,15 @@ class PackedLoading(trl.SFTTrainer):
             return super().get_train_dataloader()
         if isinstance(self.train_dataset, IterableDataset):
             return self._make_stream_loader()
-        planner = self._train_planner = self._make_planner()
-        self.packing_report = make_report(
-            planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
-        )
-        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
-        sampler = PackedBatchSampler(planner, self.args.process_index)
-        return self._make_loader(dataset, sampler, self._training_collator)
+        with shown(self.args, f"Planning packs of {len(self._documents):,} documents") as show:
+            planner = self._train_planner = self._make_planner()
+            show(f"Planned packs of {len(self._documents):,} documents; making the report")
+            self.packing_report = make_report(
+                planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+            )
+        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id, self._row_values)
+        collate = self._with_row_values(self._training_collator)
+        return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), collate)
 
     def _make_planner(self) -> EpochPlanner:
         return make_planner(
@@ -169,9 +207,13 @@ class PackedLoading(trl.SFTTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
+            weight_column=args.weight_column,
         )
         self.packing_report = make_stream_report(stream, args.max_steps)
-        return stream_loader(stream, self._training_collator, self.accelerator.device, self._pin_memory)
+        collate = self._training_collator
+        if args.weight_column is not None:
+            collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
+        return stream_loader(stream, collate, self.accelerator.device, self._pin_memory)
 
     # The model
 

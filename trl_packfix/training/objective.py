@@ -2,7 +2,10 @@
 
 With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
 same, whatever its length (LongAlign, arXiv 2401.18058): the loss is the mean over the documents of the whole optimizer
-step (all micro-batches and ranks) of each document's mean over its trained tokens.
+step (all micro-batches and ranks) of each document's mean over its trained tokens. With `weight_column` the loss of
+each document d, and its share of the divisor, are multiplied by the weight w_d of its row: sum(w_d * loss_t) / sum(w_d)
+over the trained tokens t of the step, or sum(w_d * mean_d) / sum(w_d) over its documents. So a step's loss and gradient
+do not change if all weights are multiplied by one number, and do not depend on packing, accumulation or ranks.
 
 NEFTune's noise has the same amplitude on a document in a pack as on the document alone. The load-balancing statistic of
 mixtures of experts contains neither padding nor the dummy of an empty rank. Numbers for the log are summed on the
@@ -29,6 +32,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
+from ..data.row_values import SOURCES, WEIGHTS
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -36,24 +40,36 @@ from .flops import own_peak_tflops, trained_share, training_flops
 from .lm_head import add_token_scores
 from .loading import PackedLoading
 from .routers import gives_router_logits
-from .totals import TrainingTotals
+from .totals import TrainingTotals, sums_by_source
 
 NUM_DUMMY_TOKENS = 2
 
 
 class DocumentsAreWeighted(TrainerCallback):
-    """Refuses, before the first optimizer step, a subclass whose loss does not weight documents."""
+    """Refuses, before the first optimizer step, a subclass whose loss does not weight documents or has no sources."""
 
     def __init__(self, trainer: "PackedObjective"):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer._totals_of_training.is_scored:
+            setting, remedy = _settings_of_documents(args)[0]
             raise ValueError(
-                f'`document_weighting="document"` was given and `{type(self.trainer).__name__}.compute_loss` does not '
-                "call `super().compute_loss`. Its loss has no weights of documents, so the setting would be "
-                'ignored. Set `document_weighting="token"`, or change what `super().compute_loss` returns.'
+                f"{setting} was given and `{type(self.trainer).__name__}.compute_loss` does not call "
+                "`super().compute_loss`. Its loss has no weights of documents and is not summed by source, so the "
+                f"setting would be ignored. {remedy}, or change what `super().compute_loss` returns."
             )
+
+
+def _settings_of_documents(args: Any) -> list[tuple[str, str]]:
+    """The given settings that need the loss of each document, each with what to set instead."""
+    found = []
+    if args.document_weighting == "document":
+        found.append(('`document_weighting="document"`', 'Set `document_weighting="token"`'))
+    for name in ("weight_column", "source_column"):
+        if getattr(args, name, None) is not None:
+            found.append((f"`{name}={getattr(args, name)!r}`", f"Leave `{name}` unset"))
+    return found
 
 
 class PackedObjective(PackedLoading):
@@ -71,27 +87,30 @@ class PackedObjective(PackedLoading):
             add_token_scores(base_model(self.model))
         self.router_aux_loss_coef = router_loss_coefficient(self)
         self._check_router_loss()
-        if args.document_weighting == "document" and not self._owns_objective:
+        if _settings_of_documents(args) and not self._owns_objective:
+            setting, remedy = _settings_of_documents(args)[0]
             raise ValueError(
-                f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
-                f"{self.get_sp_size()}). There the loss is TRL's, which counts tokens. Set "
-                '`document_weighting="token"`.'
+                f"{setting} was given with images or sequence parallelism (`sp_size` {self.get_sp_size()}). There the "
+                f"loss is TRL's, which counts tokens of all rows together. {remedy}."
             )
-        self._totals_of_training = TrainingTotals()
+        self._totals_of_training = TrainingTotals(self._row_values.names)
         self.add_callback(self._totals_of_training)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             self.neftune_noise_alpha = None
-        if args.document_weighting == "document":
+        self._values_of_batch: dict[str, Tensor] = {}
+        if _settings_of_documents(args):
             self.add_callback(DocumentsAreWeighted(self))
-        if args.packing or args.document_weighting == "document":
+        if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             self.model_accepts_loss_kwargs = True
 
     @staticmethod
     def _check_weighting(args: Any, compute_loss_func: Callable | None) -> None:
-        if args.document_weighting != "document":
+        weights = [found for found in _settings_of_documents(args) if "source_column" not in found[0]]
+        if not weights:
             return
+        setting, remedy = weights[0]
         reason = None
         if compute_loss_func is not None:
             reason = (
@@ -110,8 +129,8 @@ class PackedObjective(PackedLoading):
             )
         if reason is not None:
             raise ValueError(
-                f'`document_weighting="document"` was given with {reason[0]}. {reason[1]}. Set '
-                '`document_weighting="token"`, or leave the other setting at its default.'
+                f"{setting} was given with {reason[0]}. {reason[1]}. {remedy}, or leave the other setting at its "
+                "default."
             )
 
     @staticmethod
@@ -129,6 +148,18 @@ class PackedObjective(PackedLoading):
 
     # The loss
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # Removed before any `compute_loss`, because a model does not take them. DeepSpeed would round weights to bf16.
+        self._values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
+        return super()._prepare_inputs(inputs)
+
+    def _sources_of(self, inputs: dict[str, Any]) -> Tensor | None:
+        """The source of each position of `labels[:, 1:]`, shape (B, T - 1); None without sources."""
+        if SOURCES not in self._values_of_batch:
+            return None
+        index, _ = _documents_of(inputs["labels"][:, 1:] != IGNORE_INDEX, inputs)
+        return self._values_of_batch[SOURCES].to(index.device)[index]
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -142,6 +173,7 @@ class PackedObjective(PackedLoading):
         inputs["use_cache"] = False
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
+        sources = self._sources_of(inputs)
         with self._router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -156,6 +188,9 @@ class PackedObjective(PackedLoading):
                 loss = loss + self.router_aux_loss_coef * aux_loss / steps
         sums = [outputs.entropy.sum(), outputs.is_top1.sum(), trained.new_zeros(()) if aux_loss is None else aux_loss]
         self._totals_of_training.add_outputs([*sums, outputs.label_mask.new_ones(())])
+        if sources is not None:
+            totals, names = self._totals_of_training, self._row_values.names
+            totals.add_sources(sums_by_source(-outputs.log_probs, outputs.label_mask, sources, len(names)))
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
@@ -192,8 +227,20 @@ class PackedObjective(PackedLoading):
             per_token_loss = per_token_loss / trained.clamp(min=1)[index]
             count = (trained > 0).sum()
             num_items = None if num_items is None else self._num_documents
-        count = count if num_items is None else num_items
-        return per_token_loss.sum() / torch.as_tensor(count).clamp(min=1), outputs
+        weights = self._values_of_batch.get(WEIGHTS)
+        if weights is not None:
+            index, trained = _documents_of(outputs.label_mask, inputs)
+            per_token_loss = per_token_loss * weights.to(index.device)[index]
+            count = self._total_weight(weights, trained)
+            num_items = None if num_items is None else self._weight_of_step
+        count = torch.as_tensor(count if num_items is None else num_items)
+        # If it is 0, so are all terms of the sum. A sum of weights may be between 0 and 1.
+        return per_token_loss.sum() / count.masked_fill(count == 0, 1), outputs
+
+    def _total_weight(self, weights: Tensor, trained: Tensor) -> Tensor:
+        """The sum of the weights of a batch over its trained tokens or, if documents count the same, its documents."""
+        counts = trained > 0 if self.args.document_weighting == "document" else trained
+        return (weights.to(trained.device) * counts).sum()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -227,6 +274,10 @@ class PackedObjective(PackedLoading):
             marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in trained]
             documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
             self._num_documents = super()._get_num_items_in_batch(documents, device)
+        if self.args.weight_column is not None:
+            pairs = zip(batches, trained, strict=True)
+            weight = torch.stack([self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]).sum()
+            self._weight_of_step = self.accelerator.reduce(weight.to(device), reduction="sum") / self.get_tp_size()
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # Auxiliary terms

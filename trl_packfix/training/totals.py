@@ -1,6 +1,7 @@
 """Sums over the trained batches, for the log: added on the device, gathered over ranks once per logging step."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ class TrainingTotals(TrainerCallback):
     """Sums over the trained batches; reset when training begins.
 
     Sums of batches (`OF_BATCHES`) are counted when batches are fetched, so they are right for any loss. Sums of outputs
-    (`OF_OUTPUTS`) exist only if our loss was computed.
+    (`OF_OUTPUTS`) and by source exist only if our loss was computed.
+
+    Args:
+        sources: names of the sources by which losses are summed.
 
     Attributes:
         window: sums over all ranks since the last log.
@@ -24,10 +28,13 @@ class TrainingTotals(TrainerCallback):
 
     OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches", "flops")
     OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
-    GROUPS = (OF_BATCHES, OF_OUTPUTS)
-    NAMES = OF_BATCHES + OF_OUTPUTS
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self.sources = sources
+        # Losses, then trained tokens
+        self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
+        self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
+        self._names = [name for group in self._groups for name in group]
         self.reset()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -41,7 +48,7 @@ class TrainingTotals(TrainerCallback):
         self.start_window()
 
     def start_window(self) -> None:
-        self.window = dict.fromkeys(self.NAMES, 0.0)
+        self.window = dict.fromkeys(self._names, 0.0)
         self.num_steps = 0
         self.started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
         self.waited = 0.0
@@ -68,19 +75,22 @@ class TrainingTotals(TrainerCallback):
         self._add(self.OF_OUTPUTS, values)
         self.is_scored = True
 
+    def add_sources(self, sums: Tensor) -> None:
+        """Sums by source over one micro-batch on this rank: see `sums_by_source`."""
+        self._add(self._of_sources, list(sums.flatten()))
+
     def _add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
-        dtype = torch.float32 if values[0].device.type == "mps" else torch.float64
-        sums = torch.stack([value.detach().to(dtype) for value in values])
+        sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def gather(self, accelerator: Any) -> dict[str, float]:
         """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call."""
         if not self._pending:
-            return dict.fromkeys(self.NAMES, 0.0)
+            return dict.fromkeys(self._names, 0.0)
         dtype = next(iter(self._pending.values())).dtype
-        parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self.GROUPS]
+        parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
         sums = torch.cat([part.to(accelerator.device) for part in parts])
-        gathered = dict(zip(self.NAMES, accelerator.reduce(sums, reduction="sum").tolist(), strict=True))
+        gathered = dict(zip(self._names, accelerator.reduce(sums, reduction="sum").tolist(), strict=True))
         self._pending = {}
         self.window = {name: self.window[name] + value for name, value in gathered.items()}
         self.num_documents += round(gathered["documents"])
@@ -115,7 +125,34 @@ class TrainingTotals(TrainerCallback):
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
             **speed,
+            **source_metrics(self.sources, [sums[name] for name in self._of_sources]),
         }
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums for the log: fp64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+    """Loss and trained tokens of each source, shape (2, S).
+
+    Args:
+        loss: of each position, (B, T - 1).
+        label_mask: True where the next token is trained, (B, T - 1).
+        sources: source of each position, (B, T - 1).
+    """
+    sums = torch.zeros(2, num_sources, dtype=sum_dtype(loss.device), device=loss.device)
+    values = torch.stack([(loss.detach() * label_mask).flatten(), label_mask.flatten()]).to(sums.dtype)
+    return sums.scatter_add_(1, sources.flatten().expand(2, -1), values)
+
+
+def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """`loss/NAME` and `trained_tokens/NAME` of each source with a trained token; `sums` are losses, then tokens."""
+    pairs = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
+    seen = [(source, loss, tokens) for source, loss, tokens in pairs if tokens]
+    losses = {f"loss/{source}": loss / tokens for source, loss, tokens in seen}
+    return losses | {f"trained_tokens/{source}": round(tokens) for source, _, tokens in seen}
 
 
 def _rounded(value: float) -> float:

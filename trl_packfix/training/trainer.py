@@ -101,6 +101,7 @@ class SFTTrainer(ExactRestart):
             checks.check_overrides(type(self))
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
         dataset_checks.check_rows(train_dataset, "train")
+        checks.check_row_columns(args, train_dataset, data_collator)
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = (
             True  # the first set that TRL prepares; an evaluation set may be named "train", too

@@ -1,0 +1,56 @@
+"""Where people wait, rank 0 says what is being done; other ranks, and runs with `disable_tqdm`, say nothing."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from support.runs import texts, trainer
+
+from trl_packfix.cli import main
+from trl_packfix.training.progress import shown
+
+
+def said(capsys, folder, model="llama", **settings) -> str:
+    run = trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings)
+    capsys.readouterr()
+    run.train()
+    return capsys.readouterr().err
+
+
+def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
+    text = said(capsys, tmp_path, disable_tqdm=False)
+    assert "Planned packs of 40 documents" in text and "Proving isolation on LlamaForCausalLM: forward 1" in text
+    assert "Repairing" not in text and "0:00:0" in text
+    assert not [line for line in said(capsys, tmp_path).splitlines() if "Prov" in line or "Plan" in line]
+    for rank, disabled in ((0, False), (0, True), (1, False)):
+        with shown(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
+            pass
+        assert ("Working" in capsys.readouterr().err) == ((rank, disabled) == (0, False))
+
+
+def test_a_repair_names_what_is_repaired(tmp_path, capsys):
+    assert "Repairing FalconAttention on FalconForCausalLM: forward " in said(
+        capsys, tmp_path, model="falcon", disable_tqdm=False
+    )
+
+
+def test_documents_are_cut_under_a_heading(tmp_path, capsys):
+    trainer(tmp_path, texts(), disable_tqdm=False)
+    assert "Cutting 40 rows into documents" in capsys.readouterr().err
+
+
+def test_an_error_ends_the_display(capsys):
+    with pytest.raises(ValueError), shown(SimpleNamespace(process_index=0, disable_tqdm=False), "Working") as show:
+        show("Working on another part")
+        raise ValueError
+    assert "another part" in capsys.readouterr().err
+
+
+def test_plan_says_what_it_reads(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text("5\n7\n9\n")
+    files = [str(tmp_path / f"{name}.txt") for name in ("one", "two")]
+    main(["plan", *files, "--max-length", "16", "--json"])
+    captured = capsys.readouterr()
+    assert [line for line in captured.err.splitlines() if line.startswith("Reading")] == [f"Reading {f}" for f in files]
+    assert json.loads(captured.out)["plans"]

@@ -1,0 +1,339 @@
+"""Weights per row and losses per source: equal to a loop written by hand, for every way of training, or refused."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, IterableDataset, Value
+from support.models import build_tiny_model, build_tokenizer
+from support.rounding import loss_difference, tolerance, weight_difference
+from support.runs import config, start_weights, texts, trainer, weights
+from support.weighted import SOURCES, documents_of, loss_by_hand, train_by_hand, weighted_rows
+from test_objective import OwnLoss, first_step, summed_loss
+
+from trl_packfix import SFTTrainer
+from trl_packfix.cli import main as trl_packfix
+from trl_packfix.data.row_values import MAX_SOURCES
+
+ROWS = weighted_rows()
+LIST = ROWS.to_list()
+COLUMNS = {"weight_column": "share", "source_column": "source"}
+SGD = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+
+
+class Recorded(SFTTrainer):
+    """Notes the documents of every optimizer step, and the keys of what reaches the model."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        if batches:
+            self.steps.append([document for batch in batches for document in documents_of(batch, LIST)])
+        return batches, num_items
+
+
+def recorded(folder, dataset=ROWS, **settings):
+    run = trainer(folder, dataset, trainer_class=Recorded, **{"gradient_accumulation_steps": 2} | SGD | settings)
+    run.steps = []
+    return run
+
+
+# One step, in fp64
+
+
+@pytest.mark.parametrize("weighting", ["token", "document"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing_strategy": "stream"},
+        {"packing_strategy": "minibatch"},
+        {"packing_strategy": "stream", "pad_to_multiple_of": 32},
+        {"packing_strategy": "bfd_split", "max_length": 24},
+        {"packing": False},
+    ],
+    ids=str,
+)
+def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
+    model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
+    sizes = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3}
+    run = trainer(tmp_path, ROWS, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
+    batches, num_items = first_step(run)
+    documents = [document for batch in batches for document in documents_of(batch, LIST)]
+    assert len(documents) > 8 and len({document.weight for document in documents}) == 5
+    total = 0.0
+    for batch in batches:
+        loss = run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
+        loss.backward()
+        total += loss.item()
+    found = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+    errors = {}
+    for uses_weights in (True, False):
+        reference.zero_grad()
+        loss = loss_by_hand(reference, documents, weighting, uses_weights)
+        loss.backward()
+        expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
+        errors[uses_weights] = ((found - expected).norm() / expected.norm()).item(), abs(total - loss.item())
+    print(errors)
+    assert max(errors[True]) < 1e-6  # TRL takes logarithms in fp32
+    assert errors[False][0] > 0.05, "the weights change nothing here"
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing_strategy": "stream"},
+        {"packing_strategy": "minibatch", "document_weighting": "document"},
+        {"packing": False},
+    ],
+    ids=str,
+)
+def test_training_is_the_loop_by_hand(settings, tmp_path):
+    run = recorded(tmp_path, max_steps=3, **COLUMNS | settings)
+    run.train()
+    ends = {}
+    for name, uses_weights in (("weighted", True), ("plain", False)):
+        model = build_tiny_model()
+        by_hand = train_by_hand(model, run.steps, 0.5, settings.get("document_weighting", "token"), uses_weights)
+        ends[name] = torch.cat([p.detach().flatten() for p in model.parameters()]), *by_hand
+    _, losses, by_source = ends["weighted"]
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert len(logged) == len(losses) == 3
+    assert loss_difference([entry["loss"] for entry in logged], losses) < 1e-5
+    for entry, expected in zip(logged, by_source, strict=True):
+        found = {key.removeprefix("loss/"): value for key, value in entry.items() if key.startswith("loss/")}
+        assert found == pytest.approx(expected, rel=1e-5)
+        tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
+        assert sum(tokens) == entry["trained_tokens"]
+    assert {source for each in by_source for source in each} == set(SOURCES)
+    found, plain = (weight_difference(weights(run), ends[name][0], start_weights()) for name in ("weighted", "plain"))
+    print(f"|dW| error {found:.1e}, without weights {plain:.1e}")
+    assert found < 5e-5 < 1e-2 < plain
+
+
+def trained(folder, dataset, **settings):
+    run = trainer(folder, dataset, max_steps=2, gradient_accumulation_steps=2, **SGD | settings)
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_unset_nothing_changes_to_the_bit(packing, tmp_path):
+    """A column named `weight` that is there for another reason is not read, and sources change nothing."""
+    plain = trained(tmp_path, ROWS.remove_columns(["share", "source"]), packing=packing)
+    for dataset, settings in (
+        (ROWS.rename_column("share", "weight"), {}),
+        (ROWS, {"source_column": "source"}),
+    ):
+        assert torch.equal(weights(plain), weights(trained(tmp_path, dataset, packing=packing, **settings)))
+    assert not torch.equal(weights(plain), weights(trained(tmp_path, ROWS, packing=packing, **COLUMNS)))
+
+
+def test_only_the_ratios_of_weights_matter_and_0_is_absence(tmp_path):
+    """Equal weights are no weights; a row of weight 0 trains to the weights of a loss without it."""
+
+    def run(values):
+        dataset = ROWS.remove_columns("share").add_column("share", values)
+        return trained(tmp_path, dataset, packing_strategy="minibatch", **COLUMNS)
+
+    plain = weights(trained(tmp_path, ROWS, packing_strategy="minibatch"))
+    equal = weights(run([0.125] * len(ROWS)))  # a sum of weights below 1, and a power of two
+    assert weight_difference(equal, plain, start_weights()) <= tolerance(0.0)
+    small, large = (weights(run([factor * w for w in ROWS["share"]])) for factor in (1e-3, 1e3))
+    assert weight_difference(small, large, start_weights()) < 1e-5
+
+
+def test_a_step_of_weight_0_trains_nothing(tmp_path):
+    values = [0.0] * (len(ROWS) - 1) + [1.0]
+    dataset = ROWS.remove_columns("share").add_column("share", values)
+    run = trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
+    run.train()
+    assert run.state.log_history[1]["loss"] == 0.0 and torch.equal(weights(run), start_weights())
+
+
+def test_a_loss_of_a_subclass_is_refused_before_a_step(tmp_path):
+    for name, column in COLUMNS.items():
+        run = trainer(tmp_path, ROWS, trainer_class=OwnLoss, **{name: column})
+        with pytest.raises(ValueError, match=rf"`{name}='{column}'` was given and `OwnLoss.*Leave `{name}` unset"):
+            run.train()
+
+
+# Sources in evaluation
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_has_a_loss_per_source(packing, tmp_path):
+    test = weighted_rows(20, seed=1)
+    both = {"one": test, "plain": test.remove_columns("source")}
+    given = {"eval_dataset": both, "compute_metrics": lambda _: {}}
+    expected = train_by_hand(build_tiny_model(), [all_documents(test)], 0.0, "token")[1][0]
+    for eval_packing in (True, False):
+        run = trainer(tmp_path, ROWS, packing=packing, eval_packing=eval_packing, trainer_kwargs=given, **COLUMNS)
+        for metric in (given["compute_metrics"], None):  # with a metric, full logits are computed
+            run.compute_metrics = metric
+            found = run.evaluate()
+            losses = {name: found.get(f"eval_one_loss/{name}") for name in SOURCES}
+            assert losses == pytest.approx(expected, rel=1e-5)
+            tokens = {name: found[f"eval_one_trained_tokens/{name}"] for name in SOURCES}
+            total = sum(losses[name] * tokens[name] for name in SOURCES) / sum(tokens.values())
+            assert total == pytest.approx(found["eval_one_loss"], rel=1e-6)
+            assert found["eval_plain_loss"] == pytest.approx(found["eval_one_loss"], rel=1e-6)
+            assert not [key for key in found if key.startswith("eval_plain") and "/" in key]
+        assert any("eval_one_loss/code" in entry for entry in run.state.log_history)
+
+
+def all_documents(rows):
+    tensors = [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
+    masks = [torch.ones_like(each["input_ids"]) for each in tensors]
+    pairs = zip(tensors, masks, strict=True)
+    return [document for each, mask in pairs for document in documents_of(each | {"attention_mask": mask}, list(rows))]
+
+
+def test_sources_may_be_classes_or_numbers(tmp_path):
+    classes = ROWS.cast_column("source", ClassLabel(names=["chat", "code", "math", "unused"]))
+    numbers = ROWS.remove_columns("source").add_column("source", [SOURCES.index(name) for name in ROWS["source"]])
+    names = []
+    for dataset, packing in ((classes, True), (classes, False), (numbers, True), (numbers, False)):
+        run = trained(tmp_path, dataset.shuffle(seed=0), packing=packing, source_column="source")
+        logged = {key for entry in run.state.log_history for key in entry}
+        names.append({key.removeprefix("loss/") for key in logged if key.startswith("loss/")})
+    assert names == [set(SOURCES)] * 2 + [{"0", "1", "2"}] * 2
+
+
+# Streams and prepared tables
+
+
+def test_weights_of_a_stream_and_its_restart(tmp_path):
+    common = {"max_steps": 6, "weight_column": "share"}
+    stream = ROWS.remove_columns("source").to_iterable_dataset(2)
+    whole = recorded(tmp_path, stream, save_strategy="steps", save_steps=3, **common)
+    whole.train()
+    model = build_tiny_model()
+    losses, _ = train_by_hand(model, whole.steps, 0.5, "token")
+    logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert len(logged) == 6 and loss_difference(logged, losses) < 1e-5
+    resumed = recorded(tmp_path / "resumed", stream, **common)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_a_stream_names_the_row_of_a_bad_weight(tmp_path):
+    rows = ROWS.remove_columns("share").add_column("share", [1.0] * 5 + [-2.0] * (len(ROWS) - 5))
+    run = trainer(tmp_path, rows.to_iterable_dataset(), max_steps=2, weight_column="share")
+    with pytest.raises(ValueError, match=r"first are \[5, 6.*row 5 holds -2.0.*rows are counted from number 0"):
+        run.train()
+
+
+def test_a_prepared_table_keeps_the_columns(tmp_path):
+    from datasets import load_from_disk
+
+    tokenizer = tmp_path / "tokenizer"
+    build_tokenizer().save_pretrained(tokenizer)
+    raw = texts(24).add_column("share", ROWS["share"]).add_column("source", ROWS["source"])
+    raw.to_parquet(tmp_path / "rows.parquet")
+    words = ["prepare", str(tmp_path / "rows.parquet"), "--tokenizer", str(tokenizer), "--output"]
+    assert trl_packfix([*words, str(tmp_path / "plain")]) == 0
+    flags = ["--weight-column", "share", "--source_column", "source"]
+    assert trl_packfix([*words, str(tmp_path / "with"), *flags]) == 0
+    assert load_from_disk(tmp_path / "plain").column_names == ["input_ids", "labels"]
+    table = load_from_disk(tmp_path / "with")
+    assert set(table.column_names) == {"input_ids", "labels", "share", "source"} and table["share"] == raw["share"]
+    ends = [weights(trained(tmp_path / "run", dataset, **COLUMNS)) for dataset in (table, raw)]
+    assert torch.equal(*ends)
+
+
+def test_dropped_rows_take_their_weights_with_them(tmp_path):
+    """Rows that cannot be tokenised, or have nothing to train, do not shift the weights of others."""
+    rows = [{"messages": [{"role": "user", "content": "why"}], "share": 9.0, "source": "x"}] * 3
+    answer = {"role": "assistant", "content": "because"}
+    rows += [
+        {"messages": [{"role": "user", "content": "a" * i}, answer], "share": 1.0, "source": "y"} for i in range(9)
+    ]
+    rows.insert(5, {"messages": [{"role": "user", "content": None}, answer], "share": 9.0, "source": "z"})
+    for packing in (True, False):
+        settings = {"bad_rows": "drop", "assistant_only_loss": True, "packing": packing, "shuffle_dataset": True}
+        run = trainer(tmp_path, Dataset.from_list(rows), per_device_train_batch_size=9, **COLUMNS | settings)
+        batches, _ = first_step(run)
+        for batch in batches:
+            trained_tokens = (batch["labels"][:, 1:] != -100).sum()
+            assert trained_tokens and set(batch["document_weights"].tolist()) == {1.0}
+
+
+# Refusals
+
+
+def column(name, values, **settings):
+    return ROWS.remove_columns("share").add_column("share", values), {name: "share"} | settings
+
+
+NUM = len(ROWS)
+REFUSED = {
+    "no column": (ROWS, {"weight_column": "weight"}, r"`weight_column='weight'` was given, and the train dataset has"),
+    "no source": (ROWS, {"source_column": "from"}, r"`source_column='from'` was given.*has the columns \['input_ids'"),
+    "negative": (*column("weight_column", [1.0, 1.0, -0.5] * 8), r"8 of 24 rows .* first are \[2, 5, .*row 2 holds -0"),
+    "nan": (*column("weight_column", [1.0] * 23 + [float("nan")]), r"1 of 24 rows .* \[23\], and row 23 holds nan"),
+    "infinite": (*column("weight_column", [float("inf")] + [1.0] * 23), r"\[0\], and row 0 holds inf"),
+    "missing": (*column("weight_column", [1.0, None] * 12), r"12 of 24 rows .*row 1 holds None"),
+    "a string": (*column("weight_column", ["0.5"] * NUM), r"this column has type string \(row 0 holds '0.5'\).*number"),
+    "all 0": (*column("weight_column", [0.0] * NUM), r"all 24 rows of the train dataset have weight 0"),
+    "floats": (*column("source_column", [0.5] * NUM), r"`source_column='share'` was given.*has type double"),
+    "a list": (ROWS, {"source_column": "labels"}, r"has type list<.*names? that many rows share|type list"),
+    "no name": (*column("source_column", ["a", None] * 12), r"12 of 24 rows .* hold None there; the first are \[1, 3"),
+    "smoothing": (
+        ROWS,
+        {"weight_column": "share", "label_smoothing_factor": 0.1},
+        r"`weight_column='share'` was given w",
+    ),
+    "a function": (
+        ROWS,
+        {"weight_column": "share", "trainer_kwargs": {"compute_loss_func": summed_loss}},
+        r"`weight_column='share'` was given with `compute_loss_func`.*Leave `weight_column` unset",
+    ),
+    "a collator": (
+        ROWS,
+        {"weight_column": "share", "packing": False, "trainer_kwargs": {"data_collator": lambda rows: rows}},
+        r"`weight_column='share'` was given with `data_collator=function`.*Leave `data_collator` unset",
+    ),
+    "sources of a stream": (
+        ROWS.to_iterable_dataset(),
+        {"source_column": "source"},
+        "sources of a stream are not known",
+    ),
+    "an unpacked stream": (
+        ROWS.to_iterable_dataset(),
+        {"weight_column": "share", "packing": False},
+        r"`weight_column='share'` was given with an `IterableDataset` and `packing=False`",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name, tmp_path):
+    dataset, settings, message = REFUSED[name]
+    settings = {"max_steps": 1} | settings if isinstance(dataset, IterableDataset) else settings
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer(tmp_path, dataset, **settings)
+
+
+def test_too_many_sources_are_refused(tmp_path):
+    def dataset(num):
+        return Dataset.from_dict({"input_ids": [[5, 6, 7]] * num, "id": [f"row {i}" for i in range(num)]})
+
+    with pytest.raises(
+        ValueError, match=rf"it has {MAX_SOURCES + 1} different values \(row 0, .*at most {MAX_SOURCES}"
+    ):
+        trainer(tmp_path, dataset(MAX_SOURCES + 1), source_column="id")
+    assert trainer(tmp_path, dataset(MAX_SOURCES), source_column="id")
+
+
+def test_an_evaluation_set_with_a_bad_source_is_refused_before_training(tmp_path):
+    test = (
+        ROWS.remove_columns("source")
+        .add_column("source", np.linspace(0, 1, NUM))
+        .cast_column("source", Value("float32"))
+    )
+    run = trainer(tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source")
+    with pytest.raises(ValueError, match="in the evaluation dataset this column has type float"):
+        run.train()
+    assert run.state.global_step == 0 and config(tmp_path).source_column is None

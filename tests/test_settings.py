@@ -1,0 +1,328 @@
+"""Every field of TrainingArguments, SFTConfig and ModelConfig is in docs/settings.md, and what it says is tested."""
+
+import importlib.util
+import re
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from peft import LoraConfig
+from support.models import build_tiny_model, build_tokenizer
+from support.rounding import tolerance, weight_difference
+from support.runs import config, start_weights, texts, trainer, weights
+from transformers import BitsAndBytesConfig, TrainingArguments
+from trl import ModelConfig, get_peft_config
+
+import trl_packfix
+from trl_packfix import SFTConfig
+from trl_packfix.training.checks import check_quantisation
+
+ROOT = Path(__file__).parent.parent
+OF_TRANSFORMERS = {each.name for each in fields(TrainingArguments)}
+FIELDS = {
+    "TrainingArguments": OF_TRANSFORMERS,
+    "SFTConfig": {each.name for each in fields(SFTConfig)} - OF_TRANSFORMERS,
+    "ModelConfig": {each.name for each in fields(ModelConfig)},
+}
+STATES = {"honoured", "passed on", "refused", "untried"}
+
+
+def table(heading: str) -> list[tuple[list[str], str, str, str]]:
+    """Fields, state, remark and test of each row under a heading of docs/settings.md."""
+    text = (ROOT / "docs" / "settings.md").read_text()
+    part = text[text.index(f"## {heading}\n") :].removeprefix("## ").split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| `")
+    ]
+    return [(re.findall(r"`(\w+)`", cells[0]), *cells[1:]) for cells in rows]
+
+
+@pytest.mark.parametrize("heading", FIELDS)
+def test_every_field_is_accounted_for(heading):
+    named = Counter(name for names, *_ in table(heading) for name in names)
+    missing, unknown = FIELDS[heading] - named.keys(), named.keys() - FIELDS[heading]
+    assert not missing, f"add to docs/settings.md, and say what packing does with it: {sorted(missing)}"
+    assert not unknown, f"these fields no longer exist: {sorted(unknown)}"
+    assert max(named.values()) == 1
+    for names, state, remark, test in table(heading):
+        assert state in STATES and remark, names
+        if state == "untried":
+            assert test == "", names
+            continue
+        path, name = re.fullmatch(r"`(tests/\w+\.py)::(test_\w+)`", test).groups()
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test
+        given = {field for group in GROUPS.get(name, {}).values() for field in group}
+        assert state != "passed on" or name not in GROUPS or set(names) <= given, (names, name)
+
+
+def test_a_missing_field_is_seen():
+    """What the test above is worth: a field that is in no row, and a row of no field."""
+    named = {name for names, *_ in table("SFTConfig") for name in names}
+    assert len(named) >= 30 and named - FIELDS["TrainingArguments"] == FIELDS["SFTConfig"]
+    assert (named - {"eos_token"}) != FIELDS["SFTConfig"]
+
+
+# Fields that change no weight
+
+BASE = {
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "packing_strategy": "minibatch",
+}
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+KEEP_WEIGHTS = {
+    "logging": {
+        "logging_strategy": "epoch",
+        "logging_steps": 2,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "log_on_each_node": False,
+        "log_level": "error",
+        "log_level_replica": "error",
+        "disable_tqdm": False,
+        "report_to": "none",
+        "run_name": "a run",
+        "project": "a project",
+        "trackio_space_id": "a/b",
+        "trackio_bucket_id": "a/b",
+        "trackio_static_space_id": "a/b",
+        "include_num_input_tokens_seen": "all",
+    },
+    "evaluation": EVALUATES
+    | {
+        "eval_delay": 1,
+        "per_device_eval_batch_size": 2,
+        "prediction_loss_only": True,
+        "eval_on_start": True,
+        "eval_do_concat_batches": False,
+        "eval_use_gather_object": True,
+        "eval_accumulation_steps": 1,
+        "eval_packing": False,
+        "include_for_metrics": ["loss"],
+        "batch_eval_metrics": True,
+        "bf16_full_eval": True,
+        "label_names": ["labels"],
+        "do_eval": True,
+        "do_predict": True,
+    },
+    "fp16 in evaluation": EVALUATES | {"fp16_full_eval": True},
+    "saving": EVALUATES
+    | {
+        "save_total_limit": 1,
+        "save_on_each_node": True,
+        "enable_jit_checkpoint": True,
+        "load_best_model_at_end": False,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "restore_callback_states_from_checkpoint": True,
+        "ignore_data_skip": True,
+    },
+    "weights only": EVALUATES | {"save_only_model": True},
+    "loading": {
+        "dataloader_num_workers": 1,
+        "dataloader_pin_memory": False,
+        "dataloader_persistent_workers": True,
+        "dataloader_prefetch_factor": 3,
+        "dataloader_in_order": False,
+        "remove_unused_columns": False,
+        "length_column_name": "size",
+        "dataset_num_proc": 2,
+        "dataset_text_field": "text",
+        "dataset_kwargs": {},
+        "shuffle_dataset": False,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "completion_only_loss": False,
+    },
+    "memory": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "torch_empty_cache_steps": 1,
+        "auto_find_batch_size": True,
+        "use_cache": True,
+    },
+    "selective checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False, "selective": True},
+    },
+    "processes": {
+        "ddp_find_unused_parameters": False,
+        "ddp_bucket_cap_mb": 1,
+        "ddp_broadcast_buffers": False,
+        "ddp_static_graph": True,
+        "ddp_timeout": 60,
+        "local_rank": 0,
+        "use_cpu": True,
+        "tf32": False,
+        "trust_remote_code": True,
+    },
+    "debugging": {"debug": "underflow_overflow", "full_determinism": True, "do_train": True},
+    "hub": {
+        "push_to_hub": False,
+        "hub_model_id": "a/b",
+        "hub_strategy": "end",
+        "hub_token": "secret",
+        "hub_private_repo": True,
+        "hub_always_push": True,
+        "hub_revision": "main",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> torch.Tensor:
+    run = trainer(tmp_path_factory.mktemp("plain"), texts(), **BASE)
+    run.train()
+    assert weight_difference(weights(run), start_weights(), start_weights() + 1, 0) > 0
+    return weights(run)
+
+
+@pytest.fixture
+def restored():
+    """`full_determinism` and `tf32` are settings of the process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("group", KEEP_WEIGHTS)
+def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
+    """To the bit, packed, with every setting of the group at another value than its default."""
+    settings = KEEP_WEIGHTS[group]
+    defaults = config(tmp_path)
+    given = {"trainer_kwargs": {"eval_dataset": texts(10, 1)}} if "eval_strategy" in settings else {}
+    run = trainer(tmp_path, texts(), **BASE | settings | given)
+    for name, value in settings.items():
+        assert getattr(run.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
+    assert any(getattr(defaults, name) != value for name, value in settings.items())
+    run.train()
+    assert run.state.global_step == 3 and torch.equal(weights(run), plain)
+
+
+# Fields that change the optimizer: packed training is unpacked training with them
+
+CHANGE_WEIGHTS = {
+    "adam": {
+        "optim": "adamw_torch",
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.6,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.1,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine_with_restarts",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+    },
+    "other": {
+        "optim": "rmsprop",
+        "optim_args": "alpha=0.5",
+        "seed": 7,
+        "data_seed": 8,
+        "learning_rate": 0.01,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("group", CHANGE_WEIGHTS)
+def test_settings_that_change_the_weights(group, plain, tmp_path):
+    """Alike with and without packing."""
+    settings, ends = BASE | CHANGE_WEIGHTS[group], {}
+    regrouped = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    for name, more in {"packed": {}, "unpacked": {}, "regrouped": regrouped}.items():
+        given = settings | more
+        if name != "packed":
+            given |= {"packing": False}
+        run = trainer(tmp_path / name, texts(), **given)
+        run.train()
+        ends[name] = weights(run)
+    rounding, found = (
+        weight_difference(ends[name], ends["unpacked"], start_weights()) for name in ("regrouped", "packed")
+    )
+    # Adam divides by the root of squares of gradients, so rounding of small ones grows
+    print(group, rounding, found)
+    assert found <= max(tolerance(rounding), 10 * rounding) < 1e-2
+    assert weight_difference(ends["packed"], plain, start_weights()) > 0.1
+
+
+GROUPS = {
+    "test_settings_that_keep_the_weights": KEEP_WEIGHTS,
+    "test_settings_that_change_the_weights": CHANGE_WEIGHTS,
+}
+
+
+def test_offloading_on_a_cpu_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`activation_offloading=True` was given, and the run is on the CPU.*Leave"):
+        trainer(tmp_path, texts(), activation_offloading=True)
+
+
+# Adapters
+
+ADAPTERS = {
+    "rslora": {"use_rslora": True, "lora_target_modules": ["all-linear"], "lora_modules_to_save": ["norm"]},
+    "dora": {"use_dora": True, "lora_target_modules": ["q_proj", "v_proj"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_the_model_config_train_as_unpacked(name, tmp_path):
+    given = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_task_type": "CAUSAL_LM"}
+    ends = {}
+    for kind, settings in {"start": {"learning_rate": 0.0}, "packed": {}, "unpacked": {"packing": False}}.items():
+        torch.manual_seed(0)
+        adapter = get_peft_config(ModelConfig(**given | ADAPTERS[name]))
+        run = trainer(tmp_path / kind, texts(), trainer_kwargs={"peft_config": adapter}, **BASE | settings)
+        run.train()
+        ends[kind] = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
+    assert weight_difference(ends["packed"], ends["unpacked"], ends["start"]) < 5e-5
+
+
+def test_four_bits_on_a_cpu_that_would_change_them_are_refused():
+    model = build_tiny_model()
+    check_quantisation(model, "cpu")
+    model.lm_head.support_avx512bf16_for_cpu = True  # as bitsandbytes marks its modules
+    check_quantisation(model, "cuda")
+    with pytest.raises(ValueError, match="The model has 1 modules in 4 bits, and runs on a CPU.*Train it on a GPU"):
+        check_quantisation(model, "cpu")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_qlora_trains_as_unpacked(tmp_path, monkeypatch):
+    """NF4 with double quantisation, on the CPU kernels of bitsandbytes, without their format for inference."""
+    from bitsandbytes.nn import modules
+
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
+    build_tiny_model(hidden_size=64).save_pretrained(tmp_path / "model")
+    quantised = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    settings = {name: value for name, value in BASE.items() if name != "packing_strategy"} | {"learning_rate": 1.0}
+    ends = {}
+    for name, package in (("start", trl), ("unpacked", trl), ("packed", trl_packfix)):
+        more = {"packing": True, "packing_strategy": "minibatch"} if name == "packed" else {"packing": False}
+        more |= {"learning_rate": 0.0} if name == "start" else {}
+        torch.manual_seed(0)
+        run = package.SFTTrainer(
+            str(tmp_path / "model"),
+            config(
+                tmp_path / name,
+                package.SFTConfig,
+                **settings | more | ({"learning_rate": 0.0} if name == "start" else {}),
+            ),
+            train_dataset=texts(),
+            processing_class=build_tokenizer(),
+            quantization_config=BitsAndBytesConfig(**quantised, bnb_4bit_compute_dtype=torch.float32),
+            peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        assert sum("4bit" in type(module).__name__ for module in run.model.modules()) == 2 * 14  # and PEFT's
+        run.train()
+        ends[name] = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
+    assert weight_difference(ends["packed"], ends["unpacked"], ends["start"]) < 1e-2  # the rest of the model is bf16

@@ -1,0 +1,23 @@
+"""`trl-packfix train`: fine-tune with the flags of `trl sft` and those of packing, under any launcher."""
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",
+        add_help=False,  # the flags are those of TRL's config classes, which are imported only when it runs
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser, takes_more_flags=True, shows_traceback=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .training import parse, train
+
+    # A launcher of DeepSpeed puts this flag before the command.
+    rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
+    train(*parse([*rank, *args.more_flags]))
+    return 0

@@ -1,0 +1,234 @@
+"""Train from flags and a YAML file, as `trl sft` does: parse them, load the data, train, save.
+
+`examples/train.py` runs the same code.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.commands.launch import launch_command_parser
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
+from datasets import load_from_disk as load_folder
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from ..training.config import SFTConfig
+from ..training.trainer import SFTTrainer
+from .mixture import MixtureConfig, load_mixture
+from .sources import FORMATS, load_rows
+
+ZERO3 = Path(__file__).with_name("zero3.json")
+
+DESCRIPTION = """\
+Fine-tune a language model on packed documents: the flags of `trl sft`, and the fields of packing.
+
+On one GPU, or on the CPU of a machine without one:
+    trl-packfix train --packing --model_name_or_path MODEL --dataset_name DATA --output_dir output
+    trl-packfix train --config FILE.yaml
+
+On every GPU of a machine:
+    accelerate launch -m trl_packfix train --config FILE.yaml
+    torchrun --nproc_per_node 8 -m trl_packfix train --config FILE.yaml
+    deepspeed --num_gpus=8 --module trl_packfix train --config FILE.yaml    (ZeRO-3 unless `--deepspeed` is given)
+
+DATA is a name on the hub, a file (.jsonl, .json, .parquet, .csv), or a folder written by `trl-packfix prepare` or
+`save_to_disk`; several are joined. A file that `trl sft --config` takes may set any of the flags below; flags on the
+command line override it. `datasets:` in the file mixes several, with `repeat:` for how often each is seen per epoch.
+`--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts anew if there is
+none. Defaults are those of TRL: packing is off unless `--packing` is given."""
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """TRL's `ScriptArguments`, with several datasets."""
+
+    dataset_name: list[str] | None = field(  # type: ignore[assignment]  # TRL has one
+        default=None,
+        metadata={
+            "help": "Name on the hub, file (.jsonl, .json, .parquet, .csv) or folder of the dataset; several are "
+            "joined. Not used if the config file has `datasets`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset_name, str):  # from a YAML file
+            self.dataset_name = [self.dataset_name]
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows every flag with its default, and the description unchanged."""
+
+
+def machine_settings() -> dict[str, Any]:
+    """Defaults for this launcher and machine. A YAML file and flags override them."""
+    gpu = torch.cuda.is_available()
+    on_gpu = {"logging_nan_inf_filter": False}  # the filter waits for the GPU after every micro-batch
+    if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
+        return on_gpu if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
+    # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
+    # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
+    return on_gpu if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16, which makes training twice as fast. Others emulate it."""
+    cpu = torch.cpu.get_capabilities()
+    return cpu.get("avx512_bf16", False) or cpu.get("amx_bf16", False)
+
+
+def parse(
+    flags: Sequence[str] | None = None,
+    prog: str = "trl-packfix train",
+    description: str = DESCRIPTION,
+    **defaults: Any,
+) -> tuple[TrainArguments, SFTConfig, ModelConfig, MixtureConfig]:
+    """The configs of a run, from flags (default: those of this process) and the YAML file of `--config`.
+
+    Raises:
+        ValueError: the file has a key that is no flag. Keys for TRL's launcher are only named: this command is
+            launched.
+    """
+    kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
+    parser = TrlParser(
+        kinds,
+        prog=prog,
+        usage=f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]",
+        description=description,
+        formatter_class=Help,
+    )
+    parser.set_defaults(**machine_settings() | defaults)
+    *configs, unknown = parser.parse_args_and_config(flags, return_remaining_strings=True)
+    _check_unknown(unknown)
+    script_args, training_args, model_args, mixture = configs
+    return script_args, training_args, model_args, mixture
+
+
+def _check_unknown(unknown: list[str]) -> None:
+    names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
+    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
+    wrong = [name for name in names if name not in launcher]
+    if wrong or (unknown and not names):
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in wrong or unknown)} was given, as a flag or in the config file. No "
+            "field of SFTConfig, ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be "
+            "ignored. Correct or remove it; `trl-packfix train --help` lists all flags."
+        )
+    if names:
+        PartialState().print(
+            f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
+            "launcher: `accelerate launch ... -m trl_packfix train ...`."
+        )
+
+
+# Data
+
+
+def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
+    """The splits of the datasets in `dataset_name`; of several, splits of the same name are joined.
+
+    A file or a folder with one table has the split `dataset_train_split`.
+    """
+    given: Any = script_args.dataset_name
+    found = [_splits(name, script_args) for name in ([given] if isinstance(given, str) else given)]
+    if len(found) == 1:
+        return found[0]
+    names = dict.fromkeys(name for splits in found for name in splits)
+    kind = IterableDatasetDict if script_args.dataset_streaming else DatasetDict
+    return kind({name: concatenate_datasets([splits[name] for splits in found if name in splits]) for name in names})
+
+
+def _splits(name: str, script_args: ScriptArguments) -> Any:
+    path = Path(name)
+    if path.is_file() and path.suffix in FORMATS:
+        if script_args.dataset_streaming:
+            rows = load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=True)
+            return IterableDatasetDict({script_args.dataset_train_split: rows})
+        return DatasetDict({script_args.dataset_train_split: load_rows(name)})
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        loaded = load_folder(name)
+        return loaded if isinstance(loaded, DatasetDict) else DatasetDict({script_args.dataset_train_split: loaded})
+    if path.is_file():
+        load_rows(name)  # refuses the file by its suffix
+    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def choose_split(dataset: Any, flag: str, split: str) -> Dataset | IterableDataset:
+    if split not in dataset:
+        raise SystemExit(
+            f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
+            f"split there is nothing to train or evaluate on. Set `--{flag}` to one of these, or `--eval_strategy no`."
+        )
+    return dataset[split]
+
+
+def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: MixtureConfig) -> Any:
+    if mixture.datasets:
+        if script_args.dataset_name:
+            PartialState().print(f"Not used: dataset_name={script_args.dataset_name}. As in TRL, `datasets` is used.")
+        return load_mixture(mixture, training_args.seed, training_args.source_column)
+    if not script_args.dataset_name:
+        raise ValueError(
+            "Neither `dataset_name` nor `datasets` was given. There is nothing to train on. Set `--dataset_name` to a "
+            "file, a folder or a name on the hub, or list `datasets` in the config file."
+        )
+    return load_documents(script_args)
+
+
+# Training
+
+
+def train(
+    script_args: TrainArguments,
+    training_args: SFTConfig,
+    model_args: ModelConfig,
+    mixture: MixtureConfig,
+    dataset: Any = None,
+) -> None:
+    """Train, save in `output_dir` and, with `push_to_hub`, push.
+
+    Args:
+        dataset: splits by name; None: those that the arguments name.
+    """
+    if not model_args.model_name_or_path:
+        raise ValueError(
+            "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
+            "the hub or a folder."
+        )
+    if dataset is None:
+        with training_args.main_process_first(desc="dataset"):  # one process of a machine downloads
+            dataset = _load(script_args, training_args, mixture)
+    PartialState().print(f"Model: {model_args.model_name_or_path}")
+    named = [each.path for each in mixture.datasets] or script_args.dataset_name or []
+    PartialState().print(f"Dataset: {', '.join(named) or 'given'}")
+    chosen: Any = training_args.model_init_kwargs or {}
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    } | chosen
+    test_split = script_args.dataset_test_split
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
+        eval_dataset=None
+        if training_args.eval_strategy == "no"
+        else choose_split(dataset, "dataset_test_split", test_split),
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Saved in {training_args.output_dir}")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=named)
+    trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another one exits before it
+    trainer.end()

@@ -1,0 +1,173 @@
+"""Weight and source of each row: columns that the user names, read beside the tokens and added to batches.
+
+A document has the weight and the source of its row, also if it is a fragment of a split row, or one of several
+documents in a row with `seq_lengths`. In a batch they are two tensors with one entry per document, `WEIGHTS` (float32)
+and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import ClassLabel, Dataset
+
+WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
+DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
+MAX_SOURCES = 100  # each has two numbers in every log entry
+NUM_SHOWN = 10  # rows and names that a message lists
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Weights and sources of R rows.
+
+    Attributes:
+        weights: shape (R,); None without a column of weights.
+        sources: index in `names` of each row's source, shape (R,); None without a column of sources.
+        names: of the sources, sorted.
+        column_values: the value of the column for each name.
+    """
+
+    weights: npt.NDArray[np.float32] | None = None
+    sources: npt.NDArray[np.int64] | None = None
+    names: tuple[str, ...] = ()
+    column_values: tuple[Any, ...] = ()
+
+    def of(self, row: int) -> dict[str, Any]:
+        """What the documents of a row get, by the key of the batch."""
+        columns = {WEIGHTS: self.weights, SOURCES: self.sources}
+        return {name: values[row] for name, values in columns.items() if values is not None}
+
+
+def read_row_values(dataset: Dataset, weight_column: str | None, source_column: str | None, name: str) -> RowValues:
+    """The weights and sources of all rows; both None if no column is named.
+
+    Args:
+        name: of the dataset, for messages.
+
+    Raises:
+        ValueError: what `read_weights` and `read_sources` refuse.
+    """
+    weights = None if weight_column is None else read_weights(dataset, weight_column, name)
+    if source_column is None:
+        return RowValues(weights)
+    sources, names, column_values = read_sources(dataset, source_column, name)
+    return RowValues(weights, sources, names, column_values)
+
+
+def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.float32]:
+    """The weights of all rows, shape (R,).
+
+    Raises:
+        ValueError: there is no such column, it holds no numbers, or a weight is missing, negative, NaN or infinite.
+    """
+    values = _column(dataset, column, "weight_column", name)
+    kind = values.type
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+        first = values[0].as_py() if len(values) else None
+        raise ValueError(
+            f"`weight_column={column!r}` was given, and in the {name} dataset this column has type {kind} (row 0 holds "
+            f"{str(first)[:40]!r}). A weight multiplies a loss, so it is a number. Convert the column to floats "
+            "(`dataset.cast_column`), or leave `weight_column` unset."
+        )
+    weights = pc.fill_null(values.cast(pa.float64()), float("nan")).to_numpy()
+    narrow = weights.astype(np.float32)
+    bad = np.flatnonzero(~(np.isfinite(narrow) & (narrow >= 0)))
+    if len(bad):
+        raise ValueError(
+            f"`weight_column={column!r}` was given, and {len(bad)} of {len(weights)} rows of the {name} dataset have "
+            f"no usable weight; the first are {bad[:NUM_SHOWN].tolist()}, and row {bad[0]} holds "
+            f"{values[int(bad[0])].as_py()}. A negative weight would train away from its document, and NaN or infinity "
+            "would spoil the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
+        )
+    return narrow
+
+
+def read_sources(
+    dataset: Dataset, column: str, name: str
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...], tuple[Any, ...]]:
+    """The source of each row as an index, shape (R,), the names of the sources, sorted, and their column values.
+
+    Raises:
+        ValueError: there is no such column, it does not hold strings, integers or booleans, a row has no source, or
+            there are more than `MAX_SOURCES`.
+    """
+    values = _column(dataset, column, "source_column", name)
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    kind = values.type
+    if not any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_boolean, *_STRINGS)):
+        raise ValueError(
+            f"`source_column={column!r}` was given, and in the {name} dataset this column has type {kind}. A source is "
+            "a name that many rows share. Set `source_column` to a column of strings or whole numbers, or leave it "
+            "unset."
+        )
+    missing = np.flatnonzero(values.is_null().to_numpy())
+    if len(missing):
+        raise ValueError(
+            f"`source_column={column!r}` was given, and {len(missing)} of {len(values)} rows of the {name} dataset "
+            f"hold None there; the first are {missing[:NUM_SHOWN].tolist()}. Their loss would belong to no source. "
+            'Fill in a name, such as "other", or remove the rows.'
+        )
+    found = pc.unique(values)
+    if len(found) > MAX_SOURCES:
+        examples = ", ".join(str(value) for value in found[:NUM_SHOWN].to_pylist())
+        raise ValueError(
+            f"`source_column={column!r}` was given, and in the {name} dataset it has {len(found)} different values "
+            f"({examples[:200]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
+            "logged. Set `source_column` to a coarser column, or group rare values under one name."
+        )
+    feature = dataset.features[column]
+    name_of = feature.int2str if isinstance(feature, ClassLabel) else str
+    names = {value: name_of(value) for value in found.to_pylist()}
+    order = sorted(names, key=names.__getitem__)
+    codes = pc.index_in(values.combine_chunks(), value_set=pa.array(order, kind)).to_numpy().astype(np.int64)
+    return codes, tuple(names[value] for value in order), tuple(order)
+
+
+_STRINGS = (pa.types.is_string, pa.types.is_large_string)
+
+
+def _column(dataset: Dataset, column: str, field: str, name: str) -> pa.ChunkedArray:
+    if column not in dataset.column_names:
+        raise ValueError(
+            f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "
+            f"this column its rows have no such value. Set `{field}` to one of these columns, or leave it unset."
+        )
+    found: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
+    return found
+
+
+@dataclass
+class RowValuesCollator:
+    """Makes a batch with `collate`, and adds the weights and sources of its documents, shape (N,).
+
+    A document without them, as the dummy of an empty rank, gets 0; so does the padding of a pack. Neither has a trained
+    token.
+
+    Args:
+        collate: documents without weights and sources -> a batch.
+        keys: key of the batch -> key of the documents.
+        index: of each source by its column value, if documents have this value and not the index.
+    """
+
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    keys: dict[str, str]
+    index: Mapping[Any, int] | None = None
+
+    def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
+        taken = set(self.keys.values())
+        batch = self.collate([{key: v for key, v in each.items() if key not in taken} for each in documents])
+        bounds = batch.get("cu_seq_lens_q")
+        num = len(documents) if bounds is None else len(bounds) - 1
+        for key, name in self.keys.items():
+            values = [each.get(name, 0) for each in documents]
+            if key == SOURCES and self.index is not None:
+                values = [self.index[value] for value in values]
+            batch[key] = torch.tensor(values + [0] * (num - len(values)), dtype=DTYPES[key])
+        return batch

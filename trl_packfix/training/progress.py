@@ -1,0 +1,54 @@
+"""Show what is being done, and for how long, where people wait before the first step: on rank 0 only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from ..attention.models import base_model
+from ..isolation.packed_model import PackedModel
+
+
+@contextmanager
+def shown(args: Any, text: str) -> Iterator[Callable[[str], None]]:
+    """Show `text` and the elapsed time on stderr while the block runs; the yielded function replaces the text.
+
+    Nothing is shown on other ranks, and with `disable_tqdm`. A file gets one line, when the block ends.
+    """
+    with Progress(
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=args.disable_tqdm or args.process_index != 0,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
+        progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
+    """Show the forwards that the probe and the search for a repair have run so far."""
+    model = base_model(packed_model.model)
+    with shown(args, f"Proving isolation on {type(model).__name__}") as show:
+        if args.torch_compile:  # a hook would be compiled, and its removal compile the model again
+            yield
+            return
+        count = 0
+
+        def count_forward(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            kinds = packed_model.repaired
+            what = f"Repairing {', '.join(each.module for each in kinds)}" if kinds else "Proving isolation"
+            show(f"{what} on {type(model).__name__}: forward {count}")
+
+        handle = model.register_forward_pre_hook(count_forward)
+        try:
+            yield
+        finally:
+            handle.remove()
