@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..attention.forwards import PACK_PART
 from ..compat import forget_evaluation
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
@@ -48,9 +49,18 @@ class EvaluationTotals:
         """Add the outputs of TRL's fused LM head; returns the mean loss of this batch."""
         return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
 
-    def add_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch."""
-        logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    def add_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
+
+        `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+        """
+        if shift_labels is None:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        else:
+            labels = shift_labels
+        logits = logits.float()
         log_probs = F.log_softmax(logits, dim=-1)
         mask = labels != IGNORE_INDEX
         loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
@@ -273,14 +283,20 @@ class ExactEvaluation(PackedObjective):
             if prediction_loss_only:
                 if self.aux_loss_enabled:
                     inputs["output_router_logits"] = True
-                outputs = model(**inputs, fused_lm_head=True)
+                with self._router_logits(inputs) as router_logits:
+                    outputs = model(**inputs, fused_lm_head=True)
                 if self.aux_loss_enabled:
-                    aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
+                    aux_loss = outputs.aux_loss
+                    if PACK_PART in inputs:
+                        part = inputs[PACK_PART]
+                        # zero on ranks after the first of the group, so the mean over ranks counts it once
+                        aux_loss = part.degree * self._aux_loss(outputs, inputs, part.trained, router_logits)
+                    aux_loss = self.accelerator.gather(aux_loss).mean().item()
                     self._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs).float(), None, None
-            labels = inputs.pop("labels", None)
+            labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
-            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+            loss = None if labels is None else self._totals.add_logits(logits, labels, shift_labels).float()
         return loss, logits, labels
 
 
