@@ -39,6 +39,7 @@ class IsolationReport:
         attention: the implementation that was tested.
         error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
         repaired: the repairs that were in place, and how these modules run.
+        degree: ranks that shared each pack.
 
     >>> print(IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").summary())
     documents move each other by 3.0e-01; rounding explains 4.0e-06
@@ -55,6 +56,7 @@ class IsolationReport:
     unreachable: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     repaired: list[Repair] = field(default_factory=list)
+    degree: int = 1
 
     def summary(self) -> str:
         """The result in one line."""
@@ -75,14 +77,18 @@ class IsolationReport:
         if self.isolated and self.equal:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
-        if on_leak == "raise":
+        given_to = "this model"
+        if self.degree > 1:
+            given_to = f"this model, a part on each of {self.degree} ranks,"
+            remedy = "Set `tokens_per_rank=None` (documents are then at most as long as one rank can train)."
+        elif on_leak == "raise":
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
                 "or `packing=False` and `padding_free=False`."
             )
         if self.error is not None:
             raise PackingLeakError(
-                f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
+                f"A pack of documents was given to {given_to} with attention {self.attention!r}, and it raised: "
                 f"{self.error} It cannot be trained on packs. {remedy}"
             )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
@@ -93,8 +99,11 @@ class IsolationReport:
         else:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
+        if self.degree > 1:
+            place = where or "a module that no run of the probe shows"
+            why = f"Something other than attention reads tokens that other ranks hold: {place}."
         raise PackingLeakError(
-            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
+            f"Documents in a pack {given} on {given_to} with attention {self.attention!r}. {why} {remedy}"
         )
 
 
