@@ -182,6 +182,7 @@ class ExactEvaluation(PackedObjective):
         if not self._packs_evaluation(needs_logits):
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
             return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
+        training = self._train_planner
         planner = EpochPlanner(
             documents,
             "bfd",
@@ -191,6 +192,8 @@ class ExactEvaluation(PackedObjective):
             shuffle=False,
             cost_model=self._cost_model,
             writes_cache=args.local_process_index == 0,
+            tokens_per_rank=args.tokens_per_rank,
+            degrees=None if training is None else training.degrees,  # at which the model is proved
         )
         return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), self._make_packed_collator())
 
