@@ -35,6 +35,7 @@ class PackedModel:
         device_type: "cpu" or "cuda": where the model will train. It may not be there yet.
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
+        shares_packs: whether ranks share packs (sequence parallelism).
 
     Attributes:
         attention: the chosen implementation, and why.
@@ -51,17 +52,23 @@ class PackedModel:
         on_leak: OnLeak = "repair",
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
+        shares_packs: bool = False,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
+        self.shares_packs = shares_packs
         self.attends = False
         self._choose()
 
     def _choose(self) -> None:
         self.attention = choose_attention(
-            self.model, self.enforce_flash_attention, self.dtype, device_type=self.device_type
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            shares_packs=self.shares_packs,
         )
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))

@@ -33,6 +33,7 @@ from ..data.reader import TokenReader
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
+from .groups import prove_degrees
 from .objective import PackedObjective
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,21 @@ class ExactEvaluation(PackedObjective):
                 "otherwise check the labels, or evaluate another set."
             )
 
+    def _check_fits_rank(self, documents: Documents) -> None:
+        """Refuse, with `tokens_per_rank`, longer documents that would be evaluated whole on one rank.
+
+        Raises:
+            ValueError: a document is longer than `tokens_per_rank`.
+        """
+        most, longest = self.args.tokens_per_rank, int(documents.lengths.max(initial=0))
+        if most is not None and longest > most:
+            raise ValueError(
+                f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {most}, and this "
+                "evaluation runs whole documents on one rank: logits are needed (`predict`, `compute_metrics`), "
+                "`eval_packing` is False, or DeepSpeed or FSDP has not trained yet. Set `prediction_loss_only=True` "
+                "and evaluate packs during or after training, or give a set of shorter documents."
+            )
+
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
         return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
@@ -180,6 +196,7 @@ class ExactEvaluation(PackedObjective):
         documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
+            self._check_fits_rank(documents)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
             return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
         training = self._train_planner
@@ -227,8 +244,11 @@ class ExactEvaluation(PackedObjective):
                 "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
                 self._loss_of_user,
             )
-        packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
-        with self._on_packs() if packed else nullcontext():
+        sampler = getattr(dataloader, "batch_sampler", None)
+        packs = sampler if isinstance(sampler, PackedBatchSampler) else None
+        with self._on_packs() if packs else nullcontext():
+            if packs and self.args.packing:
+                prove_degrees(self, packs.planner)
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

@@ -34,6 +34,7 @@ from ..attention.models import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
+from .groups import SamePackCheck
 from .loading import PackedLoading
 from .routers import gives_router_logits, group_load_balancing
 from .totals import TrainingTotals
@@ -41,14 +42,23 @@ from .totals import TrainingTotals
 NUM_DUMMY_TOKENS = 2
 
 
-class DocumentsAreWeighted(TrainerCallback):
-    """Refuses, before the first optimizer step, a subclass whose loss does not weight documents."""
+class LossIsOurs(TrainerCallback):
+    """Refuses, before the first optimizer step, a subclass whose loss does not use settings that need ours."""
 
     def __init__(self, trainer: "PackedObjective"):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.trainer._totals_of_training.is_scored:
+        if self.trainer._totals_of_training.is_scored:
+            return
+        if args.tokens_per_rank is not None:
+            raise ValueError(
+                f"`tokens_per_rank={args.tokens_per_rank}` was given and `{type(self.trainer).__name__}.compute_loss` "
+                "does not call `super().compute_loss`. On a part of a pack, labels must be shifted before the cut and "
+                "counted once per group, which its own loss does not do. Leave `tokens_per_rank` unset, or change what "
+                "`super().compute_loss` returns."
+            )
+        if args.document_weighting == "document":
             raise ValueError(
                 f'`document_weighting="document"` was given and `{type(self.trainer).__name__}.compute_loss` does not '
                 "call `super().compute_loss`. Its loss has no weights of documents, so the setting would be "
@@ -74,11 +84,13 @@ class PackedObjective(PackedLoading):
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
+        self._same_pack = SamePackCheck()
+        self.add_callback(self._same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             self.neftune_noise_alpha = None
-        if args.document_weighting == "document":
-            self.add_callback(DocumentsAreWeighted(self))
+        if args.document_weighting == "document" or args.tokens_per_rank is not None:
+            self.add_callback(LossIsOurs(self))
         if args.packing or args.document_weighting == "document":
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             self.model_accepts_loss_kwargs = True
@@ -190,7 +202,9 @@ class PackedObjective(PackedLoading):
             self.control.should_training_stop = True
             return [], None
         self._totals_of_training.start_fetch()
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._same_pack.check(batches)
+        return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
@@ -288,6 +302,7 @@ class PackedObjective(PackedLoading):
 
     def _count(self, inputs: dict[str, Any], trained: Tensor) -> None:
         is_document = trained > 0
+        has_documents = is_document.any()
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         if PACK_PART in inputs:
@@ -297,7 +312,8 @@ class PackedObjective(PackedLoading):
             tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
         else:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
-        self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any()])
+        sums = [trained.sum(), tokens, rows, is_document.sum(), is_document.any(), has_documents]
+        self._totals_of_training.add_batch(sums)
 
     def _gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
@@ -331,9 +347,11 @@ class PackedObjective(PackedLoading):
 
     @property
     def _pack_capacity(self) -> int | None:
-        """Most tokens of a pack; None for strategies that do not fill micro-batches."""
+        """Most tokens of a pack on one rank; None for strategies that do not fill micro-batches."""
         if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
             return None
+        if self.args.tokens_per_rank is not None:
+            return self.args.tokens_per_rank
         assert self.packing_report is not None  # made with the training loader
         return self.packing_report.capacity
 
