@@ -1,30 +1,49 @@
 """Scenarios of sequence parallelism on four real ranks (gloo, CPU); `test_shared_packs.py` launches them.
 
-    python tests/shared_packs.py FOLDER [LAUNCH ...]
+    python tests/shared_packs.py FOLDER [ENGINE/NAME ...]
 
 The libraries are imported once, and the ranks of each launch are forks of that process: importing them costs more than
-the scenarios. Each scenario returns a dictionary that rank 0 saves as FOLDER/LAUNCH/NAME.pt; the first that raises ends
+the scenarios. Each scenario returns a dictionary that rank 0 saves as FOLDER/ENGINE/NAME.pt; the first that raises ends
 its launch.
 """
 
+import copy
 import faulthandler
+import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import numpy as np
 import torch
 import torch.distributed as dist
+import two_ranks
+from datasets import Dataset
+from peft import LoraConfig
+from support.launch import free_port
+from support.models import build_tiny_model, build_tokenizer
 from torch import nn
+from torch.utils.data import DataLoader
 
+import trl_packfix
 from trl_packfix.attention import exchange, varlen
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.forwards import PackedForward, entered
+from trl_packfix.attention.forwards import PACK_PART, PackedForward, entered
 from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.data import loading, parts
+from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
+from trl_packfix.training import objective
+from trl_packfix.training.planner import make_planner
 
 NUM_RANKS = 4
 
@@ -87,6 +106,8 @@ FEATURES = {
 
 def attention(folder: Path) -> dict:
     """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     exchange.make_groups((2, 4))
     cases = {
         f"{heads}/{kv_heads} {name} on {degree}": difference(heads, kv_heads, degree, **features)
@@ -140,39 +161,342 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, **features) ->
     return largest.item()
 
 
+# Training
+
+TOKENS_PER_RANK = 32
+ACCUMULATION = 3
+NUM_STEPS = 3
+
+
+def documents(seed: int = 9, num_short: int = 40) -> Dataset:
+    """Documents of up to 110 tokens, so that some need two ranks and some four; a third of each is a prompt."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.permutation(np.concatenate([[110, 60, 50] * 3, rng.integers(3, 14, num_short)]))
+    tokens = [rng.integers(4, 260, n).tolist() for n in lengths]
+    labels = [[IGNORE_INDEX] * (len(ids) // 3) + ids[len(ids) // 3 :] for ids in tokens]
+    return Dataset.from_dict({"input_ids": tokens, "labels": labels})
+
+
+class Shared(trl_packfix.SFTTrainer):
+    """Notes the degree, index and real tokens of every micro-batch that reaches the model."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.engine = two_ranks.engine_of(model)
+        part = inputs.get(PACK_PART)
+        self.seen.append((1, 0) if part is None else (part.degree, part.index))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Whole(Shared):
+    """One process that trains, one after the other, on the packs that the groups of ranks share."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        super().get_train_dataloader()  # makes the report
+        config = copy.copy(self.args)
+        config.tokens_per_rank, config.gradient_accumulation_steps = TOKENS_PER_RANK, ACCUMULATION
+        planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
+        schedule = planner.schedule(0)
+        rows = loading.DocumentDataset(self._reader, self._documents)
+        degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
+        batches = []
+        for slot, degree in enumerate(degrees):
+            indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
+            batch = rows.__getitems__(indices or [loading.EMPTY])
+            batches.append(PackedDataCollator(pad_to_multiple_of=degree)(batch))
+        return DataLoader(batches, batch_size=None)
+
+
+class Reversed(Whole):
+    """The same with the gradients of a step added in the opposite order, which changes nothing but their rounding."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        return batches[::-1], num_items
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+MODELS = {
+    "odd_heads": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}),
+    "experts": ("mixtral", {}),
+}
+
+
+def make_trainer(
+    folder: Path,
+    name: str,
+    engine: str | None = None,
+    cls: type = Shared,
+    model: str = "llama",
+    peft_config: LoraConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    data: Dataset | None = None,
+    **settings,
+) -> Shared:
+    """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`."""
+    model_type, sizes = MODELS.get(model, (model, {}))
+    is_one = engine is None
+    defaults = {
+        "max_length": 112,
+        "packing": True,
+        "packing_report": False,
+        "tokens_per_rank": None if is_one else TOKENS_PER_RANK,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": ACCUMULATION * (NUM_RANKS if is_one else 1),
+        "learning_rate": 2.0 if peft_config else 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": NUM_STEPS,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "ddp_timeout": 90,  # turns a hang into an error
+        **two_ranks.engine_settings(engine, folder),
+    }
+    torch.manual_seed(0)  # for the adapters
+    trainer = cls(
+        build_tiny_model(model_type, dtype=dtype, **sizes),
+        trl_packfix.SFTConfig(str(folder / name), **(defaults | settings)),
+        train_dataset=documents() if data is None else data,
+        eval_dataset=documents(seed=1, num_short=10),
+        processing_class=build_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.seen = []
+    return trainer
+
+
+def weights(trainer: Shared) -> torch.Tensor | None:
+    """All parameters in fp64, on rank 0. All ranks must call it."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.args.process_index:
+        return None
+    return torch.cat([value.double().flatten().cpu() for _, value in sorted(state.items())])
+
+
+LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_tokens", "documents_per_step", "aux_loss")
+
+
+def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = False, **settings) -> dict:
+    """The weights before and after training, and what is logged."""
+    trainer = make_trainer(folder, name, engine, **settings)
+    start = torch.cat([p.detach().double().flatten() for _, p in sorted(trainer.model.state_dict().items())])
+    trainer.train()
+    logged = [[entry.get(key) for key in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
+    planner = trainer._train_planner
+    return {
+        "engine": trainer.engine,
+        "start": start,
+        "end": weights(trainer),
+        "logged": logged,
+        "seen": trainer.seen,
+        "degrees": planner.degrees,
+        "proved": sorted(trainer.packed_model._proved_degrees),
+        "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
+    }
+
+
+def restart(folder: Path, name: str, engine: str) -> dict:
+    """AdamW over two epochs, whole and again from a checkpoint in the middle of the second."""
+    settings = {"max_steps": -1, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+    stop = 4
+    whole = make_trainer(folder, f"{name}/whole", engine, save_strategy="steps", save_steps=stop, **settings)
+    whole.train()
+    resumed = make_trainer(folder, f"{name}/resumed", engine, **settings)
+    resumed.train(resume_from_checkpoint=str(folder / name / "whole" / f"checkpoint-{stop}"))
+    tokens = [[e["num_tokens"] for e in run.state.log_history if "loss" in e] for run in (whole, resumed)]
+    steps = [run.state.global_step for run in (whole, resumed)]
+    checked = resumed._same_pack.steps_left
+    return {"weights": [weights(whole), weights(resumed)], "tokens": tokens, "steps": steps, "left": checked}
+
+
+# Faults of training
+
+
+@contextmanager
+def late_shift():
+    """Labels are shifted after the cut."""
+    right = parts.cut_part
+
+    def wrong(batch, degree, index):
+        part = right(batch, degree, index)
+        if degree > 1:
+            own = part["labels"]
+            part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
+        return part
+
+    with mock.patch.object(loading, "cut_part", wrong):
+        yield
+
+
+@contextmanager
+def counted_by_all():
+    """Every member of a group counts documents and statistics."""
+    with mock.patch.object(objective, "_is_first", lambda batch: True):
+        yield
+
+
+@contextmanager
+def statistic_of_parts():
+    """The load-balancing statistic is that of each part."""
+
+    def wrong(router_logits, num_experts, num_chosen, real, degree):
+        found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, real[None])
+        return found / degree
+
+    with mock.patch.object(objective, "group_load_balancing", wrong):
+        yield
+
+
+TRAINING_FAULTS = {
+    **FAULTS,
+    "late_shift": late_shift,
+    "counted_by_all": counted_by_all,
+    "statistic_of_parts": statistic_of_parts,
+}
+
+
+def faulty(folder: Path, fault: str, **settings) -> dict:
+    """The same training with a fault that the proof cannot see, or that is planted after it."""
+    with TRAINING_FAULTS[fault](), mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only):
+        return train(folder, f"faulty_{fault}", **settings)
+
+
+def make_groups_only(trainer, planner) -> None:
+    exchange.make_groups(planner.degrees)
+
+
+def other_packs(folder: Path, engine: str, name: str) -> dict:
+    """What is said when rank 1 has read other documents than rank 0."""
+    data = documents()
+    if dist.is_initialized() and dist.get_rank() == 1:
+        data = data.map(lambda row: {"input_ids": [4 + (token + 1) % 250 for token in row["input_ids"]]})
+    trainer = make_trainer(folder, name, engine, data=data)
+    message = ""
+    try:
+        trainer.train()
+    except ValueError as error:
+        message = str(error)
+    messages = [None] * NUM_RANKS
+    dist.all_gather_object(messages, message)
+    return {"messages": messages}
+
+
+def proofs(folder: Path, engine: str) -> dict:
+    """The verdicts of all ranks on a right model, and on each fault; on models that cannot be shared."""
+    found = {}
+    for model in ("llama", "gpt_oss"):
+        for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in FAULTS)):
+            built = build_tiny_model(model)
+            trl_packfix.prepare_for_packing(built)
+            with FAULTS[fault]() if fault else nullcontext():
+                report = trl_packfix.check_isolation(built, degree=degree)
+            found[model, fault, degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])
+    for model in ("gptj", "bloom", "mamba"):
+        built = (
+            build_tiny_model(model, n_embd=32, n_head=4, rotary_dim=4) if model == "gptj" else build_tiny_model(model)
+        )
+        trl_packfix.prepare_for_packing(built)
+        report = trl_packfix.check_isolation(built, degree=2)
+        found[model] = (report.isolated and report.equal, report.error)
+    everyone = [None] * NUM_RANKS
+    dist.all_gather_object(everyone, found)
+    return {"verdicts": everyone}
+
+
 # Launches
+
+KINDS = {
+    "full": {"evaluates": True},
+    "full_checkpointed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "full_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "lora": {"peft_config": LORA},
+    "lora_checkpointed": {"peft_config": LORA, "gradient_checkpointing": True},
+    "dora": {"peft_config": replace(LORA, use_dora=True)},
+    "lora_fp64": {"peft_config": LORA, "dtype": torch.float64},
+    "window": {"model": "gemma3_text"},
+    "sinks": {"model": "gpt_oss"},
+    "odd_heads": {"model": "odd_heads"},
+    "experts": {"model": "experts", "router_aux_loss_coef": 0.1},
+    "document": {"document_weighting": "document"},
+}
+OF_ENGINES = {
+    "ddp": list(KINDS),
+    "zero1": ["full", "lora"],
+    "zero2": ["full", "lora"],
+    "zero3": ["full", "lora_checkpointed", "sinks", "experts"],
+    "zero3_offload": ["full"],
+    "fsdp2": ["full", "full_checkpointed", "lora", "sinks", "experts"],
+}
+LAUNCHES = {
+    "one": [None],
+    "ddp": ["ddp"],
+    "deepspeed": ["zero3", "zero1", "zero2", "zero3_offload"],
+    "fsdp2": ["fsdp2"],
+}
+# What a fault is planted in
+PLANTED = {
+    "late_shift": "full",
+    "counted_by_all": "document",
+    "statistic_of_parts": "experts",
+    "leak": "full",
+    "chunks": "full",
+    "heads": "full",
+}
 
 
 def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
-    """By name, in the order in which they run."""
-    return {"attention": attention}
+    """By engine and name, in the order in which they run."""
+    found: dict[str, Callable[[Path], dict]] = {}
+    for engine in LAUNCHES[launch]:
+        for kind in KINDS if engine is None else OF_ENGINES[engine]:
+            settings = {"engine": engine} | KINDS[kind]
+            if engine is None:
+                found[f"one/{kind}"] = partial(train, name=f"one/{kind}", cls=Whole, **settings)
+                settings = {key: value for key, value in settings.items() if key != "evaluates"}
+                found[f"one/{kind}_reversed"] = partial(train, name=f"one/{kind}_reversed", cls=Reversed, **settings)
+            else:
+                found[f"{engine}/{kind}"] = partial(train, name=f"{engine}/{kind}", **settings)
+        if engine in ("ddp", "zero3"):
+            found[f"{engine}/restart"] = partial(restart, name=f"{engine}/restart", engine=engine)
+    if launch == "ddp":
+        found["ddp/attention"] = attention
+        found["ddp/proofs"] = partial(proofs, engine="ddp")
+        for fault, kind in PLANTED.items():
+            found[f"ddp/faulty_{fault}"] = partial(faulty, fault=fault, engine="ddp", **KINDS[kind])
+        found["ddp/other_packs"] = partial(other_packs, engine="ddp", name="ddp/other_packs")
+    return found
 
 
-LAUNCHES = ("ddp",)
-
-
-def run_rank(launch: str, rank: int, port: int, folder: Path) -> None:
-    ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
-    os.environ |= {name: str(value) for name, value in ids.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo")
+def run_rank(launch: str, rank: int, port: int, folder: Path, only: list[str]) -> None:
+    if launch != "one":
+        ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+        os.environ |= {name: str(value) for name, value in ids.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, scenario in scenarios(launch).items():
+        if only and name not in only:
+            continue
         result = scenario(folder)
         if rank == 0:
-            torch.save(result, folder / launch / f"{name}.pt")
-    dist.destroy_process_group()
+            (folder / name).parent.mkdir(exist_ok=True)
+            torch.save(result, folder / f"{name}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def fork_ranks(launch: str, port: int, folder: Path) -> bool:
-    """Run all scenarios of a launch; whether all ranks ended well."""
-    (folder / launch).mkdir(exist_ok=True)
+def fork_ranks(launch: str, port: int, folder: Path, only: list[str]) -> bool:
+    """Run the scenarios of a launch, or `only` some; whether all ranks ended well."""
     children = {}
-    for rank in range(NUM_RANKS):
+    for rank in range(1 if launch == "one" else NUM_RANKS):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                run_rank(launch, rank, port, folder)
+                run_rank(launch, rank, port, folder, only)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -191,10 +515,15 @@ def fork_ranks(launch: str, port: int, folder: Path) -> bool:
     return not any(codes.values())
 
 
-if __name__ == "__main__":
+def main(folder: Path, only: list[str]) -> int:
     faulthandler.enable()
-    folder, *names = sys.argv[1:]
-    from support.launch import free_port
+    warnings.simplefilter("ignore")
+    for engine in LAUNCHES["deepspeed"]:
+        (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
+    launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
+    ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
+    return int(not all(ended))
 
-    ended = [fork_ranks(name, int(free_port()), Path(folder)) for name in names or LAUNCHES]
-    sys.exit(not all(ended))
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -4,21 +4,29 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import shared_packs
 import torch
 from support.launch import LAUNCH_SECONDS, environment
+from support.models import build_tiny_model
+from support.rounding import loss_difference, tolerance
+from support.runs import texts, trainer
 from torch import nn
 
+from trl_packfix import SFTTrainer
 from trl_packfix.attention.exchange import group_of, head_ranges, make_groups
 from trl_packfix.attention.forwards import PackedForward, entered
 from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
+from trl_packfix.training.checks import check_recomputation
+from trl_packfix.training.evaluation import EvaluationTotals
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
@@ -31,7 +39,7 @@ on_ranks = [
 
 
 class Launch:
-    """The results of all launches: `launch[name, scenario]`."""
+    """The results of all launches: `launch[engine, scenario]`."""
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "log"
@@ -50,10 +58,10 @@ class Launch:
                     process.wait()
 
     def __getitem__(self, key: tuple[str, str]) -> dict:
-        launch, name = key
-        file = self.folder / launch / f"{name}.pt"
+        engine, name = key
+        file = self.folder / engine / f"{name}.pt"
         if not file.is_file():
-            pytest.fail(f"{launch}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
+            pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
         return torch.load(file)
 
 
@@ -129,3 +137,153 @@ def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
         forward = replace(WHOLE, max_length_q=longest, max_length_k=longest)
         with pytest.raises(ValueError, match=r"2 documents of up to \d tokens.*pack has \d tokens.*read beyond"):
             _device_boundaries({}, forward, num_tokens)
+
+
+# Training
+
+ENGINES = {
+    "ddp": "DistributedDataParallel",
+    "zero1": "DeepSpeedEngine 1",
+    "zero2": "DeepSpeedEngine 2",
+    "zero3": "DeepSpeedEngine 3",
+    "zero3_offload": "DeepSpeedEngine 3 offload",
+    "fsdp2": "FSDP2",
+}
+
+
+def difference(found: dict, expected: dict) -> float:
+    """Of the weights after training, relative to the change of all of them since the start."""
+    change = (expected["end"] - expected["start"]).norm()
+    assert change > 0.1, "nothing was trained, so nothing is compared"
+    return ((found["end"] - expected["end"]).norm() / change).item()
+
+
+def logged(result: dict, name: str) -> list[float]:
+    return [entry[shared_packs.LOGGED.index(name)] for entry in result["logged"]]
+
+
+class TestTraining:
+    pytestmark = on_ranks
+
+    @pytest.mark.parametrize(
+        "engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds]
+    )
+    def test_four_ranks_train_what_one_process_trains(self, launch, engine, kind):
+        found, expected = launch[engine, kind], launch["one", kind]
+        again = launch["one", f"{kind}_reversed"]
+        assert found["engine"] == ENGINES[engine]
+        assert {degree for degree, _ in found["seen"]} == {1, 2, 4} == {1, *found["proved"]}
+        limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
+        assert difference(found, expected) <= limit
+        for name in shared_packs.LOGGED:
+            ours, theirs = logged(found, name), logged(expected, name)
+            if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy"):
+                assert ours == theirs, name
+            elif theirs[0] is not None:
+                limit = tolerance(loss_difference(logged(again, name), theirs))
+                assert loss_difference(ours, theirs) <= limit, name
+        assert (logged(found, "aux_loss")[0] is not None) is (kind == "experts")
+
+    @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+    def test_eval_loss_is_that_of_one_process(self, launch, engine):
+        assert launch[engine, "full"]["eval_loss"] == pytest.approx(launch["one", "full"]["eval_loss"], rel=1e-6)
+
+    @pytest.mark.parametrize("fault", shared_packs.PLANTED)
+    def test_the_comparison_sees_faults(self, launch, fault):
+        found, expected = launch["ddp", f"faulty_{fault}"], launch["one", shared_packs.PLANTED[fault]]
+        assert difference(found, expected) > 1e-3
+
+    @pytest.mark.parametrize("engine", ["ddp", "zero3"])
+    def test_a_restart_within_an_epoch_is_exact(self, launch, engine):
+        found = launch[engine, "restart"]
+        assert torch.equal(*found["weights"])
+        whole, resumed = found["tokens"]
+        assert resumed == whole[-len(resumed) :] and len(resumed) < len(whole)
+        assert found["left"] == 0  # the packs were compared again
+
+    def test_another_pack_in_a_group_is_refused(self, launch):
+        messages = launch["ddp", "other_packs"]["messages"]
+        pattern = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
+        assert all(re.search(pattern, message) for message in messages)
+
+
+class TestProof:
+    pytestmark = on_ranks
+
+    def test_all_ranks_find_the_same(self, launch):
+        first, *others = launch["ddp", "proofs"]["verdicts"]
+        assert all(other == first for other in others)
+
+    @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+    def test_right_models_pass_and_faults_are_found_and_placed(self, launch, model):
+        found = launch["ddp", "proofs"]["verdicts"][0]
+        for degree in (2, 4):
+            assert found[model, None, degree] == (True, True, [])
+        for fault, isolated in (("leak", False), ("chunks", False), ("heads", True)):
+            is_isolated, is_equal, modules = found[model, fault, 2]
+            assert (is_isolated, is_equal) == (isolated, False)
+            assert modules and all("Attention" in module for module in modules)
+
+    @pytest.mark.parametrize("model", ["gptj", "bloom", "mamba"])
+    def test_models_that_need_whole_documents_are_refused(self, launch, model):
+        passes, _ = launch["ddp", "proofs"]["verdicts"][0][model]
+        assert not passes
+
+
+# Settings
+
+PARTS = {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
+SETTINGS = [
+    (
+        {"trainer_kwargs": {"compute_loss_func": lambda *given, **kwargs: None}},
+        r"`tokens_per_rank=64` was given with `compute_loss_func`.*lies on the next rank.*Leave the loss",
+    ),
+    ({"label_smoothing_factor": 0.1}, r"was given with `label_smoothing_factor=0.1`.*lies on the next rank"),
+    ({"model": {"attention_dropout": 0.1}}, r"`attention_dropout=0.1`.*same random numbers.*`attention_dropout=0.0`"),
+    ({"enforce_flash_attention": False}, r"with `enforce_flash_attention=False`.*does not exchange tokens.*=True"),
+    ({"torch_compile": True}, r"with `torch_compile=True`.*not tested in compiled models.*=False"),
+]
+
+
+@pytest.mark.parametrize("settings, message", SETTINGS, ids=[str(list(settings)) for settings, _ in SETTINGS])
+def test_what_does_not_work_on_parts_is_refused(settings, message, tmp_path):
+    model = build_tiny_model(**settings.get("model", {}))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer(tmp_path, texts(8), **PARTS | settings | {"model": model})
+
+
+def test_recomputation_by_fsdp_is_refused():
+    def check(is_set, **settings):
+        plugin = SimpleNamespace(activation_checkpointing=is_set)
+        check_recomputation(SimpleNamespace(**settings), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+
+    check(True, tokens_per_rank=None)
+    check(False, tokens_per_rank=64)
+    with pytest.raises(ValueError, match=r"`activation_checkpointing` in `fsdp_config`.*Set `gradient_checkpointing"):
+        check(True, tokens_per_rank=64)
+
+
+def test_a_loss_of_its_own_is_refused(tmp_path):
+    class OwnLoss(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    run = trainer(tmp_path, texts(8), trainer_class=OwnLoss, **PARTS)
+    with pytest.raises(ValueError, match=r"`tokens_per_rank=64` was given and `OwnLoss.compute_loss` does not call"):
+        run.train()
+
+
+def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_path):
+    run = trainer(tmp_path, texts(8), **PARTS | {"tokens_per_rank": 32})
+    with pytest.raises(ValueError, match=r"a document of \d+ tokens, `tokens_per_rank` is 32.*whole documents on one"):
+        run.predict(run.train_dataset)
+
+
+def test_labels_that_were_shifted_before_the_cut_are_all_scored():
+    logits, labels = torch.randn(1, 6, 9), torch.tensor([[-100, 3, 4, -100, 5, 6]])
+    whole, parts = EvaluationTotals(logits.device), EvaluationTotals(logits.device)
+    whole.add_logits(logits, labels)
+    following = torch.cat([labels[:, 1:], torch.tensor([[-100]])], 1)
+    for part in (slice(0, 3), slice(3, 6)):
+        parts.add_logits(logits[:, part], labels[:, part], following[:, part])
+    assert torch.allclose(whole.sums, parts.sums) and parts.sums[3] == 4
