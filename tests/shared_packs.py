@@ -216,7 +216,10 @@ class Reversed(Whole):
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 MODELS = {
-    "odd_heads": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}),
+    "llama": ("llama", {}),
+    "window": ("gemma3_text", {}),
+    "sinks": ("gpt_oss", {}),
+    "odd_heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "experts": ("mixtral", {}),
 }
 
@@ -228,12 +231,11 @@ def make_trainer(
     cls: type = Shared,
     model: str = "llama",
     peft_config: LoraConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     data: Dataset | None = None,
     **settings,
 ) -> Shared:
     """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`."""
-    model_type, sizes = MODELS.get(model, (model, {}))
     is_one = engine is None
     defaults = {
         "max_length": 112,
@@ -255,11 +257,12 @@ def make_trainer(
         "report_to": [],
         "disable_tqdm": True,
         "ddp_timeout": 90,  # turns a hang into an error
+        "model_init_kwargs": {"dtype": dtype},
         **two_ranks.engine_settings(engine, folder),
     }
     torch.manual_seed(0)  # for the adapters
     trainer = cls(
-        build_tiny_model(model_type, dtype=dtype, **sizes),
+        str(folder / "models" / model),
         trl_packfix.SFTConfig(str(folder / name), **(defaults | settings)),
         train_dataset=documents() if data is None else data,
         eval_dataset=documents(seed=1, num_short=10),
@@ -417,9 +420,9 @@ KINDS = {
     "lora": {"peft_config": LORA},
     "lora_checkpointed": {"peft_config": LORA, "gradient_checkpointing": True},
     "dora": {"peft_config": replace(LORA, use_dora=True)},
-    "lora_fp64": {"peft_config": LORA, "dtype": torch.float64},
-    "window": {"model": "gemma3_text"},
-    "sinks": {"model": "gpt_oss"},
+    "lora_fp64": {"peft_config": LORA, "dtype": "float64"},
+    "window": {"model": "window"},
+    "sinks": {"model": "sinks"},
     "odd_heads": {"model": "odd_heads"},
     "experts": {"model": "experts", "router_aux_loss_coef": 0.1},
     "document": {"document_weighting": "document"},
@@ -520,6 +523,8 @@ def main(folder: Path, only: list[str]) -> int:
     warnings.simplefilter("ignore")
     for engine in LAUNCHES["deepspeed"]:
         (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
+    for name, (model_type, sizes) in MODELS.items():
+        build_tiny_model(model_type, **sizes).save_pretrained(folder / "models" / name)
     launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
     ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
     return int(not all(ended))

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ from support.rounding import loss_difference, tolerance
 from support.runs import texts, trainer
 from torch import nn
 
-from trl_packfix import SFTTrainer
+from trl_packfix import IsolationReport, PackingLeakError, SFTTrainer
 from trl_packfix.attention.exchange import group_of, head_ranges, make_groups
 from trl_packfix.attention.forwards import PackedForward, entered
 from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.checks import check_recomputation
 from trl_packfix.training.evaluation import EvaluationTotals
 
@@ -32,10 +35,11 @@ ROOT = Path(__file__).parent.parent
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
 WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
 
-on_ranks = [
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
-    pytest.mark.processes,
-]
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+
+def on_ranks(test: Callable) -> Callable:
+    return needs_gloo(pytest.mark.processes(test))
 
 
 class Launch:
@@ -73,20 +77,22 @@ def launch(tmp_path_factory) -> Launch:
 # Attention
 
 
-class TestAttention:
-    pytestmark = on_ranks
+@on_ranks
+def test_parts_give_the_outputs_and_gradients_of_the_whole_pack(launch):
+    cases = launch["ddp", "attention"]["cases"]
+    assert len(cases) == 2 * len(shared_packs.HEADS) * len(shared_packs.FEATURES)
+    assert max(cases.values()) < 1e-13, cases
 
-    def test_parts_give_the_outputs_and_gradients_of_the_whole_pack(self, launch):
-        cases = launch["ddp", "attention"]["cases"]
-        assert len(cases) == 2 * len(shared_packs.HEADS) * len(shared_packs.FEATURES)
-        assert max(cases.values()) < 1e-13, cases
 
-    @pytest.mark.parametrize("fault", shared_packs.FAULTS)
-    def test_faults_are_seen(self, launch, fault):
-        assert min(launch["ddp", "attention"]["faults"][fault]) > 1
+@on_ranks
+@pytest.mark.parametrize("fault", shared_packs.FAULTS)
+def test_faults_are_seen(launch, fault):
+    assert min(launch["ddp", "attention"]["faults"][fault]) > 1
 
-    def test_groups_are_aligned_neighbours(self, launch):
-        assert launch["ddp", "attention"]["groups"] == {2: [0, 1], 4: [0, 1, 2, 3]}
+
+@on_ranks
+def test_groups_are_aligned_neighbours(launch):
+    assert launch["ddp", "attention"]["groups"] == {2: [0, 1], 4: [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("heads, kv_heads", shared_packs.HEADS)
@@ -162,72 +168,105 @@ def logged(result: dict, name: str) -> list[float]:
     return [entry[shared_packs.LOGGED.index(name)] for entry in result["logged"]]
 
 
-class TestTraining:
-    pytestmark = on_ranks
-
-    @pytest.mark.parametrize(
-        "engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds]
-    )
-    def test_four_ranks_train_what_one_process_trains(self, launch, engine, kind):
-        found, expected = launch[engine, kind], launch["one", kind]
-        again = launch["one", f"{kind}_reversed"]
-        assert found["engine"] == ENGINES[engine]
-        assert {degree for degree, _ in found["seen"]} == {1, 2, 4} == {1, *found["proved"]}
-        limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
-        assert difference(found, expected) <= limit
-        for name in shared_packs.LOGGED:
-            ours, theirs = logged(found, name), logged(expected, name)
-            if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy"):
-                assert ours == theirs, name
-            elif theirs[0] is not None:
-                limit = tolerance(loss_difference(logged(again, name), theirs))
-                assert loss_difference(ours, theirs) <= limit, name
-        assert (logged(found, "aux_loss")[0] is not None) is (kind == "experts")
-
-    @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-    def test_eval_loss_is_that_of_one_process(self, launch, engine):
-        assert launch[engine, "full"]["eval_loss"] == pytest.approx(launch["one", "full"]["eval_loss"], rel=1e-6)
-
-    @pytest.mark.parametrize("fault", shared_packs.PLANTED)
-    def test_the_comparison_sees_faults(self, launch, fault):
-        found, expected = launch["ddp", f"faulty_{fault}"], launch["one", shared_packs.PLANTED[fault]]
-        assert difference(found, expected) > 1e-3
-
-    @pytest.mark.parametrize("engine", ["ddp", "zero3"])
-    def test_a_restart_within_an_epoch_is_exact(self, launch, engine):
-        found = launch[engine, "restart"]
-        assert torch.equal(*found["weights"])
-        whole, resumed = found["tokens"]
-        assert resumed == whole[-len(resumed) :] and len(resumed) < len(whole)
-        assert found["left"] == 0  # the packs were compared again
-
-    def test_another_pack_in_a_group_is_refused(self, launch):
-        messages = launch["ddp", "other_packs"]["messages"]
-        pattern = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
-        assert all(re.search(pattern, message) for message in messages)
+@on_ranks
+@pytest.mark.parametrize("engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds])
+def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
+    found, expected = launch[engine, kind], launch["one", kind]
+    again = launch["one", f"{kind}_reversed"]
+    assert found["engine"] == ENGINES[engine]
+    assert {degree for degree, _ in found["seen"]} == {1, 2, 4} == {1, *found["proved"]}
+    limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
+    assert difference(found, expected) <= limit
+    for name in shared_packs.LOGGED:
+        ours, theirs = logged(found, name), logged(expected, name)
+        if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy"):
+            assert ours == theirs, name
+        elif theirs[0] is not None:
+            limit = tolerance(loss_difference(logged(again, name), theirs))
+            assert loss_difference(ours, theirs) <= limit, name
+    assert (logged(found, "aux_loss")[0] is not None) is (kind == "experts")
 
 
-class TestProof:
-    pytestmark = on_ranks
+@on_ranks
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_eval_loss_is_that_of_one_process(launch, engine):
+    assert launch[engine, "full"]["eval_loss"] == pytest.approx(launch["one", "full"]["eval_loss"], rel=1e-6)
 
-    def test_all_ranks_find_the_same(self, launch):
-        first, *others = launch["ddp", "proofs"]["verdicts"]
-        assert all(other == first for other in others)
 
-    @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-    def test_right_models_pass_and_faults_are_found_and_placed(self, launch, model):
-        found = launch["ddp", "proofs"]["verdicts"][0]
-        for degree in (2, 4):
-            assert found[model, None, degree] == (True, True, [])
-        for fault, isolated in (("leak", False), ("chunks", False), ("heads", True)):
-            is_isolated, is_equal, modules = found[model, fault, 2]
-            assert (is_isolated, is_equal) == (isolated, False)
-            assert modules and all("Attention" in module for module in modules)
+@on_ranks
+@pytest.mark.parametrize("fault", shared_packs.PLANTED)
+def test_the_comparison_sees_faults(launch, fault):
+    found, expected = launch["ddp", f"faulty_{fault}"], launch["one", shared_packs.PLANTED[fault]]
+    assert difference(found, expected) > 1e-3
 
-    @pytest.mark.parametrize("model", ["gptj", "bloom", "mamba"])
-    def test_models_that_need_whole_documents_are_refused(self, launch, model):
-        passes, _ = launch["ddp", "proofs"]["verdicts"][0][model]
-        assert not passes
+
+@on_ranks
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_a_restart_within_an_epoch_is_exact(launch, engine):
+    found = launch[engine, "restart"]
+    assert torch.equal(*found["weights"])
+    whole, resumed = found["tokens"]
+    assert resumed == whole[-len(resumed) :] and len(resumed) < len(whole)
+    assert found["left"] == 0  # the packs were compared again
+
+
+@on_ranks
+def test_another_pack_in_a_group_is_refused(launch):
+    messages = launch["ddp", "other_packs"]["messages"]
+    pattern = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
+    assert all(re.search(pattern, message) for message in messages)
+
+
+@on_ranks
+def test_all_ranks_find_the_same(launch):
+    first, *others = launch["ddp", "proofs"]["verdicts"]
+    assert all(other == first for other in others)
+
+
+@on_ranks
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
+    found = launch["ddp", "proofs"]["verdicts"][0]
+    for degree in (2, 4):
+        assert found[model, None, degree] == (True, True, [])
+    for fault, isolated in (("leak", False), ("chunks", False), ("heads", True)):
+        is_isolated, is_equal, modules = found[model, fault, 2]
+        assert (is_isolated, is_equal) == (isolated, False)
+        assert modules and all("Attention" in module for module in modules)
+
+
+@on_ranks
+@pytest.mark.parametrize("model", ["gptj", "bloom", "mamba"])
+def test_models_that_need_whole_documents_are_refused(launch, model):
+    passes, _ = launch["ddp", "proofs"]["verdicts"][0][model]
+    assert not passes
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, reason",
+    [
+        ("bloom", {}, r"these modules are repaired: .*BloomAttention"),
+        ("bloom", {"on_leak": "unpack"}, r"the model is unpacked: UNPACKED"),
+        ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager': GPTJ"),
+    ],
+)
+def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, settings, reason):
+    on_leak = settings.get("on_leak", "repair")
+    model = build_tiny_model(model_type, **{name: value for name, value in settings.items() if name != "on_leak"})
+    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak)
+    assert packed_model.prove(model).isolated
+    with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):
+        packed_model.prove_degree(model, 2)
+
+
+def test_what_the_probe_finds_on_parts_is_told_with_the_module():
+    leaks = [Leak("layers.0.conv", "Conv1d", 0.3)]
+    report = IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "packfix_varlen", leaks=leaks, degree=4)
+    message = r"A pack was shared by 4 ranks, .*by 3.0e-01.*layers.0.conv \(Conv1d\). Set `tokens_per_rank=None`"
+    with pytest.raises(PackingLeakError, match=message):
+        report.raise_if_leaking()
+    with pytest.raises(PackingLeakError, match=r"shared by 4 ranks, and the model raised: no index.*tokens_per_rank"):
+        replace(report, error="no index", leaks=[]).raise_if_leaking()
 
 
 # Settings

@@ -77,18 +77,16 @@ class IsolationReport:
         if self.isolated and self.equal:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
-        given_to = "this model"
         if self.degree > 1:
-            given_to = f"this model, a part on each of {self.degree} ranks,"
-            remedy = "Set `tokens_per_rank=None` (documents are then at most as long as one rank can train)."
-        elif on_leak == "raise":
+            self._raise_of_parts()
+        if on_leak == "raise":
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
                 "or `packing=False` and `padding_free=False`."
             )
         if self.error is not None:
             raise PackingLeakError(
-                f"A pack of documents was given to {given_to} with attention {self.attention!r}, and it raised: "
+                f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
                 f"{self.error} It cannot be trained on packs. {remedy}"
             )
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
@@ -99,11 +97,21 @@ class IsolationReport:
         else:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
-        if self.degree > 1:
-            place = where or "a module that no run of the probe shows"
-            why = f"Something other than attention reads tokens that other ranks hold: {place}."
         raise PackingLeakError(
-            f"Documents in a pack {given} on {given_to} with attention {self.attention!r}. {why} {remedy}"
+            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
+        )
+
+    def _raise_of_parts(self) -> None:
+        if self.error is not None:
+            found = f"the model raised: {self.error}"
+        else:
+            gap = max(self.max_change, self.max_difference)
+            found = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
+        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
+        raise PackingLeakError(
+            f"A pack was shared by {self.degree} ranks, and {found}. It worked on one rank, so a module other than "
+            f"attention needs tokens that other ranks hold{': ' + where if where else ''}. Set `tokens_per_rank=None` "
+            "(documents are then at most as long as one rank can train)."
         )
 
 

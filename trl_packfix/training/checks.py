@@ -147,7 +147,6 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
     """
     if args.tokens_per_rank is None:
         return
-    given = f"`tokens_per_rank={args.tokens_per_rank}` was given with"
     losses = {
         "`compute_loss_func`": compute_loss_func is not None,
         f"`label_smoothing_factor={args.label_smoothing_factor}`": args.label_smoothing_factor > 0,
@@ -155,24 +154,28 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
     for loss, is_set in losses.items():
         if is_set:
             raise ValueError(
-                f"{given} {loss}. Such a loss shifts labels itself, and the label of the last token of a part lies on "
+                f"`tokens_per_rank={args.tokens_per_rank}` was given with {loss}. "
+                "Such a loss shifts labels itself, and the label of the last token of a part lies on "
                 "the next rank, so it would be lost. Leave the loss at its default, or `tokens_per_rank` unset."
             )
     for name, rate in vars(text_config(model, args)).items():
         if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
             raise ValueError(
-                f"{given} a model whose config has `{name}={rate}`. The ranks of a group compute different heads and "
+                f"`tokens_per_rank={args.tokens_per_rank}` was given with a model whose config has `{name}={rate}`. "
+                "The ranks of a group compute different heads and "
                 f"draw the same random numbers, so the heads would drop the same weights. Load the model with "
                 f"`{name}=0.0`, or leave `tokens_per_rank` unset."
             )
     if not args.enforce_flash_attention:
         raise ValueError(
-            f"{given} `enforce_flash_attention=False`. That keeps the attention of the model, which does not exchange "
+            f"`tokens_per_rank={args.tokens_per_rank}` was given with `enforce_flash_attention=False`. "
+            "That keeps the attention of the model, which does not exchange "
             "tokens between the ranks of a group. Set `enforce_flash_attention=True`, or leave `tokens_per_rank` unset."
         )
     if args.torch_compile:
         raise ValueError(
-            f"{given} `torch_compile=True`. The exchange between ranks was not tested in compiled models. Set "
+            f"`tokens_per_rank={args.tokens_per_rank}` was given with `torch_compile=True`. "
+            "The exchange between ranks was not tested in compiled models. Set "
             "`torch_compile=False`, or leave `tokens_per_rank` unset."
         )
 
