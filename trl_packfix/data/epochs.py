@@ -147,9 +147,7 @@ class EpochPlanner:
     @property
     def _planned_capacity(self) -> int:
         """Tokens to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
-        if self.tokens_per_rank is None:
-            return self.capacity
-        return max(int(FILL * self.capacity), int(self.documents.lengths.max()))
+        return self.capacity if self.tokens_per_rank is None else max(int(FILL * self.capacity), 1)
 
     @property
     def _smallest_degree(self) -> int:
@@ -206,6 +204,8 @@ class EpochPlanner:
 
     def _plan(self, epoch: int) -> PackPlan:
         lengths = self.documents.lengths
+        if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
+            lengths = np.minimum(lengths, self._planned_capacity)
         if self._traits.cuts_blocks:
             assert self.documents.block is not None
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
