@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +114,8 @@ class EpochPlanner:
         return STRATEGIES[self.strategy]
 
     @property
-    def _steps(self) -> StepSettings:
+    def steps(self) -> StepSettings:
+        """How every optimizer step is divided."""
         return StepSettings(
             capacity=self.capacity,
             accumulation=self.accumulation,
@@ -123,6 +124,17 @@ class EpochPlanner:
             balance=self.balance,
             synchronisation=self.synchronisation,
             drop_last=self.drop_last,
+        )
+
+    @property
+    def parallel(self) -> SequenceParallel:
+        """The settings of sequence parallelism; only with `tokens_per_rank`."""
+        assert self.tokens_per_rank is not None
+        return SequenceParallel(
+            tokens_per_rank=self.tokens_per_rank,
+            smallest=self._smallest_degree,
+            degrees=self.degrees or self._first_degrees,
+            speeds=self.speeds,
         )
 
     @property
@@ -135,9 +147,7 @@ class EpochPlanner:
     @property
     def _planned_capacity(self) -> int:
         """Tokens to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
-        if self.tokens_per_rank is None:
-            return self.capacity
-        return max(int(FILL * self.capacity), int(self.documents.lengths.max()))
+        return self.capacity if self.tokens_per_rank is None else max(int(FILL * self.capacity), 1)
 
     @property
     def _smallest_degree(self) -> int:
@@ -194,6 +204,8 @@ class EpochPlanner:
 
     def _plan(self, epoch: int) -> PackPlan:
         lengths = self.documents.lengths
+        if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
+            lengths = np.minimum(lengths, self._planned_capacity)
         if self._traits.cuts_blocks:
             assert self.documents.block is not None
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
@@ -210,21 +222,16 @@ class EpochPlanner:
         lengths = self.documents.lengths
         if self._traits.keeps_steps:
             order = unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths))
-            return schedule_minibatches(lengths, order, self.batch_size, self._steps)
+            return schedule_minibatches(lengths, order, self.batch_size, self.steps)
         assert self.first_plan is not None  # every strategy except `minibatch` has one
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self._num_groups and not self.drop_last:
             # The Trainer computed the number of steps from the first plan. A plan that needs more cannot be used.
             plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
         if self.tokens_per_rank is None:
-            return schedule_packs(plan, lengths, self.num_steps, self._steps)
-        parallel = SequenceParallel(
-            tokens_per_rank=self.tokens_per_rank,
-            smallest=self._smallest_degree,
-            degrees=self._first_degrees if epoch == 0 or self.degrees is None else self.degrees,
-            speeds=self.speeds,
-        )
-        return schedule_groups(plan, lengths, self.num_steps, self._steps, parallel)
+            return schedule_packs(plan, lengths, self.num_steps, self.steps)
+        parallel = self.parallel if epoch else replace(self.parallel, degrees=self._first_degrees)
+        return schedule_groups(plan, lengths, self.num_steps, self.steps, parallel)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:

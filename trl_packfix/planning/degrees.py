@@ -102,7 +102,7 @@ class GroupTimes:
         latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
-    def seconds(self, costs: Float64Array, tokens: Int64Array, degree: int) -> Float64Array:
+    def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
         """Seconds of groups with packs of these costs, in FLOPs by `costs(degree)`, and tokens, shape (N,)."""
         per_token, fixed = self.exchange(degree)
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
@@ -223,25 +223,28 @@ def divide_step(
         packs: the step's documents in packs for groups of S ranks, at most G * W / S of them.
         lengths: tokens of each document of the dataset, shape (N,).
     """
-    step = _Step(packs, lengths, settings, parallel)
+    step = Step(np.concatenate(packs), lengths, settings, parallel)
+    degree, accumulation = parallel.smallest, settings.accumulation
+    packs = packs + [np.zeros(0, np.int64)] * (settings.num_slots // degree - len(packs))
     if settings.balance == "none":
-        return step.as_planned()
-    return step.divided(step.documents, settings.accumulation) or step.as_planned()
+        return step.grouped(packs, degree)
+    found = step.divided(step.documents, accumulation)
+    if found is None or step.first_packs(step.documents, degree, accumulation) is None:
+        planned = step.grouped(step.balanced(packs, degree, accumulation), degree)  # these packs always fit
+        if found is None or planned.seconds < found.seconds:
+            found = planned
+    return found
 
 
-class _Step:
-    """One optimizer step while its degrees are chosen. `documents` are its documents, longest first."""
+class Step:
+    """The documents of one optimizer step, longest first, while they are divided into micro-steps and groups."""
 
-    def __init__(
-        self, packs: list[Int64Array], lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
-    ):
-        self.packs = packs
+    def __init__(self, documents: Int64Array, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel):
+        self.documents = documents[np.argsort(-lengths[documents], kind="stable")]
         self.lengths = lengths
         self.settings = settings
         self.parallel = parallel
         self.times = GroupTimes(settings.cost_model, parallel.speeds)
-        documents = np.concatenate(packs) if packs else np.zeros(0, np.int64)
-        self.documents = documents[np.argsort(-lengths[documents], kind="stable")]
 
     def divided(self, documents: Int64Array, num: int) -> DividedStep | None:
         """The best of: one degree for these documents in `num` micro-steps, or halves of them, divided in the same way.
@@ -279,7 +282,7 @@ class _Step:
         if not len(documents):
             # One degree is as good as another for a micro-step without documents.
             degree = self.parallel.degrees[0]
-            return best or self._divided(degree, [documents[:0]] * (self.settings.world_size // degree * accumulation))
+            return best or self.grouped([documents] * (self.settings.world_size // degree * accumulation), degree)
         bounds = sorted((self._lower_bound(documents, degree), degree) for degree in self.parallel.degrees)
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
@@ -299,40 +302,93 @@ class _Step:
 
     def one_degree(self, documents: Int64Array, degree: int, accumulation: int) -> DividedStep | None:
         """The documents in groups of one degree, in so many micro-steps; None if no such packs are found."""
-        lengths, parallel = self.lengths, self.parallel
-        capacity, groups = degree * parallel.tokens_per_rank, self.settings.world_size // degree
-        if len(documents) and lengths[documents[0]] > capacity:
+        packs = self.first_packs(documents, degree, accumulation)
+        return None if packs is None else self.grouped(self.balanced(packs, degree, accumulation), degree)
+
+    def first_packs(self, documents: Int64Array, degree: int, accumulation: int) -> list[Int64Array] | None:
+        """The documents in packs for groups of one degree, before they are balanced; None if none are found."""
+        lengths, capacity = self.lengths, degree * self.parallel.tokens_per_rank
+        num = self.settings.world_size // degree * accumulation
+        if lengths[documents[0]] > capacity:
             return None
-        model = self.times.costs(degree)
-        num = groups * accumulation
-        packs = _least_loaded(documents, lengths, model, num, capacity) or _tightest(documents, lengths, num, capacity)
-        if packs is None:
-            if degree != parallel.smallest or len(documents) < len(self.documents):
-                return None
-            packs = self.packs  # planned for this degree
+        packs = _least_loaded(documents, lengths, self.times.costs(degree), num, capacity)
+        return packs or _tightest(documents, lengths, num, capacity)
+
+    def balanced(self, packs: list[Int64Array], degree: int, accumulation: int) -> list[Int64Array]:
+        """The documents of these packs dealt to the groups of so many micro-steps, see `balance.py`."""
         settings = replace(
             self.settings,
-            capacity=capacity,
+            capacity=degree * self.parallel.tokens_per_rank,
             accumulation=accumulation,
-            world_size=groups,
-            cost_model=model,
-            synchronisation="micro",  # ranks of a group wait for each other in every layer
+            world_size=self.settings.world_size // degree,
+            cost_model=self.times.costs(degree),
+            synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
-        return self._divided(degree, balanced(packs, lengths, settings))
+        return balanced(packs, self.lengths, settings)
 
-    def as_planned(self) -> DividedStep:
-        """The packs as they are, for groups of S ranks. They always fit."""
-        degree = self.parallel.smallest
-        num = self.settings.accumulation * self.settings.world_size // degree
-        return self._divided(degree, self.packs + [np.zeros(0, np.int64)] * (num - len(self.packs)))
-
-    def _divided(self, degree: int, packs: list[Int64Array]) -> DividedStep:
-        groups = self.settings.world_size // degree
+    def grouped(self, packs: list[Int64Array], degree: int) -> DividedStep:
+        """Packs of groups of one degree, micro-step after micro-step, with their modelled time."""
         model = self.times.costs(degree)
         costs = np.array([model(self.lengths[pack]).sum() for pack in packs])
         tokens = np.array([self.lengths[pack].sum() for pack in packs])
-        seconds = self.times.seconds(costs, tokens, degree).reshape(-1, groups).max(axis=1)
+        seconds = self.times.seconds(costs, tokens, degree).reshape(-1, self.settings.world_size // degree).max(axis=1)
         return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
+
+    def bound(self) -> float:
+        """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
+
+        All ranks work all the time, documents longer than C pay the exchange of their smallest group, and the longest
+        takes what it takes alone at its best degree.
+        """
+        lengths, tokens_per_rank = self.lengths[self.documents], self.parallel.tokens_per_rank
+        ranks_seconds = float(self.times.seconds(self.settings.cost_model(lengths), lengths, 1).sum())
+        long = lengths[lengths > tokens_per_rank]
+        ranks_seconds += sum(n * self.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
+        longest = min(
+            float(self.times.seconds(self.times.costs(degree)(lengths[:1]), lengths[:1], degree)[0])
+            for degree in {self.parallel.smallest, *self.parallel.degrees}
+            if degree * tokens_per_rank >= lengths[0]
+        )
+        return max(ranks_seconds / self.settings.world_size, longest)
+
+
+@dataclass(frozen=True)
+class ModelledTime:
+    """Modelled seconds of a schedule with sequence parallelism.
+
+    Attributes:
+        seconds: of each micro-step, that is of its longest group, shape (S*G,).
+        exchange: of each micro-step, in the exchanges, the mean over ranks, shape (S*G,).
+        bound: seconds of the whole schedule, below which no other with the same steps is.
+    """
+
+    seconds: Float64Array
+    exchange: Float64Array
+    bound: float
+
+
+def modelled_time(
+    schedule: Schedule, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
+) -> ModelledTime:
+    """What a schedule takes, and the least that one with the same steps could take."""
+    assert schedule.degrees is not None
+    times = GroupTimes(settings.cost_model, parallel.speeds)
+    seconds, exchange = np.zeros((2, len(schedule.degrees)))
+    tokens = _slot_sums(schedule, lengths)
+    for degree in np.unique(schedule.degrees).tolist():
+        rows, leaders = np.flatnonzero(schedule.degrees == degree), slice(None, None, degree)
+        costs = _slot_sums(schedule, times.costs(degree)(lengths))
+        some = tokens[rows][:, leaders]
+        seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
+        exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
+    steps = (Step(schedule.step_documents(i), lengths, settings, parallel) for i in range(schedule.num_steps))
+    return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
+
+
+def _slot_sums(schedule: Schedule, values: Int64Array | Float64Array) -> Float64Array:
+    """Sums over the documents of every slot, shape (S*G, W)."""
+    total = np.concatenate([[0.0], np.cumsum(values[schedule.order])])
+    return np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
 
 
 def _least_loaded(
