@@ -206,8 +206,10 @@ def test_a_restart_within_an_epoch_is_exact(launch, engine):
     found = launch[engine, "restart"]
     assert torch.equal(*found["weights"])
     whole, resumed = found["tokens"]
-    assert resumed == whole[-len(resumed) :] and len(resumed) < len(whole)
-    assert found["left"] == 0  # the packs were compared again
+    assert resumed == whole and len(whole) == 6
+    whole, resumed = found["seen"]
+    assert resumed == whole[-2 * shared_packs.ACCUMULATION :] and len(whole) == 6 * shared_packs.ACCUMULATION
+    assert found["compared"]  # once more
 
 
 @on_ranks
@@ -236,10 +238,13 @@ def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
 
 
 @on_ranks
-@pytest.mark.parametrize("model", ["gptj", "bloom", "mamba"])
-def test_models_that_need_whole_documents_are_refused(launch, model):
-    passes, _ = launch["ddp", "proofs"]["verdicts"][0][model]
-    assert not passes
+def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
+    found = launch["ddp", "proofs"]["verdicts"][0]
+    assert found["shift", 1] == (True, True, [])
+    for degree in (2, 4):
+        is_isolated, is_equal, modules = found["shift", degree]
+        assert not (is_isolated and is_equal) and modules == ["TokenShift"]
+    assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
 
 
 @pytest.mark.parametrize(
