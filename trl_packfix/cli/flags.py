@@ -86,7 +86,20 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         default=[1] if several else 1,
         help=f"{star}data-parallel ranks, usually GPUs (default: 1)",
     )
-    packing.add_argument("--batch-size", "--per_device_train_batch_size", type=int, default=8, metavar="N")
+    packing.add_argument(
+        "--batch-size",
+        "--per_device_train_batch_size",
+        type=int,
+        metavar="N",
+        help="default: 8, with --tokens-per-rank 1",
+    )
+    packing.add_argument(
+        "--tokens-per-rank",
+        "--tokens_per_rank",
+        type=int,
+        metavar="TOKENS",
+        help="sequence parallelism: most tokens of a pack on one rank; --max-length may be larger (default: off)",
+    )
     packing.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="N")
     packing.add_argument("--overlong", choices=("truncate", "split", "drop", "raise"))
     packing.add_argument("--balance", choices=("step", "none"), default="step")
@@ -125,11 +138,18 @@ def load_cost_model(args: argparse.Namespace) -> "CostModel":
     return make_cost_model(load_model_config(args))
 
 
+def batch_size(args: argparse.Namespace) -> int:
+    """The batch size given, or its default."""
+    if args.batch_size is not None:
+        return args.batch_size
+    return 8 if args.tokens_per_rank is None else 1
+
+
 def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> "SFTConfig":
     """The config of a run with these flags. `SFTConfig` checks them."""
     from ..training.config import SFTConfig
 
-    for name, value in (("batch-size", args.batch_size), ("accumulation", args.accumulation)):
+    for name, value in (("batch-size", batch_size(args)), ("accumulation", args.accumulation)):
         if value < 1:
             raise ValueError(f"`--{name} {value}` was given. A step needs at least 1. Set `--{name}` to 1 or more.")
     chosen: Any = strategy  # checked by SFTConfig
@@ -138,10 +158,11 @@ def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> 
         packing=True,
         max_length=max_length,
         packing_strategy=chosen,
-        per_device_train_batch_size=args.batch_size,
+        per_device_train_batch_size=batch_size(args),
         gradient_accumulation_steps=args.accumulation,
         overlong=args.overlong,
         balance=args.balance,
+        tokens_per_rank=args.tokens_per_rank,
         seed=args.seed,
         use_cpu=True,
         bf16=False,

@@ -99,6 +99,8 @@ def forecasts(
             continue
         assert report.imbalance is not None  # only reports of streams have none
         seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
+        if report.shared is not None:
+            seconds /= 1 - report.shared.exchange_share
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
 
@@ -148,10 +150,17 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
                 f"{each.flops / pick.flops:.2f} times as much per epoch."
             )
     report = pick.report
-    reasons.append(
-        f"It needs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
-        f"{report.max_length:,}): if that is too much, lower the batch size before max_length."
-    )
+    if report.shared is None:
+        reasons.append(
+            f"It needs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
+            f"{report.max_length:,}): if that is too much, lower the batch size before max_length."
+        )
+    else:
+        reasons.append(
+            f"It needs memory for parts of {report.shared.tokens_per_rank:,} tokens on each rank, and groups of up to "
+            f"{report.shared.smallest_degree} ranks for the longest documents: if that is too much, lower "
+            "tokens_per_rank."
+        )
     widest = max(
         (each.report for each in whole if each.report.max_length == report.max_length), key=lambda each: each.world_size
     )
@@ -160,6 +169,11 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
             f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
             f"{widest.imbalance - 1:.1%} to the time; the lower bound for the documents of these steps is "
             f"{widest.imbalance_bound - 1:.1%}."
+        )
+    elif widest.shared is not None:
+        reasons.append(
+            f"On {widest.world_size:,} ranks ({widest.strategy}) an epoch takes {widest.shared.time_over_bound:.2f} "
+            f"times a lower bound by the model, and {widest.shared.exchange_share:.1%} of the time is the exchange."
         )
     return Recommendation(report.max_length, pick.lost, reasons)
 

@@ -10,6 +10,7 @@ EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
   trl-packfix plan lengths.txt --strategy stream bfd_split wrapped --tflops 350 --json
+  trl-packfix plan lengths.txt --max-length 131072 --tokens-per-rank 16384 --world-size 8 64
 
 The numbers are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 %
 of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from ..planning.degrees import possible_degrees
     from ..reporting.report import MAX_LOST_SHARE
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
@@ -69,9 +71,16 @@ def run(args: argparse.Namespace) -> int:
         for strategy in args.strategy:
             flags.packing_config(args, length, strategy)  # to check the settings before tokenising
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
-    lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), positions)
-    configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
     model = flags.load_cost_model(args)
+    most = positions
+    if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
+        most = min(
+            possible_degrees(1, args.tokens_per_rank, ranks, model)[-1] * args.tokens_per_rank
+            for ranks in args.world_size
+        )
+        most = most if positions is None else min(most, positions)
+    lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), most)
+    configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
@@ -87,6 +96,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
+def _shared_cells(shared: Any) -> list[str]:
+    return [
+        f"{shared.exchange_share:.1%}",
+        f"{shared.time_over_bound:.3f}",
+        f"{shared.largest_part:,}",
+        shared.histogram(),
+    ]
+
+
 def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
@@ -95,8 +113,10 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
     first = found[0].report
     print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     print(f"lengths  {first.lengths.line()}")
+    shares = args.tokens_per_rank is not None
+    size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
     print(
-        f"micro-batches of {args.batch_size} x max_length tokens, accumulation {args.accumulation}, balance "
+        f"micro-batches of {size}, accumulation {args.accumulation}, balance "
         f"{args.balance!r}; imbalance: modelled time / modelled time if ranks never waited"
     )
     table = Table(box=SIMPLE, pad_edge=False)
@@ -113,6 +133,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
         "cut",
         "lost",
         "PFLOP",
+        *(["exchange", "time/bound", "part", "micro-steps by degree"] if shares else []),
         *(["tokens/s", "hours"] if args.tflops else []),
     ):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
@@ -132,13 +153,19 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
             f"{each.lost:.2%}",
             f"{each.flops / 1e15:,.3g}",
+            *(_shared_cells(report.shared) if shares else []),
             *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
         )
     console = Console()
     # A file or a pipe has no width: its lines must not be wrapped.
-    (console if console.is_terminal else Console(width=160)).print(table)
+    (console if console.is_terminal else Console(width=200 if shares else 160)).print(table)
     print(
         "filled: share of the packs; padded: the same of unpacked batches of this size; cut: documents truncated, "
         "split or\ndropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
     )
+    if shares:
+        print(
+            "exchange: share of the time in the exchange between ranks that share a pack; time/bound: modelled time "
+            "over a\nlower bound; part: tokens of the largest part of a pack on a rank; degree: ranks that share a pack"
+        )
     print("\nRecommended: " + "\n  ".join(reasons))

@@ -24,11 +24,15 @@ TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file
 
 
 class CachedPacks(NamedTuple):
-    """Documents in packs: pack i is `order[offsets[i]:offsets[i + 1]]`; `num_skipped` documents are in no pack."""
+    """Documents in packs: pack i is `order[offsets[i]:offsets[i + 1]]`; `num_skipped` documents are in no pack.
+
+    With sequence parallelism a schedule has `degrees`, one for each micro-step.
+    """
 
     order: Int64Array
     offsets: Int64Array
     num_skipped: int = 0
+    degrees: Int64Array | None = None
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -76,12 +80,13 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def read_cached_packs(path: Path, num_documents: int) -> CachedPacks | None:
+def read_cached_packs(path: Path, num_documents: int, num_degrees: int = 0) -> CachedPacks | None:
     """The packs that `cache_packs` wrote there, if they hold `num_documents` documents; else None."""
     try:
         flat = np.asarray(np.load(path, mmap_mode="r"))
         start = 2 + int(flat[0])
-        found = CachedPacks(flat[start:], flat[2:start], int(flat[1]))
+        stop = start + num_degrees
+        found = CachedPacks(flat[stop:], flat[2:start], int(flat[1]), flat[start:stop] if num_degrees else None)
         problem = _problem(found, num_documents)
     except FileNotFoundError:
         return None
@@ -106,6 +111,8 @@ def _problem(packs: CachedPacks, num_documents: int) -> str | None:
         return f"it has {len(order)} documents and {packs.num_skipped} skipped, but there are {num_documents}"
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(order) or (offsets[1:] < offsets[:-1]).any():
         return "its packs do not follow each other"
+    if packs.degrees is not None and (packs.degrees < 1).any():
+        return "it has degrees below 1"
     has = np.zeros(num_documents, dtype=bool)
     has[order[order >= 0]] = True
     return None if has.sum() == len(order) else f"{len(order) - has.sum()} documents are in it twice"
@@ -113,7 +120,8 @@ def _problem(packs: CachedPacks, num_documents: int) -> str | None:
 
 def cache_packs(path: Path, packs: CachedPacks) -> None:
     """Write packs for `read_cached_packs`, and delete those in the same folder that were unused for a week."""
-    flat = np.concatenate([[len(packs.offsets), packs.num_skipped], packs.offsets, packs.order])
+    degrees = np.zeros(0, np.int64) if packs.degrees is None else packs.degrees
+    flat = np.concatenate([[len(packs.offsets), packs.num_skipped], packs.offsets, degrees, packs.order])
     write_atomically(path, lambda file: np.save(file, flat, allow_pickle=False))
     for pattern, age in ((f"{PREFIX}-packs-*.npy", PACKS_LIFETIME), (f"{PREFIX}-*.tmp.*", TEMPORARY_LIFETIME)):
         for file in path.parent.glob(pattern):

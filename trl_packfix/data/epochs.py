@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
@@ -52,6 +53,10 @@ class EpochPlanner:
         shuffle: False keeps the order of the table (curricula, upsampled mixes).
         synchronisation: when ranks wait for each other, after every micro-batch or after the step.
         cost_model: FLOPs of a document on the model, from its linear layers and its attention.
+        tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank; None: one rank holds a pack.
+        degrees: with sequence parallelism, how many ranks may share a pack. None: any in the first epoch, and in the
+            later ones those of the first, since the model is proved at each of them before the first step.
+        speeds: of devices and links, by which degrees are chosen.
         writes_cache: cache plans and schedules of many documents; one rank of a node is enough.
     """
 
@@ -68,11 +73,18 @@ class EpochPlanner:
     synchronisation: Synchronisation = "micro"
     cost_model: CostModel = LLAMA_7B
     writes_cache: bool = True
+    tokens_per_rank: int | None = None
+    degrees: tuple[int, ...] | None = None
+    speeds: Speeds = field(default_factory=Speeds)
     num_steps: int = field(init=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
+    _first_degrees: tuple[int, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if self.tokens_per_rank is not None:
+            possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model)
+            self._first_degrees = possible if self.degrees is None else self.degrees
         if self._traits.keeps_steps:
             self.num_steps = num_optimizer_steps(
                 len(self.documents), self.batch_size * self.accumulation, self.world_size, self.drop_last
@@ -82,7 +94,7 @@ class EpochPlanner:
             packs = self._read_or_compute("plan", 0, self._plan)
             self.first_plan = PackPlan(packs.order, packs.offsets, self.documents.lengths, self.capacity)
             self.num_steps = num_optimizer_steps(
-                self.first_plan.num_packs, self.accumulation, self.world_size, self.drop_last
+                self.first_plan.num_packs, self.accumulation, self._num_groups, self.drop_last
             )
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
@@ -92,13 +104,18 @@ class EpochPlanner:
                 "is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
+        if self.tokens_per_rank is not None and self.degrees is None:
+            used = self.schedule(0).degrees
+            assert used is not None
+            self.degrees = tuple(sorted({self._smallest_degree, *used.tolist()}))
 
     @property
     def _traits(self) -> StrategyTraits:
         return STRATEGIES[self.strategy]
 
     @property
-    def _steps(self) -> StepSettings:
+    def steps(self) -> StepSettings:
+        """How every optimizer step is divided."""
         return StepSettings(
             capacity=self.capacity,
             accumulation=self.accumulation,
@@ -110,22 +127,52 @@ class EpochPlanner:
         )
 
     @property
+    def parallel(self) -> SequenceParallel:
+        """The settings of sequence parallelism; only with `tokens_per_rank`."""
+        assert self.tokens_per_rank is not None
+        return SequenceParallel(
+            tokens_per_rank=self.tokens_per_rank,
+            smallest=self._smallest_degree,
+            degrees=self.degrees or self._first_degrees,
+            speeds=self.speeds,
+        )
+
+    @property
     def capacity(self) -> int:
-        """Largest number of tokens of a pack."""
+        """Largest number of tokens of a pack; with sequence parallelism, of one on the fewest ranks that it needs."""
+        if self.tokens_per_rank is not None:
+            return self._smallest_degree * self.tokens_per_rank
         return self.batch_size * self.max_length
+
+    @property
+    def _planned_capacity(self) -> int:
+        """Tokens to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
+        return self.capacity if self.tokens_per_rank is None else max(int(FILL * self.capacity), 1)
+
+    @property
+    def _smallest_degree(self) -> int:
+        """The smallest number of ranks that hold a document of `max_length`."""
+        return 1 if self.tokens_per_rank is None else smallest_degree(self.max_length, self.tokens_per_rank)
+
+    @property
+    def _num_groups(self) -> int:
+        """Groups of ranks for which packs are planned."""
+        return self.world_size // self._smallest_degree
 
     def schedule(self, epoch: int) -> Schedule:
         """Documents of every step, micro-batch and rank of one epoch."""
         if not self.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            order, offsets, num_skipped = self._read_or_compute("schedule", epoch, self._schedule)
-            self._latest = (epoch, Schedule(order, offsets, self.accumulation, self.world_size, num_skipped))
+            order, offsets, num_skipped, degrees = self._read_or_compute("schedule", epoch, self._schedule)
+            self._latest = (epoch, Schedule(order, offsets, self.accumulation, self.world_size, num_skipped, degrees))
         return self._latest[1]
 
     def settings(self) -> dict[str, Any]:
         """All arguments that decide which documents are in which batch, except the documents themselves."""
-        names = (each.name for each in fields(self) if each.init and each.name not in ("documents", "writes_cache"))
+        names = [each.name for each in fields(self) if each.init and each.name not in ("documents", "writes_cache")]
+        if self.tokens_per_rank is None:
+            names = [name for name in names if name not in ("tokens_per_rank", "degrees", "speeds")]
         return {name: getattr(self, name) for name in names}
 
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
@@ -134,7 +181,10 @@ class EpochPlanner:
             return None
         settings: dict[str, Any] = self.settings()
         if kind == "plan":
-            settings = {name: settings[name] for name in ("strategy", "batch_size", "max_length", "seed", "shuffle")}
+            decisive = ("strategy", "batch_size", "max_length", "seed", "shuffle", "tokens_per_rank")
+            settings = {name: settings[name] for name in decisive if name in settings}
+        elif epoch == 0 and self.tokens_per_rank is not None:
+            settings["degrees"] = self._first_degrees
         key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PREFIX}-packs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
 
@@ -142,7 +192,10 @@ class EpochPlanner:
         self, kind: Literal["plan", "schedule"], epoch: int, make: Callable[[int], PackPlan | Schedule]
     ) -> CachedPacks:
         file = self.file(kind, epoch)
-        packs = None if file is None else read_cached_packs(file, len(self.documents))
+        num_degrees = 0
+        if self.tokens_per_rank is not None and kind == "schedule":
+            num_degrees = self.num_steps * self.accumulation
+        packs = None if file is None else read_cached_packs(file, len(self.documents), num_degrees)
         if packs is None:
             packs = _packs(make(epoch))
             if file is not None and self.writes_cache:
@@ -151,29 +204,34 @@ class EpochPlanner:
 
     def _plan(self, epoch: int) -> PackPlan:
         lengths = self.documents.lengths
+        if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
+            lengths = np.minimum(lengths, self._planned_capacity)
         if self._traits.cuts_blocks:
             assert self.documents.block is not None
             rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
             return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
         if self.strategy == "stream":
             if not self.shuffle:
-                return plan_stream(lengths, np.arange(len(lengths)), self.capacity)
-            return plan_packs(lengths, self.capacity, "stream", self.seed, epoch)
+                return plan_stream(lengths, np.arange(len(lengths)), self._planned_capacity)
+            return plan_packs(lengths, self._planned_capacity, "stream", self.seed, epoch)
         if not self.shuffle:
-            return plan_bfd(lengths, self.capacity, None)
-        return plan_packs(lengths, self.capacity, "bfd", self.seed, epoch)
+            return plan_bfd(lengths, self._planned_capacity, None)
+        return plan_packs(lengths, self._planned_capacity, "bfd", self.seed, epoch)
 
     def _schedule(self, epoch: int) -> Schedule:
         lengths = self.documents.lengths
         if self._traits.keeps_steps:
             order = unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths))
-            return schedule_minibatches(lengths, order, self.batch_size, self._steps)
+            return schedule_minibatches(lengths, order, self.batch_size, self.steps)
         assert self.first_plan is not None  # every strategy except `minibatch` has one
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
-        if plan.num_packs > self.num_steps * self.accumulation * self.world_size and not self.drop_last:
+        if plan.num_packs > self.num_steps * self.accumulation * self._num_groups and not self.drop_last:
             # The Trainer computed the number of steps from the first plan. A plan that needs more cannot be used.
             plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
-        return schedule_packs(plan, lengths, self.num_steps, self._steps)
+        if self.tokens_per_rank is None:
+            return schedule_packs(plan, lengths, self.num_steps, self.steps)
+        parallel = self.parallel if epoch else replace(self.parallel, degrees=self._first_degrees)
+        return schedule_groups(plan, lengths, self.num_steps, self.steps, parallel)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
@@ -188,7 +246,9 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _packs(made: PackPlan | Schedule) -> CachedPacks:
-    return CachedPacks(made.order, made.offsets, made.num_skipped if isinstance(made, Schedule) else 0)
+    if isinstance(made, PackPlan):
+        return CachedPacks(made.order, made.offsets)
+    return CachedPacks(made.order, made.offsets, made.num_skipped, made.degrees)
 
 
 def schedule_ahead() -> None:

@@ -5,8 +5,9 @@ caller's collator makes the batch. The sampler yields the batches of one rank al
 loader again: see `unsharded_loader`.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -32,8 +33,9 @@ from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
+from .parts import PartOf, cut_part
 from .reader import Rows, TokenReader
-from .row_values import RowValues
+from .row_values import RowValues, RowValuesCollator
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
@@ -56,7 +58,9 @@ class DocumentDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
+    def __getitems__(self, indices: list[int] | PartOf) -> Any:
+        if isinstance(indices, PartOf):
+            return replace(indices, documents=self.__getitems__(indices.documents))
         # `tolist` for all indices at once: indexing numpy arrays one by one costs more than reading a short document.
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
@@ -76,7 +80,8 @@ def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
 class PackedBatchSampler:
     """Yields, for one rank, the document indices of each micro-batch of the epoch set by `set_epoch`.
 
-    Its length is the same in every epoch and on every rank.
+    With sequence parallelism, a `PartOf` says which part of the pack the rank holds, if it shares the pack. The length
+    of the sampler is the same in every epoch and on every rank.
     """
 
     def __init__(self, planner: EpochPlanner, rank: int = 0):
@@ -95,9 +100,12 @@ class PackedBatchSampler:
     def __len__(self) -> int:
         return self.planner.num_steps * self.planner.accumulation
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for documents in self.planner.schedule(self.epoch).micro_batches(self.rank):
-            yield documents.tolist()
+    def __iter__(self) -> Iterator[Any]:
+        schedule = self.planner.schedule(self.epoch)
+        for documents, (degree, index) in zip(
+            schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True
+        ):
+            yield documents.tolist() if degree == 1 else PartOf(documents.tolist(), degree, index)
 
 
 class PaddedBatchSampler:
@@ -124,6 +132,20 @@ class PaddedBatchSampler:
 
 
 @dataclass
+class PartCollator:
+    """Collates the documents of whole packs, and cuts from each the part that this rank holds."""
+
+    collate: Any  # a PackedDataCollator: no other is accepted with packing
+
+    def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
+        if not isinstance(documents, PartOf):
+            return self.collate(documents)
+        multiple = math.lcm(self.collate.pad_to_multiple_of or 1, documents.degree)
+        batch = replace(self.collate, pad_to_multiple_of=multiple)(documents.documents)
+        return cut_part(batch, documents.degree, documents.index)
+
+
+@dataclass
 class PaddedCollator:
     """TRL's collator for rows of the reader, converted to int64: it keeps their dtype, but losses need int64 labels."""
 
@@ -141,6 +163,11 @@ def document_loader(
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
     """Batches of the documents whose indices the sampler yields."""
+    if isinstance(batch_sampler, PackedBatchSampler) and batch_sampler.planner.tokens_per_rank is not None:
+        if isinstance(collate, RowValuesCollator):
+            collate = replace(collate, collate=PartCollator(collate.collate))
+        else:
+            collate = PartCollator(collate)
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
     return unsharded_loader(

@@ -6,7 +6,7 @@ and `SOURCES` (int64, an index of the names). The trainer removes them before th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import ClassLabel, Dataset
+
+from .parts import PartOf
 
 WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
@@ -156,13 +158,16 @@ class RowValuesCollator:
         index: of each source by its column value, if documents have this value and not the index.
     """
 
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    collate: Callable[[Any], dict[str, Any]]
     keys: dict[str, str]
     index: Mapping[Any, int] | None = None
 
-    def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
         taken = set(self.keys.values())
-        batch = self.collate([{key: v for key, v in each.items() if key not in taken} for each in documents])
+        part = documents if isinstance(documents, PartOf) else None
+        documents = documents.documents if isinstance(documents, PartOf) else documents
+        tokens = [{key: v for key, v in each.items() if key not in taken} for each in documents]
+        batch = self.collate(tokens if part is None else replace(part, documents=tokens))
         bounds = batch.get("cu_seq_lens_q")
         num = len(documents) if bounds is None else len(bounds) - 1
         for key, name in self.keys.items():

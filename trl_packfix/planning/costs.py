@@ -6,13 +6,30 @@ sum of its documents. Only ratios of costs decide anything. The unit is FLOPs of
 an addition are two); a backward pass takes about twice that, of both parts.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import Float64Array
+
+
+class Heads(NamedTuple):
+    """Attention layers with the same heads: what an exchange between ranks sends.
+
+    Attributes:
+        layers: how many there are.
+        heads, kv_heads: query heads, and heads of keys and values, of one layer.
+        key_dim, value_dim: size of a head of queries and keys, and of values.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,7 @@ class CostModel:
         per_pair: FLOPs of one pair of tokens in all layers with full causal attention.
         windows: (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included.
         chunks: the same for layers in which a token sees its own chunk of so many tokens only.
+        attention: the heads of the layers with attention, for the cost of sequence parallelism; empty: not known.
 
     >>> CostModel(per_token=10, per_pair=2)([1, 3]).tolist()
     [12.0, 42.0]
@@ -33,6 +51,7 @@ class CostModel:
     per_pair: float
     windows: tuple[tuple[int, float], ...] = ()
     chunks: tuple[tuple[int, float], ...] = ()
+    attention: tuple[Heads, ...] = field(default=(), compare=False)
 
     def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
         """FLOPs of each document, shape (N,)."""
@@ -55,7 +74,11 @@ def _pairs(n: Any) -> Any:
     return n * (n + 1) / 2
 
 
-LLAMA_7B = CostModel(per_token=2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000, per_pair=4 * 32 * 4096)
+LLAMA_7B = CostModel(
+    per_token=2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000,
+    per_pair=4 * 32 * 4096,
+    attention=(Heads(layers=32, heads=32, kv_heads=32, key_dim=128, value_dim=128),),
+)
 """Where no config is known: Llama 2 7B. Attention costs as much as the matrices in a document of 50,400 tokens."""
 
 
@@ -76,10 +99,12 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
     full = 0.0
     windows: dict[int, float] = {}
     chunks: dict[int, float] = {}
+    heads: Counter[tuple[int, int, int, int]] = Counter()
     for layer, kind in zip(config.per_layer_config, _layer_kinds(config), strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
         pair, scores = _attention(layer), _indexer(layer, kind)
+        heads[_heads(layer)] += 1
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # tokens beyond the window are one of so many
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
         full += (pair + scores) / rate if rate else scores
@@ -89,7 +114,8 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
             chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair
         else:
             full += pair
-    return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())))
+    attention = tuple(Heads(layers, *each) for each, layers in heads.items())
+    return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
 
 
 def _layer_kinds(config: Any) -> list[str]:
@@ -102,14 +128,21 @@ def _layer_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def _attention(layer: Any) -> float:
-    """FLOPs of one pair of tokens in one layer: of a key and a value, by every head."""
+def _heads(layer: Any) -> tuple[int, int, int, int]:
+    """Query heads, key heads, and the sizes of a key and of a value, of one layer."""
     heads = layer.num_attention_heads
-    if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention
-        key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
+        key, kv_heads = layer.qk_nope_head_dim + layer.qk_rope_head_dim, heads
     else:
         key = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return 2.0 * heads * (key + (getattr(layer, "v_head_dim", None) or key))
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    return heads, kv_heads, key, getattr(layer, "v_head_dim", None) or key
+
+
+def _attention(layer: Any) -> float:
+    """FLOPs of one pair of tokens in one layer: of a key and a value, by every head."""
+    heads, _, key, value = _heads(layer)
+    return 2.0 * heads * (key + value)
 
 
 def _indexer(layer: Any, kind: str) -> float:

@@ -20,9 +20,13 @@ GROUPS = 64  # most documents considered to share a rank; where more do, they ar
 
 
 def rank_costs(schedule: Schedule, lengths: Int64Array, cost_model: CostModel) -> Float64Array:
-    """Modelled cost of every micro-batch, shape (S, G, W)."""
+    """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost."""
     total = np.concatenate([[0.0], np.cumsum(cost_model(lengths[schedule.order]))])
-    return np.diff(total[schedule.offsets]).reshape(-1, schedule.accumulation, schedule.world_size)
+    costs = np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
+    if schedule.degrees is not None:
+        degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
+        costs = np.take_along_axis(costs, ranks - ranks % degrees, axis=1) / degrees
+    return costs.reshape(-1, schedule.accumulation, schedule.world_size)
 
 
 def imbalance(

@@ -34,6 +34,9 @@ class Schedule:
         accumulation: G, micro-batches per optimizer step and rank.
         world_size: W, data-parallel ranks.
         num_skipped: documents that the epoch does not reach (`dataloader_drop_last`).
+        degrees: with sequence parallelism, ranks that share a pack in each micro-step, shape (S*G,). They are
+            neighbours, and the slot of the first one holds the documents of its group; the slots of the others are
+            empty. None: every rank has its own pack.
     """
 
     order: Int64Array
@@ -41,16 +44,27 @@ class Schedule:
     accumulation: int
     world_size: int
     num_skipped: int = 0
+    degrees: Int64Array | None = None
 
     @property
     def num_steps(self) -> int:
         return (len(self.offsets) - 1) // (self.accumulation * self.world_size)
 
     def micro_batches(self, rank: int) -> Iterator[Int64Array]:
-        """Document indices of each micro-batch of one rank, in training order; `[EMPTY]` where it has none."""
-        for slot in range(rank, len(self.offsets) - 1, self.world_size):
+        """Document indices of each micro-batch of one rank, in training order; `[EMPTY]` where it has none.
+
+        With sequence parallelism they are those of the whole pack, of which the rank holds a part: see `parts`.
+        """
+        for micro_step, (_, index) in enumerate(self.parts(rank)):
+            slot = micro_step * self.world_size + rank - index
             documents = self.order[self.offsets[slot] : self.offsets[slot + 1]]
             yield documents if len(documents) else np.array([EMPTY])
+
+    def parts(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Degree and index of the part that a rank holds of its pack, for each micro-batch; (1, 0): all of it."""
+        if self.degrees is None:
+            return itertools.repeat((1, 0), self.num_steps * self.accumulation)
+        return ((degree, rank % degree) for degree in self.degrees.tolist())
 
     def step_documents(self, step: int) -> Int64Array:
         """Document indices of one optimizer step over all its micro-batches and ranks."""
@@ -79,6 +93,19 @@ def schedule_packs(plan: PackPlan, lengths: Int64Array, num_steps: int, settings
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
+    steps, num_skipped = packs_of_steps(plan, lengths, num_steps, settings)
+    filled: list[Int64Array] = []
+    for step in steps:
+        if settings.balance == "step":
+            step = balanced(step, lengths, settings)
+        filled += step + [np.zeros(0, np.int64)] * (settings.num_slots - len(step))
+    return _schedule(filled, settings, num_skipped)
+
+
+def packs_of_steps(
+    plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings
+) -> tuple[Iterator[list[Int64Array]], int]:
+    """The packs of each optimizer step, at most `num_slots`, and the number of documents that no step reaches."""
     slots = settings.num_slots
     packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
     skipped = packs[num_steps * slots :]
@@ -90,14 +117,8 @@ def schedule_packs(plan: PackPlan, lengths: Int64Array, num_steps: int, settings
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
-
-    filled: list[Int64Array] = []
-    for first, last in itertools.pairwise(bounds):
-        step = _split_up_to(packs[first:last], lengths, slots)
-        if settings.balance == "step":
-            step = balanced(step, lengths, settings)
-        filled += step + [np.zeros(0, np.int64)] * (slots - len(step))
-    return _schedule(filled, settings, sum(len(pack) for pack in skipped))
+    steps = (_split_up_to(packs[first:last], lengths, slots) for first, last in pairwise(bounds))
+    return steps, sum(len(pack) for pack in skipped)
 
 
 def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int, settings: StepSettings) -> Schedule:

@@ -5,8 +5,9 @@ import numpy as np
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
+from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
-from .report import PackingReport
+from .report import PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
 
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
@@ -28,6 +29,9 @@ def make_report(
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
+    shared = None if planner.tokens_per_rank is None else _shared_packs(planner)
+    # Ranks that share packs wait for each other in every layer.
+    synchronisation = "micro" if shared else planner.synchronisation
     trained = int(documents.trained.sum())
     divisor = trained
     if unpacked_counts_first:
@@ -55,13 +59,32 @@ def make_report(
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
-        imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
-        imbalance_bound=imbalance_bound(
-            schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
-        ),
+        imbalance=imbalance(schedule, lengths, planner.cost_model, synchronisation),
+        imbalance_bound=None
+        if shared
+        else imbalance_bound(schedule, lengths, planner.cost_model, planner.capacity, synchronisation),
+        shared=shared,
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),
         sample=plan_sample(planner, reader),
+    )
+
+
+def _shared_packs(planner: EpochPlanner) -> SharedPacks:
+    """What sequence parallelism does in the first epoch."""
+    schedule, lengths = planner.schedule(0), planner.documents.lengths
+    assert planner.tokens_per_rank is not None and schedule.degrees is not None
+    time = modelled_time(schedule, lengths, planner.steps, planner.parallel)
+    total = np.concatenate([[0], np.cumsum(lengths[schedule.order])])
+    packs = np.diff(total[schedule.offsets]).reshape(-1, planner.world_size)
+    degrees, counts = np.unique(schedule.degrees, return_counts=True)
+    return SharedPacks(
+        tokens_per_rank=planner.tokens_per_rank,
+        smallest_degree=planner.parallel.smallest,
+        micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
+        exchange_share=float(time.exchange.sum() / time.seconds.sum()),
+        time_over_bound=float(time.seconds.sum() / time.bound),
+        largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
     )
 
 

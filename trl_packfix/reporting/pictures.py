@@ -71,24 +71,33 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     from matplotlib.patches import Patch
 
     packs = sample.packs
-    for y, pack in enumerate(packs):
+    shared = report.shared
+    rooms = [report.capacity if shared is None else pack.degree * shared.tokens_per_rank for pack in packs]
+    widest = max(rooms)
+    for y, (pack, room) in enumerate(zip(packs, rooms, strict=True)):
         start = 0
         for document, (length, runs) in enumerate(zip(pack.lengths, pack.trained, strict=True)):
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=_hue(document), alpha=PALE, linewidth=0)
             spans = [(start + first, end - first) for first, end in runs]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=_hue(document), linewidth=0)
-            if length > MIN_BOUNDED * report.capacity:
+            if length > MIN_BOUNDED * widest:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-            if length > MIN_LABELLED * report.capacity:
+            if length > MIN_LABELLED * widest:
                 _write_number(axes, start + length / 2, y, document)
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-        rest = report.capacity - start
+        rest = room - start
         axes.broken_barh([(start, rest)], (y - 0.4, 0.8), facecolor="none", edgecolor=QUIET, hatch="////", linewidth=0)
+        for rank, (first, end) in enumerate(pack.parts() if pack.degree > 1 else (), pack.rank):
+            axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
+            if end - first > 2 * MIN_LABELLED * widest:
+                axes.text((first + end) / 2, y + 0.5, f"rank {rank}", ha="center", va="center", fontsize=6, color=INK)
     axes.set(
-        xlim=(0, report.capacity * 1.002),
+        xlim=(0, widest * 1.002),
         ylim=(len(packs) - 0.4, -1.15),
-        xlabel=f"tokens (capacity {report.capacity:,})",
+        xlabel=f"tokens (capacity {report.capacity:,})"
+        if shared is None
+        else f"tokens ({shared.tokens_per_rank:,} per rank; thick lines end the part of a rank)",
     )
     axes.set_yticks(range(len(packs)), [pack.place(report.accumulation, report.world_size) for pack in packs])
     if report.accumulation > 1:

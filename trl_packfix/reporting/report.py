@@ -20,6 +20,35 @@ MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns 
 
 
 @dataclass(frozen=True)
+class SharedPacks:
+    """What sequence parallelism does in the first epoch, modelled.
+
+    Attributes:
+        tokens_per_rank: most tokens of a pack on one rank.
+        smallest_degree: ranks that a document of `max_length` needs.
+        micro_steps: number of micro-steps by degree.
+        exchange_share: share of the time in the exchange between the ranks of a group.
+        time_over_bound: time over a lower bound of the time of these steps, with any groups.
+        largest_part: tokens of the largest part of a pack on one rank.
+    """
+
+    tokens_per_rank: int
+    smallest_degree: int
+    micro_steps: dict[int, int]
+    exchange_share: float
+    time_over_bound: float
+    largest_part: int
+
+    def histogram(self) -> str:
+        """Micro-steps by degree.
+
+        >>> SharedPacks(16384, 8, {1: 30, 8: 10}, 0.02, 1.03, 16384).histogram()
+        '1: 30, 8: 10'
+        """
+        return ", ".join(f"{degree}: {count:,}" for degree, count in self.micro_steps.items())
+
+
+@dataclass(frozen=True)
 class PackingReport:
     """What packing did with the training set. It is made once, before the first step.
 
@@ -32,7 +61,8 @@ class PackingReport:
       does not count them: it is the same in every epoch.
     - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
-    - `imbalance_bound`: no schedule of the same steps has a lower imbalance.
+    - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
+    - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
@@ -73,6 +103,7 @@ class PackingReport:
     unpacked_loss: float = 1.0
     imbalance: float | None = None
     imbalance_bound: float | None = None
+    shared: SharedPacks | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
@@ -132,11 +163,7 @@ class PackingReport:
         packs = "" if self.num_packs is None else f" -> {self.num_packs:,} packs ({self.strategy})"
         rows = [
             ("documents", f"{self.num_documents:,} of {self.num_rows:,} rows{packs}"),
-            (
-                "micro-batch",
-                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
-                f"{self.max_length:,}",
-            ),
+            ("micro-batch", self._micro_batch()),
             ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
         ]
         if self.lengths is not None:
@@ -168,7 +195,22 @@ class PackingReport:
                     "max_grad_norm its steps are smaller",
                 )
             )
-        if self.world_size > 1:
+        if self.shared is not None:
+            rows.append(
+                (
+                    "sequence parallelism",
+                    f"micro-steps by degree (ranks that share a pack): {self.shared.histogram()}; the largest part of "
+                    f"a rank has {self.shared.largest_part:,} tokens",
+                )
+            )
+            rows.append(
+                (
+                    "modelled time",
+                    f"{self.shared.time_over_bound:.3f} of the lower bound for the documents of these steps; "
+                    f"{self.shared.exchange_share:.1%} of it in the exchange, imbalance {self.imbalance:.3f}",
+                )
+            )
+        elif self.world_size > 1:
             rows.append(
                 (
                     "imbalance",
@@ -177,6 +219,17 @@ class PackingReport:
                 )
             )
         return rows
+
+    def _micro_batch(self) -> str:
+        if self.shared is None:
+            return (
+                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+                f"{self.max_length:,}"
+            )
+        return (
+            f"{self.shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
+            f"{self.max_length:,} needs {self.shared.smallest_degree} ranks"
+        )
 
     def _stream_lines(self) -> list[tuple[str, str]]:
         rows = [
@@ -302,6 +355,8 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "documents_per_step": report.documents_per_step,
         "steps_per_epoch": None if report.num_rows is None else report.num_steps,
         "imbalance": report.imbalance,
+        "exchange_share": None if report.shared is None else report.shared.exchange_share,
+        "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
         "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}

@@ -72,6 +72,7 @@ class PackSample:
 
     Attributes:
         step, micro, rank: its optimizer step, its micro-batch in this step, its data-parallel rank.
+        degree: ranks that share it, from `rank` on.
         documents: indices of the documents in the planner.
         rows: table row of each document.
         lengths: tokens of each document.
@@ -85,12 +86,25 @@ class PackSample:
     rows: list[int]
     lengths: list[int]
     trained: list[list[tuple[int, int]]]
+    degree: int = 1
 
     def place(self, accumulation: int, world_size: int) -> str:
-        """Step, and micro-batch and rank if there are several: "step 3", "step 0, rank 1" or "step 3.1, rank 2"."""
+        """Step, and micro-batch and rank if there are several: "step 3", "step 3.1, rank 2", "step 3.1, ranks 4-7"."""
         micro = f".{self.micro}" if accumulation > 1 else ""
         rank = f", rank {self.rank}" if world_size > 1 else ""
+        if self.degree > 1:
+            rank = f", ranks {self.rank}-{self.rank + self.degree - 1}"
         return f"step {self.step}{micro}{rank}"
+
+    def parts(self) -> list[tuple[int, int]]:
+        """First token, and one after the last, of the part of each rank; the last may hold padding, too.
+
+        >>> PackSample(0, 0, 4, [7], [7], [10], [[]], degree=4).parts()
+        [(0, 3), (3, 6), (6, 9), (9, 10)]
+        """
+        total = sum(self.lengths)
+        size = -(-total // self.degree)
+        return [(min(i * size, total), min((i + 1) * size, total)) for i in range(self.degree)]
 
 
 @dataclass(frozen=True)
@@ -114,11 +128,16 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     """
     documents, schedule = planner.documents, planner.schedule(0)
     accumulation, world_size = planner.accumulation, planner.world_size
-    filled = np.flatnonzero(np.diff(schedule.offsets))[: max(num_packs, accumulation * world_size)]
+    filled = np.flatnonzero(np.diff(schedule.offsets))
+    of_step = accumulation * world_size
+    if schedule.degrees is not None:  # the first rank of each group has its documents
+        of_step = int(np.searchsorted(filled, of_step))
+    filled = filled[: max(num_packs, of_step)]
     filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
     packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
     offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
-    first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets)
+    degrees = None if schedule.degrees is None else schedule.degrees[: len(offsets) // world_size]
+    first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets, degrees=degrees)
     costs = rank_costs(first, documents.lengths, planner.cost_model)
     return PlanSample(
         [
@@ -130,6 +149,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
                 documents.row[pack].tolist(),
                 documents.lengths[pack].tolist(),
                 [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
+                1 if schedule.degrees is None else int(schedule.degrees[slot // world_size]),
             )
             for slot, pack in zip(filled, packs, strict=True)
         ],

@@ -45,12 +45,17 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One batch of shape (1, T): its step, micro-batch and rank as text, and its documents in order."""
+    """One pack of T tokens: its step, micro-batch and rank as text, and its documents in order.
+
+    `parts` has the first token, and one after the last, of each rank that shares the pack, from `rank` on.
+    """
 
     place: str
     capacity: int
     cu_seq_lens: list[int]
     documents: list[ShownDocument]
+    rank: int
+    parts: list[tuple[int, int]]
 
     def to_dict(self, tokenizer: Any, has_tokens: bool = True) -> dict[str, Any]:
         """All attributes as JSON values. `text` is None without a tokenizer, `input_ids` if only lengths are known."""
@@ -76,7 +81,19 @@ class ShownPack:
                 }
                 for each in self.documents
             ],
-        }
+        } | ({"ranks": self.ranks()} if len(self.parts) > 1 else {})
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Which tokens of the pack, and parts of which of its documents, each rank holds."""
+        starts, ends = np.array(self.cu_seq_lens[:-1]), np.array(self.cu_seq_lens[1:])
+        return [
+            {
+                "rank": rank,
+                "tokens": [first, end],
+                "documents": np.flatnonzero((starts < end) & (ends > first)).tolist(),
+            }
+            for rank, (first, end) in enumerate(self.parts, self.rank)
+        ]
 
 
 def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator[ShownPack]:
@@ -98,7 +115,9 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
             )
             for document, first, end in zip(pack.documents, bounds[:-1], bounds[1:], strict=True)
         ]
-        yield ShownPack(pack.place(planner.accumulation, planner.world_size), planner.capacity, bounds, shown)
+        capacity = planner.capacity if planner.tokens_per_rank is None else pack.degree * planner.tokens_per_rank
+        place = pack.place(planner.accumulation, planner.world_size)
+        yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts())
 
 
 def pack_text(
@@ -119,6 +138,13 @@ def pack_text(
     starts = " ".join(map(str, pack.cu_seq_lens[: num_documents + 1]))
     rest = len(pack.documents) - num_documents
     text.append(f"cu_seq_lens {starts}{' ...' if rest > 0 else ''}\n")
+    for share in pack.ranks() if len(pack.parts) > 1 else ():
+        first, end = share["tokens"]
+        numbers = share["documents"]
+        which = (
+            f"[{numbers[0]}] to [{numbers[-1]}]" if len(numbers) > 1 else f"[{numbers[0]}]" if numbers else "padding"
+        )
+        text.append(f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
     for number, each in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
         text.append(

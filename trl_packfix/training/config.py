@@ -77,6 +77,11 @@ class SFTConfig(trl.SFTConfig):
             precision; on others, and in float32, `mfu` is not logged.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
+        tokens_per_rank (`int`, *optional*):
+            Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger; 2, 4, 8, ... ranks
+            then share a pack, and each holds a part of it. How many, the degree, is chosen for every micro-step. With
+            `packing_strategy` `"stream"` or `"bfd"` and `per_device_train_batch_size=1`. If unset, every rank has its
+            own packs.
 
     Example:
 
@@ -170,6 +175,13 @@ class SFTConfig(trl.SFTConfig):
         default=True,
         metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
     )
+    tokens_per_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger, up to the "
+            "number of ranks times this; ranks then share packs. Needs `per_device_train_batch_size` 1."
+        },
+    )
 
     if TYPE_CHECKING:  # TRL's fields, with the values that packing accepts
         truncation_mode: TruncationMode = "keep_start"
@@ -240,6 +252,7 @@ def check_config(args: SFTConfig) -> None:
                 f"`pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}` was given with `packing=False`. "
                 "It pads packs, and unpacked rows have none of their boundaries. Set `packing=True`, or leave it unset."
             )
+        _check_tokens_per_rank(args)
         return
     counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
     for name in (*counts, "pad_documents_to_multiple_of"):
@@ -249,6 +262,7 @@ def check_config(args: SFTConfig) -> None:
     if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
         check_max_length(args.max_length, args.per_device_train_batch_size)
     check_overlong("packing_strategy", args.packing_strategy, args.overlong)
+    _check_tokens_per_rank(args)
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
         raise ValueError(
             f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
@@ -268,3 +282,35 @@ def check_config(args: SFTConfig) -> None:
                 f"`accelerator_config.{name}=True` was given with packing. Every rank reads its own packs, and one "
                 f"pack of shape (1, T) cannot be divided. Set `{name}=False`."
             )
+
+
+def _check_tokens_per_rank(args: SFTConfig) -> None:
+    """Refuse settings that sequence parallelism does not support. The number of ranks is checked by the planner."""
+    tokens = args.tokens_per_rank
+    if tokens is None:
+        return
+    if not isinstance(tokens, int) or isinstance(tokens, bool):
+        raise ValueError(
+            f"`tokens_per_rank={tokens!r}` was given. It is a number of tokens, the most that a rank holds of a pack, "
+            "so it must be a whole number. Set `tokens_per_rank` to what the memory of one device allows, such as "
+            "16384."
+        )
+    check_count("tokens_per_rank", tokens)
+    if not args.packing:
+        raise ValueError(
+            f"`tokens_per_rank={tokens}` was given with `packing=False`. It shares packs between ranks, and without "
+            "packing there are none. Set `packing=True`, or leave `tokens_per_rank` unset."
+        )
+    if STRATEGIES[args.packing_strategy].instead is not None:  # lengths alone are not enough to plan it
+        raise ValueError(
+            f"`tokens_per_rank={tokens}` was given with `packing_strategy={args.packing_strategy!r}`. Packs that "
+            "several ranks share are planned by the tokens of these ranks together, and this strategy plans by "
+            '`max_length` or by the batch size. Set `packing_strategy` to "stream" or "bfd".'
+        )
+    if args.per_device_train_batch_size != 1:
+        raise ValueError(
+            f"`tokens_per_rank={tokens}` was given with `per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}`. The size of a pack is `tokens_per_rank` on each of its ranks, so "
+            "the batch size would have no effect. Set `per_device_train_batch_size=1`, and `tokens_per_rank` to what "
+            "the memory of one device allows."
+        )

@@ -95,6 +95,7 @@ class PackedLoading(trl.SFTTrainer):
     def _prepare_packing(self) -> None:
         args = self.args
         checks.check_parallelism(self.accelerator)
+        checks.check_recomputation(args, self.accelerator)
         checks.check_one_device(self.model)
         checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
@@ -230,6 +231,7 @@ class PackedLoading(trl.SFTTrainer):
             args.on_leak,
             args.enforce_flash_attention,
             hooks,
+            shares_packs=args.tokens_per_rank is not None,
         )
 
     @property

@@ -39,5 +39,6 @@ def make_planner(
         drop_last=config.dataloader_drop_last,
         synchronisation=synchronisation,
         cost_model=cost_model,
+        tokens_per_rank=config.tokens_per_rank,
         writes_cache=writes_cache,
     )

@@ -64,6 +64,7 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> 
         "per_device_train_batch_size": planner.batch_size,
         "gradient_accumulation_steps": planner.accumulation,
         "world_size": planner.world_size,
+        "tokens_per_rank": planner.tokens_per_rank,
     }
 
 

@@ -1,0 +1,408 @@
+"""Sequence parallelism, planned: every document once, no part too long, never slower than one degree for the run."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from accelerate import skip_first_batches
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_epochs import is_mapped, made
+from transformers import AutoConfig
+
+from trl_packfix import PackedDataCollator
+from trl_packfix.data import ahead, epochs
+from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.loading import DocumentDataset, PackedBatchSampler, PartOf, document_loader
+from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.planning.balance import StepSettings
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
+from trl_packfix.planning.degrees import (
+    GroupTimes,
+    SequenceParallel,
+    Speeds,
+    Step,
+    divide_step,
+    modelled_time,
+    possible_degrees,
+    smallest_degree,
+)
+from trl_packfix.planning.imbalance import rank_costs
+from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.training.restart import step_hash
+
+# Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
+MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 8, 2, 64, 64),))
+FREE = replace(MODEL, attention=())
+DEAR = Speeds(within=3e6, between=1e6, ranks_per_node=4, latency_within=1e-4, latency_between=3e-4)
+CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
+
+
+def documents_of(lengths) -> Documents:
+    lengths = np.array(lengths, dtype=np.int64)
+    zeros = np.zeros(len(lengths), np.int64)
+    return Documents(np.arange(len(lengths)), zeros, lengths, lengths, Ledger())
+
+
+def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="stream", **kwargs) -> EpochPlanner:
+    documents = lengths if isinstance(lengths, Documents) else documents_of(lengths)
+    kwargs = {"cost_model": MODEL, "speeds": DEAR} | kwargs
+    return EpochPlanner(
+        documents, strategy, 1, max_length, world_size=world_size, tokens_per_rank=tokens_per_rank, **kwargs
+    )
+
+
+def problems(ranks, epoch, tokens_per_rank) -> list[str]:
+    """What is wrong with the batches of an epoch; `ranks` are the planners of all ranks."""
+    found, seen = [], []
+    lengths, world_size = ranks[0].documents.lengths, len(ranks)
+    samplers = [PackedBatchSampler(each, rank) for rank, each in enumerate(ranks)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    batches = [list(sampler) for sampler in samplers]
+    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].accumulation}:
+        return ["another number of micro-batches"]
+    for step in zip(*batches, strict=True):
+        whole = [each if isinstance(each, PartOf) else PartOf(each, 1, 0) for each in step]
+        degrees = {each.degree for each in whole}
+        if len(degrees) > 1 or world_size % whole[0].degree:
+            return [f"degrees {degrees} in a micro-step"]
+        for leader in range(0, world_size, whole[0].degree):
+            group = whole[leader : leader + whole[0].degree]
+            if [each.index for each in group] != list(range(len(group))):
+                found.append("parts out of order")
+            if any(each.documents != group[0].documents for each in group):
+                found.append("members of a group have other packs")
+            real = [i for i in group[0].documents if i != EMPTY]
+            if lengths[real].sum() > tokens_per_rank * len(group):
+                found.append("a part is too long")
+            seen += real
+    if sorted(seen) != list(range(len(lengths))):
+        found.append("a document is missing or twice")
+    return found
+
+
+@st.composite
+def lengths_of_sets(draw):
+    """Many short documents and some long ones: hypothesis alone draws few documents."""
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    lengths = rng.integers(1, draw(st.integers(2, 24)), draw(st.integers(1, 150)))
+    is_long = rng.random(len(lengths)) < draw(st.sampled_from([0.0, 0.02, 0.1, 1.0]))
+    return np.where(is_long, rng.integers(1, 65, len(lengths)), lengths).tolist()
+
+
+lengths_of_a_set = lengths_of_sets()
+worlds = st.sampled_from([(4, 16), (8, 8), (8, 16), (12, 16), (8, 64), (1, 64), (2, 32)])  # ranks, tokens per rank
+speeds = st.sampled_from([DEAR, CHEAP])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=lengths_of_a_set,
+    world=worlds,
+    accumulation=st.integers(1, 5),
+    strategy=st.sampled_from(["stream", "bfd"]),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+    balance=st.sampled_from(["step", "none"]),
+    speeds=speeds,
+)
+def test_every_document_once_and_all_ranks_agree(
+    lengths, world, accumulation, strategy, epoch, shuffle, balance, speeds
+):
+    world_size, tokens = world
+    run = {"accumulation": accumulation, "strategy": strategy, "shuffle": shuffle, "balance": balance, "speeds": speeds}
+    # each rank makes its own planner and never talks to another
+    ranks = [planner(lengths, world_size, tokens, **run) for _ in range(world_size)]
+    assert problems(ranks, epoch, tokens) == []
+    schedule = ranks[0].schedule(epoch)
+    assert set(schedule.degrees.tolist()) <= set(ranks[0].degrees), "a degree at which the model is not proved"
+    assert all(len(schedule.step_documents(step)) for step in range(schedule.num_steps)), "a step without a document"
+
+
+def test_exchanged_degrees_are_found_out():
+    """The control of the test above: the same documents with the degrees of two micro-steps exchanged."""
+    lengths = [*np.random.default_rng(0).integers(1, 12, 200).tolist(), 60, 50, 64]
+    ranks = [planner(lengths, 4, 16, accumulation=4) for _ in range(4)]
+    degrees = ranks[0].schedule(0).degrees
+    assert len(set(degrees.tolist())) > 1, "there is nothing to exchange"
+    other = int(np.flatnonzero(degrees != degrees[0])[0])
+    changed = degrees.copy()
+    changed[[0, other]] = changed[[other, 0]]
+    for each in ranks:
+        each._latest = 0, replace(each.schedule(0), degrees=changed)
+    assert problems(ranks, 0, 16)
+    # and on one rank only: a group that not all of its members know
+    ranks = [planner(lengths, 4, 16, accumulation=4) for _ in range(4)]
+    ranks[1]._latest = 0, replace(ranks[1].schedule(0), degrees=changed)
+    assert problems(ranks, 0, 16)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_of_a_set, world=worlds, accumulation=st.integers(1, 5), speeds=speeds, epoch=st.integers(0, 1))
+def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, speeds, epoch):
+    world_size, tokens = world
+    run = planner(lengths, world_size, tokens, accumulation=accumulation, speeds=speeds)
+    schedule, all_lengths = run.schedule(epoch), run.documents.lengths
+    time = modelled_time(schedule, all_lengths, run.steps, run.parallel)
+    seconds = time.seconds.sum()
+    assert time.bound <= seconds * (1 + 1e-9)
+    documents = map(schedule.step_documents, range(schedule.num_steps))
+    steps = [Step(each, all_lengths, run.steps, run.parallel) for each in documents]
+    possible = possible_degrees(64, tokens, world_size, MODEL) if epoch == 0 else run.degrees
+    for degree in possible:
+        divided = [step.one_degree(step.documents, degree, accumulation) for step in steps]
+        if None not in divided:  # all documents fit groups of it
+            assert seconds <= sum(each.seconds for each in divided) * (1 + 1e-9), degree
+
+
+def test_faster_than_any_one_degree_where_lengths_differ():
+    """Or the test above would hold for a planner that always takes the best single degree."""
+    lengths = [*np.random.default_rng(0).integers(1, 12, 400).tolist(), 60, 50, 64]
+    seconds = {}
+    for degrees in (None, (1,), (2,), (4,)):
+        run = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
+        time = modelled_time(run.schedule(0), run.documents.lengths, run.steps, run.parallel)
+        seconds[degrees] = time.seconds.sum()
+    assert set(run.schedule(0).degrees.tolist()) == {4}
+    assert seconds[None] < 0.9 * seconds[(4,)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_of_a_set, accumulation=st.integers(1, 4), epoch=st.integers(0, 2))
+def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(lengths, accumulation, epoch):
+    runs = [
+        planner(lengths, 8, 16, accumulation=accumulation, **kwargs)
+        for kwargs in ({}, {"speeds": CHEAP}, {"cost_model": FREE}, {"degrees": (4,)}, {"balance": "none"})
+    ]
+    assert len({step_hash(run, epoch) for run in runs}) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=8),
+    accumulation=st.integers(1, 2),
+    choices=st.lists(st.integers(0, 10**6), min_size=20, max_size=20),
+)
+def test_no_division_is_below_the_bound(lengths, accumulation, choices):
+    """Any documents to any groups, also of several degrees in one micro-step."""
+    lengths, draw = np.sort(lengths)[::-1], itertools.cycle(choices)
+    step_settings = StepSettings(capacity=16, accumulation=accumulation, world_size=4, cost_model=MODEL)
+    parallel = SequenceParallel(tokens_per_rank=4, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
+    step = Step(np.arange(len(lengths)), lengths, step_settings, parallel)
+    kinds = [(1, 1, 1, 1), (2, 1, 1), (2, 2), (4,)]
+    groups = [degree for _ in range(accumulation) for degree in kinds[next(draw) % 4]]
+    room, packs = [4 * degree for degree in groups], [[] for _ in groups]
+    for length in lengths.tolist():
+        fits = [group for group, space in enumerate(room) if space >= length]
+        if not fits:
+            return
+        group = fits[next(draw) % len(fits)]
+        packs[group].append(length)
+        room[group] -= length
+    seconds, ranks, longest = 0.0, 0, 0.0
+    for degree, pack in zip(groups, packs, strict=True):
+        cost = step.times.costs(degree)(pack).sum(keepdims=True)
+        longest = max(longest, float(step.times.seconds(cost, np.array([sum(pack)]), degree)[0]))
+        ranks += degree
+        if ranks == 4:
+            seconds, ranks, longest = seconds + longest, 0, 0.0
+    assert step.bound() <= seconds * (1 + 1e-9)
+
+
+def test_short_documents_pay_no_exchange_and_a_giant_is_spread():
+    lengths = np.array([64] + [2] * 96)
+    step_settings = StepSettings(capacity=64, accumulation=4, world_size=4, cost_model=MODEL)
+    parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
+    packs = [np.array([0]), *np.split(np.arange(1, 97), 3)]
+    found = divide_step(packs, lengths, step_settings, parallel)
+    assert found.degrees == [4, 1, 1, 1]
+    assert found.packs[0].tolist() == [0]
+
+
+# The model of time
+
+
+def test_the_exchange_sends_what_ulysses_sends():
+    """By hand, for 8 ranks of one node: 7/8 of the queries, keys, values and outputs of a token, three passes, bf16."""
+    per_token, fixed = GroupTimes(LLAMA_7B).exchange(8)
+    assert per_token == pytest.approx(32 * 4 * 32 * 128 * 2 * 3 * 7 / 8 / 300e9)
+    assert fixed == pytest.approx(32 * 2 * 3 * 20e-6)
+    # 16 ranks of two nodes: 7/16 inside, 8/16 between, and the latency between nodes
+    per_token, fixed = GroupTimes(LLAMA_7B).exchange(16)
+    assert per_token == pytest.approx(32 * 4 * 32 * 128 * 2 * 3 * (7 / 16 / 300e9 + 8 / 16 / 50e9))
+    assert fixed == pytest.approx(32 * 2 * 3 * 60e-6)
+    assert GroupTimes(LLAMA_7B).exchange(1) == (0.0, 0.0)
+    # fewer key heads than ranks: every rank needs one
+    few = CostModel(1.0, 1.0, attention=(Heads(1, 32, 4, 128, 128),))
+    assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
+
+
+def test_heads_that_do_not_divide_take_longer():
+    odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(Heads(1, 28, 4, 128, 128),))
+    costs = GroupTimes(odd).costs(8)
+    assert costs.per_token == 3.0 and costs.per_pair == pytest.approx(8.0) and costs.windows[0][1] == pytest.approx(8.0)
+    assert GroupTimes(odd).costs(4) == odd
+
+
+def test_heads_are_read_from_the_config():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 32}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=2)
+    assert make_cost_model(config).attention == (Heads(3, 8, 2, 8, 8),)
+    latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **latent, num_attention_heads=4, first_k_dense_replace=3)
+    assert make_cost_model(config).attention == (Heads(3, 4, 4, 24, 12),)
+
+
+def test_costs_of_ranks_are_even_shares_of_their_pack():
+    lengths = [*np.random.default_rng(0).integers(1, 12, 60).tolist(), 60]
+    run = planner(lengths, 4, 16, accumulation=2)
+    schedule, costs = run.schedule(0), rank_costs(run.schedule(0), run.documents.lengths, MODEL)
+    assert costs.sum() == pytest.approx(MODEL(lengths).sum())
+    for row, degree in zip(costs.reshape(-1, 4), schedule.degrees.tolist(), strict=True):
+        assert (row.reshape(-1, degree) == row.reshape(-1, degree)[:, :1]).all()
+    assert (schedule.degrees > 1).any()
+
+
+# What a run may use
+
+
+@pytest.mark.parametrize(
+    "max_length, tokens, degree", [(64, 64, 1), (65, 64, 2), (128, 64, 2), (129, 64, 4), (1, 64, 1), (512, 64, 8)]
+)
+def test_the_smallest_degree_holds_the_longest_document(max_length, tokens, degree):
+    assert smallest_degree(max_length, tokens) == degree
+
+
+def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
+    assert possible_degrees(64, 16, 24, FREE) == (1, 2, 4, 8)
+    assert possible_degrees(16, 16, 7, FREE) == (1,)
+    assert possible_degrees(64, 16, 64, MODEL) == (1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"max_length=64.*there are 6 ranks.*at most 2.*Set `max_length` to 32"):
+        possible_degrees(64, 16, 6, MODEL)
+    with pytest.raises(ValueError, match=r"max_length=256.*the model has 8 attention heads.*Set `max_length` to 128"):
+        planner([5, 6], 64, 16, max_length=256)
+
+
+# Cache, loader, restart
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """Documents whose plans are cached."""
+    monkeypatch.setattr(epochs, "MANY", 1000)
+    return made(tmp_path, 1000)
+
+
+def test_the_cache_holds_the_degrees(documents):
+    alone = planner(replace(documents, file=None), accumulation=2, max_length=40, tokens_per_rank=32)
+    first, second = (planner(documents, accumulation=2, max_length=40, tokens_per_rank=32) for _ in range(2))
+    for epoch in (0, 1):
+        expected = alone.schedule(epoch)
+        for run in (first, second):
+            got = run.schedule(epoch)
+            assert np.array_equal(got.degrees, expected.degrees) and np.array_equal(got.order, expected.order)
+            assert np.array_equal(got.offsets, expected.offsets)
+        assert is_mapped(second.schedule(epoch).degrees)
+    assert first.degrees == second.degrees == alone.degrees
+    # the process that plans ahead makes the same
+    process = ahead.start(first, 2)
+    assert process is not None and process.process.wait(120) == 0 and process.end() is None
+    assert np.array_equal(first.schedule(2).degrees, alone.schedule(2).degrees)
+    assert is_mapped(first.schedule(2).order)
+
+
+def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):
+    unset = EpochPlanner(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
+    assert not {"tokens_per_rank", "degrees", "speeds"} & set(unset.settings())
+    flat, schedule = np.load(unset.file("plan", 0)), unset.schedule(0)
+    assert len(flat) == 2 + len(unset.first_plan.offsets) + len(documents)
+    assert len(np.load(unset.file("schedule", 0))) == 2 + len(schedule.offsets) + len(documents)
+    whole = planner(documents, max_length=40, tokens_per_rank=32)
+    files = {
+        run.file("schedule", 1)
+        for run in (
+            unset,
+            whole,
+            replace(whole, tokens_per_rank=24),
+            replace(whole, speeds=CHEAP),
+            replace(whole, degrees=(1, 2, 4)),
+        )
+    }
+    assert len(files) == 5
+    assert unset.file("plan", 0) != whole.file("plan", 0)
+
+
+def test_a_broken_array_of_degrees_is_made_again(documents):
+    first = planner(documents, max_length=40, tokens_per_rank=32)
+    expected, file = first.schedule(0), first.file("schedule", 0)
+    flat = np.load(file)
+    flat[2 + len(expected.offsets)] = 0
+    file.unlink()
+    np.save(file, flat)
+    assert np.array_equal(planner(documents, max_length=40, tokens_per_rank=32).schedule(0).degrees, expected.degrees)
+
+
+@pytest.fixture(scope="module")
+def table():
+    lengths = [*np.random.default_rng(0).integers(2, 12, 120).tolist(), 60, 50, 64, 33]
+    rows = Dataset.from_dict({"input_ids": [[*range(100 * i, 100 * i + n)] for i, n in enumerate(lengths)]})
+    reader = TokenReader(rows)
+    return reader, make_documents(reader, 64, "truncate")
+
+
+def loaders(table, workers=0, **kwargs):
+    reader, documents = table
+    return [
+        document_loader(
+            DocumentDataset(reader, documents),
+            PackedBatchSampler(planner(documents, 4, 16, accumulation=2, **kwargs), rank),
+            PackedDataCollator(),
+            None,
+            num_workers=workers if rank == 1 else 0,
+        )
+        for rank in range(4)
+    ]
+
+
+def test_parts_end_to_end_are_the_packs(table):
+    reader, documents = table
+    ranks = loaders(table, workers=2)
+    schedule = ranks[0].batch_sampler.planner.schedule(0)
+    batches = [list(loader) for loader in ranks]
+    assert len(set(schedule.degrees.tolist())) > 1, "there is one degree only"
+    tokens = []
+    for step, degree in zip(zip(*batches, strict=True), schedule.degrees.tolist(), strict=True):
+        for leader in range(0, 4, degree):
+            parts = step[leader : leader + degree]
+            ids, labels, shifted = (
+                np.concatenate([part[name][0].numpy() for part in parts])
+                for name in ("input_ids", "labels", "shift_labels" if degree > 1 else "labels")
+            )
+            assert all(part["input_ids"].shape[1] * degree == len(ids) <= 16 * degree for part in parts)
+            assert ("pack_part" in parts[0]) == (degree > 1)
+            if degree > 1:
+                assert (shifted[:-1] == labels[1:]).all() and shifted[-1] == IGNORE_INDEX
+                assert [part["pack_part"].index for part in parts] == list(range(degree))
+            bounds = parts[0]["cu_seq_lens_q"].tolist()
+            assert bounds[-1] == len(ids)
+            for start, stop in itertools.pairwise(bounds):
+                if (labels[start + 1 : stop] != IGNORE_INDEX).any():
+                    tokens.append(ids[start:stop].tolist())
+    expected = [reader.read(i, 0, documents.stop[i])["input_ids"].tolist() for i in range(len(documents))]
+    assert sorted(tokens) == sorted(expected)
+
+
+def test_a_loader_goes_on_after_skipped_batches(table):
+    whole, cut = loaders(table)[3], loaders(table)[3]
+    for loader in (whole, cut):
+        loader.set_epoch(1)
+    expected = [batch["input_ids"].tolist() for batch in whole]
+    assert [batch["input_ids"].tolist() for batch in skip_first_batches(cut, 3)] == expected[3:]
+    assert any("pack_part" in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1

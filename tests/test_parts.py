@@ -1,0 +1,66 @@
+"""A packed batch cut into the parts that the ranks of a group hold."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_packfix import PackedDataCollator
+from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.data.parts import PER_TOKEN, cut_part
+
+
+def documents(lengths, prompt):
+    """Tokens 1, 2, 3, ...; the first `prompt` labels of each document are not trained."""
+    first = 1
+    for length in lengths:
+        tokens = torch.arange(first, first + length)
+        labels = tokens.clone()
+        labels[:prompt] = IGNORE_INDEX
+        yield {"input_ids": tokens, "labels": labels}
+        first += length
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.sampled_from([2, 4, 8]), st.integers(0, 3))
+def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders(lengths, degree, prompt):
+    whole = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
+    parts = [cut_part(whole, degree, index) for index in range(degree)]
+    num_tokens = whole["input_ids"].shape[1]
+    for name in PER_TOKEN:
+        assert all(part[name].shape == (1, num_tokens // degree) for part in parts)
+        assert torch.equal(torch.cat([part[name] for part in parts], 1), whole[name])
+    following = torch.cat([part["shift_labels"] for part in parts], 1)
+    assert torch.equal(following[:, :-1], whole["labels"][:, 1:]) and following[0, -1] == IGNORE_INDEX
+    assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
+
+    held = [part["pack_part"] for part in parts]
+    assert [part.is_first for part in held] == [True] + [False] * (degree - 1)
+    index = torch.cat([part.next_document for part in held], 1)
+    assert torch.equal(index[:, :-1], whole["seq_idx"][:, 1:].long())
+    expected = [max(length - max(prompt, 1), 0) for length in lengths]
+    for part in held:  # each knows of all trained tokens, wherever they lie
+        assert part.trained.tolist()[: len(lengths)] == expected and not part.trained[len(lengths) :].any()
+        assert part.num_tokens == num_tokens
+
+
+def test_degree_one_changes_nothing():
+    whole = PackedDataCollator()(list(documents([3, 2], 0)))
+    assert cut_part(whole, 1, 0) is whole
+
+
+def test_the_checksum_is_that_of_the_whole_pack():
+    def checksum(lengths, index=0, change=None):
+        batch = PackedDataCollator(pad_to_multiple_of=2)(list(documents(lengths, 1)))
+        if change:
+            batch[change][0, -1] += 1
+        return cut_part(batch, 2, index)["pack_part"].checksum
+
+    assert checksum([4, 4]) == checksum([4, 4], index=1)
+    others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
+    assert len(others | {checksum([4, 4], change="labels")}) == 4
+
+
+def test_a_pack_that_does_not_divide_is_refused():
+    whole = PackedDataCollator()(list(documents([3, 2], 0)))
+    with pytest.raises(ValueError, match=r"A pack of 5 tokens .* 2 parts.*not a multiple.*`pad_to_multiple_of=2`"):
+        cut_part(whole, 2, 0)

@@ -1,0 +1,427 @@
+"""Sequence parallelism: how many ranks share a pack, chosen for every micro-step by a model of its time. numpy only.
+
+With `tokens_per_rank` a document may be longer than what one rank holds. Then s neighbouring ranks, a *group*, share a
+pack, and each holds a *part* of it, T / s consecutive tokens. s is the *degree*. Inside attention a group exchanges
+tokens for heads (an all-to-all, as in Ulysses, arXiv 2309.14509), which costs time. So short documents should have a
+degree of 1, a long one a high degree: then its group ends as early as the others, which wait for it.
+
+An optimizer step keeps its documents, whatever the degrees. Inside a step, the documents are sorted, longest first.
+They are dealt to the micro-steps with one degree, the best by the model, or halved by tokens and micro-steps, and each
+half is divided in the same way; the faster of the two is taken. So the longest documents may have a degree of their
+own, and since one degree for the whole step is among the divisions, no step is slower, by the model, than with the best
+single degree of the run. Only ratios of the speeds decide.
+
+Letters: G micro-steps of a step, W ranks, s the degree, C tokens per rank, S the smallest degree that holds a document
+of `max_length`.
+"""
+
+import heapq
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .arrays import Float64Array, Int64Array
+from .balance import StepSettings, balanced
+from .best_fit import best_fit_decreasing
+from .costs import CostModel
+from .packs import PackPlan
+from .schedule import Schedule, packs_of_steps
+
+FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a device and its links reach; defaults are those of GPUs of the H100 class. Only ratios decide.
+
+    Attributes:
+        flops: operations per second of one device in training.
+        within, between: bytes per second that a device sends in an all-to-all to devices of its own node, to others.
+        latency_within, latency_between: seconds that an all-to-all takes whatever it sends.
+        ranks_per_node: devices of a node; ranks are numbered node after node.
+        passes: FLOPs of a training step over those of a forward pass: forward, recomputed forward, and two backward.
+        exchanging_passes: passes through attention in which tokens are exchanged: forward, recomputed, backward.
+        bytes_per_value: 2 for bf16 and fp16.
+    """
+
+    flops: float = 400e12
+    within: float = 300e9
+    between: float = 50e9
+    latency_within: float = 20e-6
+    latency_between: float = 60e-6
+    ranks_per_node: int = 8
+    passes: float = 4.0
+    exchanging_passes: int = 3
+    bytes_per_value: int = 2
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Modelled seconds of a group of ranks that share a pack.
+
+    >>> times = GroupTimes(CostModel(per_token=1e9, per_pair=0.0), Speeds())
+    >>> float(times.seconds(times.cost_model([1000]), np.array([1000]), 1)[0])  # 4 passes of 1e12 at 4e14 per second
+    0.01
+    """
+
+    cost_model: CostModel
+    speeds: Speeds = field(default_factory=Speeds)
+
+    def costs(self, degree: int) -> CostModel:
+        """FLOPs of a document, as if each rank of the group had as many heads as the one with most.
+
+        Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
+        """
+        model = self.cost_model
+        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in model.attention), default=1.0)
+        if unevenness == 1:
+            return model
+        return replace(
+            model,
+            per_pair=model.per_pair * unevenness,
+            windows=tuple((window, pair * unevenness) for window, pair in model.windows),
+            chunks=tuple((chunk, pair * unevenness) for chunk, pair in model.chunks),
+        )
+
+    def exchange(self, degree: int) -> tuple[float, float]:
+        """Seconds of the exchanges of a micro-step: (for each token of a rank, whatever the tokens).
+
+        A token sends its queries and gets back their outputs. Keys and values are sent for as many heads as there are
+        ranks, if the model has fewer.
+        """
+        if degree == 1:
+            return 0.0, 0.0
+        speeds = self.speeds
+        inside = min(degree, speeds.ranks_per_node)
+        sent = (inside - 1) / degree / speeds.within + (degree - inside) / degree / speeds.between
+        values = sum(
+            each.layers * (each.heads + max(each.kv_heads, degree)) * (each.key_dim + each.value_dim)
+            for each in self.cost_model.attention
+        )
+        exchanges = 2 * speeds.exchanging_passes * sum(each.layers for each in self.cost_model.attention)
+        latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
+        return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
+
+    def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
+        """Seconds of groups with packs of these costs, in FLOPs by `costs(degree)`, and tokens, shape (N,)."""
+        per_token, fixed = self.exchange(degree)
+        return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
+
+
+def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
+    """The smallest power of two with room for a document of `max_length` tokens.
+
+    >>> smallest_degree(131072, 16384), smallest_degree(100_000, 16384), smallest_degree(8192, 16384)
+    (8, 8, 1)
+    """
+    return 1 << (-(-max_length // tokens_per_rank) - 1).bit_length()
+
+
+def possible_degrees(max_length: int, tokens_per_rank: int, world_size: int, cost_model: CostModel) -> tuple[int, ...]:
+    """The degrees that a run may use: powers of two that divide the ranks and do not exceed the attention heads.
+
+    Raises:
+        ValueError: none of them holds a document of `max_length`.
+
+    >>> possible_degrees(131072, 16384, 24, CostModel(1.0, 1.0))
+    (1, 2, 4, 8)
+    """
+    heads = min((each.heads for each in cost_model.attention), default=world_size)
+    divisor = world_size & -world_size
+    degrees = tuple(1 << i for i in range(divisor.bit_length()) if 1 << i <= heads)
+    needed = smallest_degree(max_length, tokens_per_rank)
+    if needed > degrees[-1]:
+        why = f"the model has {heads} attention heads" if divisor > heads else f"there are {world_size} ranks"
+        raise ValueError(
+            f"`max_length={max_length}` was given with `tokens_per_rank={tokens_per_rank}` on {world_size} ranks. A "
+            f"document of that length needs a group of {needed} ranks, and {why}, so groups have at most "
+            f"{degrees[-1]}: their size is a power of two that divides the number of ranks, with a head for each rank. "
+            f"Set `max_length` to {degrees[-1] * tokens_per_rank} or less, raise `tokens_per_rank`, or train on a "
+            f"multiple of {needed} ranks."
+        )
+    return degrees
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel:
+    """The settings of sequence parallelism of a run.
+
+    Attributes:
+        tokens_per_rank: C, most tokens of a pack on one rank.
+        smallest: S, the smallest degree that holds a document of `max_length`. Packs are planned for groups of it.
+        degrees: those that may be chosen, ascending; S is one of them.
+        speeds: of devices and links.
+    """
+
+    tokens_per_rank: int
+    smallest: int
+    degrees: tuple[int, ...]
+    speeds: Speeds = field(default_factory=Speeds)
+
+
+@dataclass(frozen=True)
+class DividedStep:
+    """The documents of one optimizer step in groups of ranks.
+
+    Attributes:
+        seconds: modelled time, the sum over micro-steps of their longest group.
+        degrees: of each micro-step, shape (G,).
+        packs: of each group, micro-step after micro-step; a micro-step of degree s has W // s.
+    """
+
+    seconds: float
+    degrees: list[int]
+    packs: list[Int64Array]
+
+
+def schedule_groups(
+    plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings, parallel: SequenceParallel
+) -> Schedule:
+    """`schedule_packs` with sequence parallelism: the slots of `num_steps` steps, and the degree of each micro-step.
+
+    Args:
+        plan: packs for groups of S ranks, at most `num_steps * G * W / S` of them unless `drop_last`.
+        settings: the world size is W.
+
+    >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([8, 4, 3]), capacity=8)
+    >>> settings = StepSettings(capacity=8, world_size=2, accumulation=2)
+    >>> parallel = SequenceParallel(tokens_per_rank=4, smallest=2, degrees=(1, 2))
+    >>> schedule = schedule_groups(plan, plan.lengths, 1, settings, parallel)
+    >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
+    ([[[0], [1]], [[0], [2]]], array([2, 1]))
+    """
+    planned = replace(settings, world_size=settings.world_size // parallel.smallest)
+    steps, num_skipped = packs_of_steps(plan, lengths, num_steps, planned)
+    sizes: list[Int64Array] = []
+    order: list[Int64Array] = []
+    degrees: list[int] = []
+    for packs in steps:
+        divided = divide_step(packs, lengths, settings, parallel)
+        degrees += divided.degrees
+        order += divided.packs
+        sizes.append(_slot_sizes(divided, settings))
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    world_size, accumulation = settings.world_size, settings.accumulation
+    return Schedule(np.concatenate(order), offsets, accumulation, world_size, num_skipped, np.array(degrees))
+
+
+def _slot_sizes(divided: DividedStep, settings: StepSettings) -> Int64Array:
+    """Documents of every slot: those of a group are in the slot of its first rank."""
+    sizes = np.zeros((settings.accumulation, settings.world_size), np.int64)
+    packs = iter(divided.packs)
+    for row, degree in zip(sizes, divided.degrees, strict=True):
+        row[::degree] = [len(next(packs)) for _ in range(0, settings.world_size, degree)]
+    return sizes.ravel()
+
+
+def divide_step(
+    packs: list[Int64Array], lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
+) -> DividedStep:
+    """The documents of one optimizer step in groups with the least modelled time that is found.
+
+    Args:
+        packs: the step's documents in packs for groups of S ranks, at most G * W / S of them.
+        lengths: tokens of each document of the dataset, shape (N,).
+    """
+    step = Step(np.concatenate(packs), lengths, settings, parallel)
+    degree, accumulation = parallel.smallest, settings.accumulation
+    packs = packs + [np.zeros(0, np.int64)] * (settings.num_slots // degree - len(packs))
+    if settings.balance == "none":
+        return step.grouped(packs, degree)
+    found = step.divided(step.documents, accumulation)
+    if found is None or step.first_packs(step.documents, degree, accumulation) is None:
+        planned = step.grouped(step.balanced(packs, degree, accumulation), degree)  # these packs always fit
+        if found is None or planned.seconds < found.seconds:
+            found = planned
+    return found
+
+
+class Step:
+    """The documents of one optimizer step, longest first, while they are divided into micro-steps and groups."""
+
+    def __init__(self, documents: Int64Array, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel):
+        self.documents = documents[np.argsort(-lengths[documents], kind="stable")]
+        self.lengths = lengths
+        self.settings = settings
+        self.parallel = parallel
+        self.times = GroupTimes(settings.cost_model, parallel.speeds)
+
+    def divided(self, documents: Int64Array, num: int) -> DividedStep | None:
+        """The best of: one degree for these documents in `num` micro-steps, or halves of them, divided in the same way.
+
+        The longer half of the tokens gets the first half of the micro-steps. None if no division is found.
+        """
+        halves: list[DividedStep | None] = []
+        if num > 1 and len(documents):
+            first = num // 2
+            split = self._split(documents, first, num)
+            halves = [self.divided(documents[:split], first), self.divided(documents[split:], num - first)]
+        found = [half for half in halves if half is not None]
+        joined = None
+        if len(found) == 2:
+            joined = DividedStep(
+                found[0].seconds + found[1].seconds,
+                found[0].degrees + found[1].degrees,
+                found[0].packs + found[1].packs,
+            )
+        return self.best_degree(documents, num, joined)
+
+    def _split(self, documents: Int64Array, first: int, num: int) -> int:
+        """How many of the documents go to the first micro-steps: their share of the tokens, and at least one."""
+        ends = np.cumsum(self.lengths[documents])
+        split = int(np.searchsorted(ends, ends[-1] * first / num, side="right"))
+        return max(split, 1)
+
+    def best_degree(
+        self, documents: Int64Array, accumulation: int, best: DividedStep | None = None
+    ) -> DividedStep | None:
+        """The best single degree for these documents in so many micro-steps, if it takes less time than `best`.
+
+        Degrees are tried in the order of a lower bound of their time, until none can be better.
+        """
+        if not len(documents):
+            # One degree is as good as another for a micro-step without documents.
+            degree = self.parallel.degrees[0]
+            return best or self.grouped([documents] * (self.settings.world_size // degree * accumulation), degree)
+        bounds = sorted((self._lower_bound(documents, degree), degree) for degree in self.parallel.degrees)
+        for bound, degree in bounds:
+            if best is not None and bound >= best.seconds:
+                break
+            found = self.one_degree(documents, degree, accumulation)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = found
+        return best
+
+    def _lower_bound(self, documents: Int64Array, degree: int) -> float:
+        """Seconds below which no division of these documents with this degree is."""
+        lengths = self.lengths[documents]
+        costs = self.times.costs(degree)(lengths)
+        even = self.times.seconds(costs.sum(keepdims=True), lengths.sum(keepdims=True), degree)
+        longest = self.times.seconds(costs[:1], lengths[:1], degree)
+        return float(max(even[0] * degree / self.settings.world_size, longest[0]))
+
+    def one_degree(self, documents: Int64Array, degree: int, accumulation: int) -> DividedStep | None:
+        """The documents in groups of one degree, in so many micro-steps; None if no such packs are found."""
+        packs = self.first_packs(documents, degree, accumulation)
+        return None if packs is None else self.grouped(self.balanced(packs, degree, accumulation), degree)
+
+    def first_packs(self, documents: Int64Array, degree: int, accumulation: int) -> list[Int64Array] | None:
+        """The documents in packs for groups of one degree, before they are balanced; None if none are found."""
+        lengths, capacity = self.lengths, degree * self.parallel.tokens_per_rank
+        num = self.settings.world_size // degree * accumulation
+        if lengths[documents[0]] > capacity:
+            return None
+        packs = _least_loaded(documents, lengths, self.times.costs(degree), num, capacity)
+        return packs or _tightest(documents, lengths, num, capacity)
+
+    def balanced(self, packs: list[Int64Array], degree: int, accumulation: int) -> list[Int64Array]:
+        """The documents of these packs dealt to the groups of so many micro-steps, see `balance.py`."""
+        settings = replace(
+            self.settings,
+            capacity=degree * self.parallel.tokens_per_rank,
+            accumulation=accumulation,
+            world_size=self.settings.world_size // degree,
+            cost_model=self.times.costs(degree),
+            synchronisation="micro",  # the ranks of a group wait for each other in every layer
+        )
+        return balanced(packs, self.lengths, settings)
+
+    def grouped(self, packs: list[Int64Array], degree: int) -> DividedStep:
+        """Packs of groups of one degree, micro-step after micro-step, with their modelled time."""
+        model = self.times.costs(degree)
+        costs = np.array([model(self.lengths[pack]).sum() for pack in packs])
+        tokens = np.array([self.lengths[pack].sum() for pack in packs])
+        seconds = self.times.seconds(costs, tokens, degree).reshape(-1, self.settings.world_size // degree).max(axis=1)
+        return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
+
+    def bound(self) -> float:
+        """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
+
+        All ranks work all the time, documents longer than C pay the exchange of their smallest group, and the longest
+        takes what it takes alone at its best degree.
+        """
+        lengths, tokens_per_rank = self.lengths[self.documents], self.parallel.tokens_per_rank
+        ranks_seconds = float(self.times.seconds(self.settings.cost_model(lengths), lengths, 1).sum())
+        long = lengths[lengths > tokens_per_rank]
+        ranks_seconds += sum(n * self.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
+        longest = min(
+            float(self.times.seconds(self.times.costs(degree)(lengths[:1]), lengths[:1], degree)[0])
+            for degree in {self.parallel.smallest, *self.parallel.degrees}
+            if degree * tokens_per_rank >= lengths[0]
+        )
+        return max(ranks_seconds / self.settings.world_size, longest)
+
+
+@dataclass(frozen=True)
+class ModelledTime:
+    """Modelled seconds of a schedule with sequence parallelism.
+
+    Attributes:
+        seconds: of each micro-step, that is of its longest group, shape (S*G,).
+        exchange: of each micro-step, in the exchanges, the mean over ranks, shape (S*G,).
+        bound: seconds of the whole schedule, below which no other with the same steps is.
+    """
+
+    seconds: Float64Array
+    exchange: Float64Array
+    bound: float
+
+
+def modelled_time(
+    schedule: Schedule, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
+) -> ModelledTime:
+    """What a schedule takes, and the least that one with the same steps could take."""
+    assert schedule.degrees is not None
+    times = GroupTimes(settings.cost_model, parallel.speeds)
+    seconds, exchange = np.zeros((2, len(schedule.degrees)))
+    tokens = _slot_sums(schedule, lengths)
+    for degree in np.unique(schedule.degrees).tolist():
+        rows, leaders = np.flatnonzero(schedule.degrees == degree), slice(None, None, degree)
+        costs = _slot_sums(schedule, times.costs(degree)(lengths))
+        some = tokens[rows][:, leaders]
+        seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
+        exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
+    steps = (Step(schedule.step_documents(i), lengths, settings, parallel) for i in range(schedule.num_steps))
+    return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
+
+
+def _slot_sums(schedule: Schedule, values: Int64Array | Float64Array) -> Float64Array:
+    """Sums over the documents of every slot, shape (S*G, W)."""
+    total = np.concatenate([[0.0], np.cumsum(values[schedule.order])])
+    return np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
+
+
+def _least_loaded(
+    longest_first: Int64Array, lengths: Int64Array, cost_model: CostModel, num: int, capacity: int
+) -> list[Int64Array] | None:
+    """Each document to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere."""
+    packs: list[list[int]] = [[] for _ in range(num)]
+    room = [capacity] * num
+    heap = [(0.0, i) for i in range(num)]
+    too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
+    tokens = lengths[longest_first]
+    if tokens.sum() > num * capacity:
+        return None
+    for document, length, cost in zip(
+        longest_first.tolist(), tokens.tolist(), cost_model(tokens).tolist(), strict=True
+    ):
+        while too_full and -too_full[0][0] >= length:
+            heapq.heappush(heap, heapq.heappop(too_full)[1:])
+        while heap and room[heap[0][1]] < length:
+            load, i = heapq.heappop(heap)
+            heapq.heappush(too_full, (-room[i], load, i))
+        if not heap:
+            return None
+        load, i = heap[0]
+        packs[i].append(document)
+        room[i] -= length
+        heapq.heapreplace(heap, (load + cost, i))
+    return [np.array(pack, dtype=np.int64) for pack in packs]
+
+
+def _tightest(longest_first: Int64Array, lengths: Int64Array, num: int, capacity: int) -> list[Int64Array] | None:
+    """Packs of best-fit decreasing, if there are at most `num`."""
+    members, sizes = best_fit_decreasing(lengths[longest_first], capacity)
+    if len(sizes) > num:
+        return None
+    return np.split(longest_first[members], np.cumsum(sizes)[:-1])
