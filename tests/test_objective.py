@@ -13,7 +13,7 @@ from datasets import Dataset
 from support.models import build_tiny_model
 from support.rounding import tolerance, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
-from support.versions import scores_tokens
+from support.versions import current_models, scores_tokens
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, TrainerCallback
@@ -680,6 +680,7 @@ EXPERTS_IN_CONFIG = {
 }
 
 
+@current_models
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("name", EXPERTS_IN_CONFIG)

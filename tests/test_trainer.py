@@ -14,7 +14,7 @@ from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
-from support.versions import TRL
+from support.versions import TRL, trl_trains
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
@@ -119,6 +119,7 @@ def test_no_args_means_the_default_config_of_trl(tmp_path, monkeypatch):
             cls(build_tiny_model(), train_dataset=texts(), processing_class=build_tokenizer())
 
 
+@trl_trains
 @pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
 def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
@@ -140,8 +141,11 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
         run = cls(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
         run.train()
         results.append(weights(run))
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], torch.cat([p.flatten() for p in build_tiny_model().parameters()]))
+    if TRL >= Version("1.16"):
+        assert torch.equal(*results)
+    else:  # the loss is summed in another order
+        assert weight_difference(*results, start_weights()) < 1e-5
+    assert not torch.equal(results[0], start_weights())
 
 
 def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):

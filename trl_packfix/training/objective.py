@@ -319,7 +319,8 @@ class PackedObjective(PackedLoading):
             if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
                 text.num_experts = text.num_local_experts
             return
-        if self.args.router_aux_loss_coef:
+        # Below TRL 1.13 the default is a number, which the user has not given
+        if self.args.router_aux_loss_coef not in (0.0, SFTConfig.__dataclass_fields__["router_aux_loss_coef"].default):
             raise ValueError(
                 f"`router_aux_loss_coef={self.args.router_aux_loss_coef}` was given with {type(model).__name__}. None "
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
