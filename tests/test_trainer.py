@@ -141,7 +141,7 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
         run = cls(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
         run.train()
         results.append(weights(run))
-    if TRL >= Version("1.16"):
+    if Version("1.16") <= TRL:
         assert torch.equal(*results)
     else:  # the loss is summed in another order
         assert weight_difference(*results, start_weights()) < 1e-5
