@@ -50,8 +50,9 @@ class SFTConfig(trl.SFTConfig):
             does (LongAlign), and within a document every trained token. A fragment of a split document is a document.
             It works with and without packing. Evaluation always counts tokens.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
-            On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
-            model, which may build a (T, T) mask per pack.
+            On CUDA, run attention on packed batches with flash attention where a kernel can compute the model, else
+            document by document, with a warning. `False` keeps the implementation of the model, which may build a
+            (T, T) mask per pack.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
 
@@ -114,8 +115,9 @@ class SFTConfig(trl.SFTConfig):
     enforce_flash_attention: bool = field(
         default=True,
         metadata={
-            "help": "On CUDA, run attention on packed batches with flash attention. False keeps the model's own "
-            "implementation, which may build a (T, T) mask per pack."
+            "help": "On CUDA, run attention on packed batches with flash attention where a kernel can compute the "
+            "model, else document by document. False keeps the model's own implementation, which may build a (T, T) "
+            "mask per pack."
         },
     )
     packing_report: bool = field(
