@@ -5,6 +5,7 @@
 # make chaos   kill runs at random points, resume and compare them (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
+# make gpu     the first minutes on a GPU: nine steps that stop at the first failure, logs and CSVs in gpu_results/
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
@@ -31,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test quick check fix wheel chaos bench sweep pictures docs clean
+.PHONY: demo test quick check fix wheel chaos bench gpu sweep pictures docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -78,7 +79,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py --num 10000 --kinds plain
 	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)
 	$(BIN)/python benchmarks/throughput_gpu.py --smoke
+	$(BIN)/python benchmarks/static_shapes.py --num 1000
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
+
+# On a machine that has its own torch, without this .venv: `PYTHON=python3 tests/gpu/run.sh`
+gpu: $(INSTALLED)
+	PYTHON=$(BIN)/python tests/gpu/run.sh $(ARGS)
 
 sweep: $(INSTALLED)
 	$(BIN)/trl-packfix check --all --output docs $(ARGS)
@@ -103,5 +109,5 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site demo_output gpu_results .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

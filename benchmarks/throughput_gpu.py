@@ -22,9 +22,10 @@ Rows of ours also have the probe's result (`isolated`, `equal`, `max_difference`
 repaired modules, whether documents were unpacked, and the time of the probe (`probe_s`, not in the step times). `share`
 is the speed-up over padded (in real tokens/s) divided by padded/real tokens, the largest speed-up that removing padding
 can give; the target is 0.95. It counts tokens and not documents, because a run ends after some seconds and each method
-has seen other documents by then. MFU counts
-real tokens only: ((6 N, with LoRA 4 N) tokens + 6 L h sum of len^2) / time / ceiling, N with the matrix of the LM head,
-tied (Qwen) or not (Llama), and without embeddings; recomputation is not counted. A step is timed from the moment its
+has seen other documents by then. `real_tflops` counts
+real tokens only, as the trainer's log does (`tflops_per_second_per_rank`): forward and backward of each document alone,
+by the cost model of the config, without recomputation. `mfu` is its share of the card's peak where that is known (the
+table of the package), `mfu_of_ceiling` its share of the measured ceiling. A step is timed from the moment its
 batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up steps are not timed.
 A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
 """
@@ -60,8 +61,10 @@ import trl_packfix
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.report import IsolationReport
+from trl_packfix.training.flops import own_peak_tflops, trained_share, training_flops
 
 WARM_UP, TIMED = 2, 20  # steps, at most
 QWEN = Qwen2Config(
@@ -306,11 +309,6 @@ def train(
     if not clock.steps:
         return proved | {"reason": f"no step was timed within {machine.limit:g} s"}
     documents, tokens, computed = (sum(int(batch[i]) for batch in clock.batches) for i in range(3))
-    head = model.get_output_embeddings().weight  # a tied head is listed under the name of the embeddings
-    below = sum(
-        p.numel() for n, p in model.named_parameters() if "embed" not in n and "lora" not in n and p is not head
-    )
-    parameters = below + head.numel()
     row = proved | {
         "steps": clock.steps,
         "documents_per_s": documents / clock.seconds,
@@ -320,10 +318,11 @@ def train(
     if machine.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     lengths = np.array([len(ids) for ids in table["input_ids"]], dtype=float)
-    squares = (lengths**2).sum() / lengths.sum() * tokens
-    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
-    flops = (4 if lora else 6) * parameters * tokens + 6 * layers * hidden * squares
-    return row | {"real_tflops": flops / clock.seconds / 1e12}
+    costs = training_flops(make_cost_model(model.config), lengths, trained_share(trainer.model))
+    flops = costs.sum() / lengths.sum() * tokens
+    row["real_tflops"] = flops / clock.seconds / 1e12
+    peak = own_peak_tflops(torch.device(machine.device), machine.dtype)
+    return row if peak is None else row | {"mfu": row["real_tflops"] / peak}
 
 
 def shares(rows: list[Row]) -> None:
@@ -373,7 +372,7 @@ def main() -> None:
             except Exception as error:
                 row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         if "real_tflops" in row:
-            row["mfu"] = row["real_tflops"] / top
+            row["mfu_of_ceiling"] = row["real_tflops"] / top
         rows.append(row | card)
         shares(rows)
         shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}

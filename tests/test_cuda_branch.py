@@ -112,3 +112,15 @@ def test_one_graph_without_breaks(model_type, as_on_cuda):
         counts.append(counter.frame_count)
     # one for the first pack, one when torch sees that lengths change; then none
     assert counts[0] == 1 and counts[-1] == counts[2] <= 3, counts
+
+
+def test_one_graph_for_packs_of_one_shape(as_on_cuda):
+    torch._dynamo.reset()
+    model, counter = prepared("llama"), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    static = {"pad_to_multiple_of": 256, "pad_documents_to_multiple_of": 16, "max_length": 60}
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        lengths = torch.randint(2, 60, (int(torch.randint(2, 5, (), generator=rng)),), generator=rng).tolist()
+        compiled(**pack(lengths, **static)).logits.sum().backward()
+    assert counter.frame_count == 1

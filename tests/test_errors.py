@@ -32,6 +32,12 @@ ARGUMENTS = [
     ({"gradient_accumulation_steps": 0}, r"`gradient_accumulation_steps=0` was given.*fewer than one.*1 or more"),
     ({"per_device_train_batch_size": 0}, r"`per_device_train_batch_size=0` was given"),
     ({"pad_to_multiple_of": -8}, r"`pad_to_multiple_of=-8` was given"),
+    ({"peak_tflops": -1.0}, r"`peak_tflops=-1.0` was given.*divisor of `mfu`.*Set it to the dense TFLOP/s"),
+    ({"pad_documents_to_multiple_of": 0}, r"`pad_documents_to_multiple_of=0` was given"),
+    (
+        {"packing": False, "pad_documents_to_multiple_of": 64},
+        r"`pad_documents_to_multiple_of=64` was given with `packing=False`.*pads packs.*Set `packing=True`",
+    ),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
     (
         {"truncation_mode": "keep_last"},

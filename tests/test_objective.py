@@ -20,6 +20,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.survey.zoo import shrink
 from trl_packfix.training.objective import PackedObjective
 
@@ -156,6 +157,7 @@ def documents_of_pack(batch):
         {"packing_strategy": "minibatch"},
         {"packing_strategy": "minibatch", "loss_type": "dft"},
         {"packing_strategy": "stream", "pad_to_multiple_of": 32},
+        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing": False},
     ],
     ids=str,
@@ -421,8 +423,11 @@ def statistic(run, batch):
     return load_balancing_loss_func(tuple(layer[keep] for layer in found.router_logits), 4, 2).item()
 
 
-def test_router_statistic_has_no_padding(tmp_path):
-    run = experts(tmp_path, halves(), pad_to_multiple_of=64, max_length=50)
+@pytest.mark.parametrize(
+    "padding", [{"pad_to_multiple_of": 64}, {"pad_to_multiple_of": 64, "pad_documents_to_multiple_of": 16}], ids=str
+)
+def test_router_statistic_has_no_padding(padding, tmp_path):
+    run = experts(tmp_path, halves(), max_length=50, **padding)
     (batch,), num_items = first_step(run)
     assert (batch["input_ids"][0, -8:] == 0).all(), "no padding"
     both = []
@@ -529,6 +534,7 @@ def recorded(run):
     [
         {"packing_strategy": "stream"},
         {"packing_strategy": "minibatch", "pad_to_multiple_of": 64},
+        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing": False},
     ],
     ids=str,
@@ -544,6 +550,7 @@ def test_what_is_logged_is_right(settings, tmp_path):
         save_steps=1,
         include_num_input_tokens_seen="non_padding",
         learning_rate=0.1,
+        peak_tflops=0.5,
         **settings,
     )
     seen = recorded(run)
@@ -571,7 +578,10 @@ def test_what_is_logged_is_right(settings, tmp_path):
         if settings.get("packing_strategy") == "stream":
             room = len(filled) * 2 * 64
         assert entry["efficiency"] == pytest.approx(tokens / room, abs=1e-4)
-        assert entry["tokens_per_second"] > 0
+        costs = make_cost_model(run.model.config)([len(tokens) for tokens, _ in documents])
+        rate = entry["tflops_per_second_per_rank"] / entry["tokens_per_second"]  # the time cancels
+        assert rate == pytest.approx(3 * costs.sum() / tokens / 1e12, rel=2e-3)
+        assert entry["mfu"] == pytest.approx(entry["tflops_per_second_per_rank"] / 0.5, rel=1e-3)
     if run.state.global_step % 2 == 0:
         assert num_tokens == 2 * sum(map(len, run.train_dataset["input_ids"]))
     end = run.state.log_history[-1]

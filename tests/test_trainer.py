@@ -243,6 +243,7 @@ def test_padding_free_without_packing_means_minibatch(tmp_path):
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"bf16": True},
         {"pad_to_multiple_of": 32},
+        {"pad_documents_to_multiple_of": 16, "dataloader_num_workers": 1},
         {"dataloader_num_workers": 2},
         {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2},
         {"shuffle_dataset": True},

@@ -58,8 +58,8 @@ class PackedForward:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host."""
-        return [stop - start for start, stop in pairwise(self.bounds)]
+        """Tokens of each document, on the host, without the empty ones that pad."""
+        return [stop - start for start, stop in pairwise(self.bounds) if stop > start]
 
     @property
     def num_tokens(self) -> int:

@@ -219,11 +219,13 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
     """Tokens of each document, on the host."""
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
     if running is not None and (cu_seq_lens is None or cu_seq_lens is running.cu_seq_lens_q):
-        bounds = running.bounds  # a GPU is waited for in the first layer only
+        bounds = [*running.bounds]  # a GPU is waited for in the first layer only
     elif cu_seq_lens is not None:
         bounds = cu_seq_lens.tolist()
     else:
         return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
+    while len(bounds) > 2 and bounds[-2] == bounds[-1]:  # empty documents at the end are padding
+        bounds.pop()
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(

@@ -33,6 +33,12 @@ class PackedDataCollator:
             Pad T to a multiple of this number of tokens. The padding is *one* further document without trained tokens,
             never many of length 1.
         pad_token_id (`int`, defaults to 0): Token that fills the padding.
+        pad_documents_to_multiple_of (`int`, *optional*):
+            Pad N to a multiple of this number of documents. The padding is documents without tokens at the end: the
+            last entries of `cu_seq_lens` are T.
+        max_length (`int`, *optional*):
+            With this, `max_length_q` and `max_length_k` are at least this number of tokens in every pack, and padding
+            is divided into documents of at most so many. With all three, packs of other documents have the same shapes.
 
     Raises:
         ValueError: a document is empty, or its labels are not as long as its tokens; the documents have `seq_lengths`,
@@ -45,6 +51,8 @@ class PackedDataCollator:
 
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
+    pad_documents_to_multiple_of: int | None = None
+    max_length: int | None = None
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
@@ -64,8 +72,12 @@ class PackedDataCollator:
                 )
         num_tokens = sum(lengths)
         padding = -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        longest = max(lengths)
         if padding:
-            lengths.append(padding)
+            longest_padding = padding if self.max_length is None else max(longest, self.max_length)
+            whole, rest = divmod(padding, longest_padding)
+            lengths += [longest_padding] * whole + [rest] * (rest > 0)
+            longest = max(lengths)
 
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
         targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
@@ -76,9 +88,11 @@ class PackedDataCollator:
             np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
         bounds = boundaries.cu_seq_lens(lengths)
         targets[bounds[:-1]] = IGNORE_INDEX
+        if self.pad_documents_to_multiple_of:
+            bounds = np.pad(bounds, (0, -len(lengths) % self.pad_documents_to_multiple_of), mode="edge")
 
         cu_seq_lens = torch.from_numpy(bounds)
-        max_length = max(lengths)
+        max_length = max(longest, self.max_length or 0)
         return {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(targets)[None],

@@ -69,7 +69,8 @@ class UnpackedForward(ModelHooks):
         tokens = args[0] if args else kwargs[name]
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         budget = inf if is_sharded(module) else tokens.shape[1]
-        documents = DocumentRows(boundaries.diff().tolist(), tokens.device, undivided(budget))
+        lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
+        documents = DocumentRows(lengths, tokens.device, undivided(budget))
         self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded

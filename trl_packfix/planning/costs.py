@@ -36,13 +36,17 @@ class CostModel:
 
     def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
         """FLOPs of each document, shape (N,)."""
-        n = np.asarray(lengths, dtype=np.float64)
+        cost: Float64Array = self.flops(np.asarray(lengths, dtype=np.float64))
+        return cost
+
+    def flops(self, n: Any) -> Any:
+        """The same for an array of float64, or a tensor on any device."""
         cost = self.per_token * n + self.per_pair * _pairs(n)
         for window, per_pair in self.windows:
-            cost += per_pair * (_pairs(n) - _pairs(np.maximum(n - window, 0)))
+            cost = cost + per_pair * (_pairs(n) - _pairs((n - window).clip(min=0)))
         for chunk, per_pair in self.chunks:
-            whole, rest = np.divmod(n, chunk)
-            cost += per_pair * (whole * _pairs(chunk) + _pairs(rest))
+            whole = n // chunk
+            cost = cost + per_pair * (whole * _pairs(chunk) + _pairs(n - whole * chunk))
         return cost
 
 

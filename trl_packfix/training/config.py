@@ -53,6 +53,15 @@ class SFTConfig(trl.SFTConfig):
             On CUDA, run attention on packed batches with flash attention where a kernel can compute the model, else
             document by document, with a warning. `False` keeps the implementation of the model, which may build a
             (T, T) mask per pack.
+        pad_documents_to_multiple_of (`int`, *optional*):
+            Give every pack the same shapes, for `torch.compile`, CUDA graphs and FP8 kernels: as many tokens as the
+            capacity (rounded up to `pad_to_multiple_of`), this number of documents (with those of the padding; the last
+            ones are empty), and `max_length` as the length of the longest. A pack with more documents gets the next
+            multiple, which is another shape. It costs tokens: set it only for a kernel or compiler that needs it.
+        peak_tflops (`float`, *optional*):
+            Dense TFLOP/s of one device, for `mfu` in the log: the FLOPs of the documents (without padding and without
+            what checkpointing computes again) over this peak. If unset, common NVIDIA cards have their peak in half
+            precision; on others, and in float32, `mfu` is not logged.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
 
@@ -120,6 +129,20 @@ class SFTConfig(trl.SFTConfig):
             "mask per pack."
         },
     )
+    pad_documents_to_multiple_of: int | None = field(
+        default=None,
+        metadata={
+            "help": "Give every pack the same shapes, for torch.compile, CUDA graphs and FP8 kernels: the capacity in "
+            "tokens and this number of documents (more: the next multiple). It costs tokens."
+        },
+    )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "Dense TFLOP/s of one device, for `mfu` in the log. Unset: common NVIDIA cards have their peak in "
+            "bfloat16; on others `mfu` is not logged."
+        },
+    )
     packing_report: bool = field(
         default=True,
         metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
@@ -178,17 +201,29 @@ def check_config(args: SFTConfig) -> None:
     }
     for name, choices in known_choices.items():
         check_choice(name, getattr(args, name), choices)
+    if args.peak_tflops is not None and args.peak_tflops <= 0:
+        raise ValueError(
+            f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
+            "training reaches. Set it to the dense TFLOP/s of one device (H100 in bfloat16: 989), or leave it unset."
+        )
     if not (args.packing or args.padding_free):
         if args.overlong is not None:
             raise ValueError(
                 f"`overlong={args.overlong!r}` was given with `packing=False`. It is a setting of packing; unpacked "
                 "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
             )
+        if args.pad_documents_to_multiple_of is not None:
+            raise ValueError(
+                f"`pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}` was given with `packing=False`. "
+                "It pads packs, and unpacked rows have none of their boundaries. Set `packing=True`, or leave it unset."
+            )
         return
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of"):
+    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
+    for name in (*counts, "pad_documents_to_multiple_of"):
         if getattr(args, name) is not None:
             check_count(name, getattr(args, name))
-    if args.packing or args.max_length is not None:  # `padding_free` alone does not need a capacity
+    # `padding_free` alone does not need a capacity
+    if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
         check_max_length(args.max_length, args.per_device_train_batch_size)
     check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":

@@ -63,7 +63,7 @@ class PackedLoading(trl.SFTTrainer):
         checks.check_parallelism(self.accelerator)
         checks.check_one_device(self.model)
         self.padding_free = True
-        self.data_collator = self._make_packed_collator()
+        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size)
         if not isinstance(self.train_dataset, IterableDataset):
             self._reader = TokenReader(self.train_dataset)
             self._documents = cached_documents(
@@ -87,7 +87,8 @@ class PackedLoading(trl.SFTTrainer):
             planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
         )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id)
-        return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), self.data_collator)
+        sampler = PackedBatchSampler(planner, self.args.process_index)
+        return self._make_loader(dataset, sampler, self._training_collator)
 
     def _make_planner(self) -> EpochPlanner:
         return make_planner(
@@ -120,8 +121,20 @@ class PackedLoading(trl.SFTTrainer):
             **self._worker_kwargs,
         )
 
-    def _make_packed_collator(self) -> PackedDataCollator:
-        return PackedDataCollator(self.args.pad_to_multiple_of, self._tokenizer.pad_token_id)
+    @property
+    def _training_collator(self) -> Callable:
+        if self.args.pad_documents_to_multiple_of is None:
+            return self.data_collator
+        return self._make_packed_collator(self._train_batch_size)  # lowered by `auto_find_batch_size`
+
+    def _make_packed_collator(self, batch_size: int) -> PackedDataCollator:
+        args, pad_token_id = self.args, self._tokenizer.pad_token_id
+        if args.pad_documents_to_multiple_of is None:
+            return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
+        assert args.max_length is not None  # `SFTConfig` refuses it without
+        multiple = args.pad_to_multiple_of or 1
+        num_tokens = -(-batch_size * args.max_length // multiple) * multiple
+        return PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
 
     @property
     def _pin_memory(self) -> bool:
@@ -158,7 +171,7 @@ class PackedLoading(trl.SFTTrainer):
             worker_kwargs=self._worker_kwargs,
         )
         self.packing_report = make_stream_report(stream, args.max_steps)
-        return stream_loader(stream, self.data_collator, self.accelerator.device, self._pin_memory)
+        return stream_loader(stream, self._training_collator, self.accelerator.device, self._pin_memory)
 
     # The model
 

@@ -50,7 +50,8 @@ class DocumentNoise(ModelHooks):
         if output.shape[:2] == index.shape:
             length = lengths[index]
         else:  # an unpacked model embeds documents as rows, longest first
-            rows, first = lengths.sort(descending=True).values, self._num_rows % len(lengths)
+            rows = lengths[lengths > 0].sort(descending=True).values  # empty documents pad their number
+            first = self._num_rows % len(rows)
             self._num_rows += len(output)
             length = rows[first : first + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()

@@ -18,6 +18,7 @@ in a batch is padding or a dummy.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ..attention.models import base_model
 from ..data.collator import IGNORE_INDEX
+from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
+from .flops import own_peak_tflops, trained_share, training_flops
 from .loading import PackedLoading
 from .routers import gives_router_logits
 from .totals import TrainingTotals
@@ -240,7 +243,8 @@ class PackedObjective(PackedLoading):
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
         caught: list[Tensor] = []
-        may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
+        may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
             return
@@ -272,10 +276,31 @@ class PackedObjective(PackedLoading):
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         if "cu_seq_lens_q" in inputs:
-            tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
+            lengths = inputs["cu_seq_lens_q"].diff() * is_document
+            tokens = lengths.sum()
         else:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
-        self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any()])
+            mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(inputs["labels"])
+            lengths = mask.sum(-1) * is_document
+        flops = self._training_flops(lengths)
+        self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any(), flops])
+
+    def _training_flops(self, lengths: Tensor) -> Tensor:
+        """FLOPs of forward and backward of these documents, (N,); 0 if the cost of the model is not known."""
+        if self._cost_model is LLAMA_7B:
+            return lengths.new_zeros(())
+        exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
+        return training_flops(self._cost_model, exact, self._trained_share).sum()
+
+    @cached_property
+    def _trained_share(self) -> float:
+        return trained_share(self.model)
+
+    @cached_property
+    def _peak_tflops(self) -> float | None:
+        if self.args.peak_tflops is not None:
+            return self.args.peak_tflops
+        return own_peak_tflops(self.accelerator.device, self._attention_dtype)
 
     def _gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
@@ -298,7 +323,7 @@ class PackedObjective(PackedLoading):
             self._gather_totals()
             totals = self._totals_of_training
             if totals.num_steps:
-                logs |= totals.metrics(self._pack_capacity)
+                logs |= totals.metrics(self._pack_capacity, self.args.world_size, self._peak_tflops)
                 if not self.aux_loss_enabled:
                     logs.pop("aux_loss", None)
                 logs["num_tokens"] = self._total_train_tokens

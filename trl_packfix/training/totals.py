@@ -22,7 +22,7 @@ class TrainingTotals(TrainerCallback):
         num_documents: over all ranks since training began.
     """
 
-    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches")
+    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches", "flops")
     OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
     GROUPS = (OF_BATCHES, OF_OUTPUTS)
     NAMES = OF_BATCHES + OF_OUTPUTS
@@ -86,12 +86,14 @@ class TrainingTotals(TrainerCallback):
         self.num_documents += round(gathered["documents"])
         return gathered
 
-    def metrics(self, capacity: int | None) -> dict[str, float]:
+    def metrics(self, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None) -> dict[str, float]:
         """The values logged for the window.
 
         Args:
             capacity: most tokens of a pack. None if micro-batches are not filled: then `efficiency` is the share of
                 real tokens in the rows.
+            num_ranks: ranks that share the FLOPs.
+            peak_tflops: of the device of a rank; None: no `mfu`.
         """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
         trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
@@ -101,10 +103,21 @@ class TrainingTotals(TrainerCallback):
             "mean_token_accuracy": sums["correct"] / trained,
             "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
         }
+        speed = {}
+        if sums["flops"] and elapsed:
+            speed["tflops_per_second_per_rank"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12)
+            if peak_tflops is not None:
+                speed["mfu"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12 / peak_tflops)
         return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
             "efficiency": round(sums["tokens"] / max(capacities, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
+            **speed,
         }
+
+
+def _rounded(value: float) -> float:
+    """Four digits, of small models on a CPU, too."""
+    return float(f"{value:.4g}")

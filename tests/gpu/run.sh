@@ -1,0 +1,197 @@
+#!/usr/bin/env bash
+# The first minutes on a GPU, in one command: nine steps in the order in which a failure says most. It stops at the
+# first failure, and ends within 10 minutes (--quick: 3). Logs and CSVs go to a folder; steps.csv has a row per step.
+#
+#   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
+#
+#   0 environment   versions, the card, and why torch's FlashAttention-2 kernels cannot run, if they cannot
+#   1 kernels       tests/gpu/test_varlen_gpu.py: windows, sinks, shared keys, no wait of the host, whole models
+#   2 shapes        tests/gpu/shapes.py: 1, 64 and 2,048 documents, heads of 256, documents of one token; peak memory
+#   3 training      tests/gpu/test_training_gpu.py, and examples/train.py, full and LoRA
+#   4 zero3         examples/train.py under DeepSpeed ZeRO-3 on one GPU, full and LoRA
+#   5 probe         tests/gpu/test_repair_gpu.py and test_deep_gpu.py
+#   6 compile       examples/train.py with --torch_compile
+#   7 throughput    benchmarks/throughput_gpu.py, in the time that remains
+#   8 flash-attn    1 and 3 again on the name flash_attention_2, where flash-attn is installed
+#
+# A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn, no time) is "skipped", with the reason. Without a GPU
+# the sizes are tiny and the tests of CUDA are skipped: that tests this script, and nothing else. No network is needed.
+# PYTHON names the interpreter. Exit status: 0, or 1 after a failure.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+out="$PWD/gpu_results"
+quick=0 limit="" steps="0 1 2 3 4 5 6 7 8"
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --quick) quick=1 ;;
+    --out) out=$2 && shift ;;
+    --steps) steps=$2 && shift ;;
+    --limit) limit=$2 && shift ;;
+    *) sed -n '5p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    esac
+    shift
+done
+[ -n "$limit" ] || limit=$((quick ? 170 : 570))
+python=${PYTHON:-python3}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$root" || exit 1
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
+export TORCH_EXTENSIONS_DIR="$out/extensions" PYTHONUNBUFFERED=1
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    gpu=1
+else
+    gpu=0
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    echo "NO GPU: tiny sizes on a CPU. This tests the script itself and shows nothing about CUDA."
+fi
+
+csv="$out/steps.csv"
+echo "step,name,state,seconds,device,reason" >"$csv"
+began=$SECONDS
+device=$([ $gpu = 1 ] && echo cuda || echo "CPU (proves nothing about CUDA)")
+
+remaining() { echo $((limit - (SECONDS - began))); }
+
+note() { # step name state seconds reason
+    echo "$1,$2,$3,$4,$device,$5" >>"$csv"
+    printf '%-2s %-12s %-8s %4ss  %s\n' "$1" "$2" "$3" "$4" "$5"
+}
+
+wanted() { [[ " $steps " == *" $1 "* ]]; }
+
+skip() { note "$1" "$2" skipped 0 "$3"; }
+
+# The parts of a step, one command each, joined by "--". The time left bounds every part.
+step() { # number name command... [-- command...]
+    local number=$1 name=$2 started=$SECONDS log="$out/$1_$2.log" part=() word code=0
+    shift 2
+    : >"$log"
+    for word in "$@" --; do
+        if [ "$word" != -- ]; then
+            part+=("$word")
+            continue
+        fi
+        local left
+        left=$(remaining)
+        if [ "$left" -lt 5 ]; then
+            note "$number" "$name" "no time" $((SECONDS - started)) "the limit of $limit s is reached"
+            exit 1
+        fi
+        echo "+ ${part[*]}" >>"$log"
+        timeout --kill-after=10 "$left" "${part[@]}" >>"$log" 2>&1 || code=$?
+        part=()
+        [ $code = 0 ] || break
+    done
+    if [ $code != 0 ]; then
+        local reason="exit status $code; see ${log##*/}"
+        [ $code != 124 ] || reason="the limit of $limit s is reached"
+        note "$number" "$name" FAILED $((SECONDS - started)) "$reason"
+        tail -n 25 "$log"
+        exit 1
+    fi
+    local summary state=passed
+    summary=$(grep -E '[0-9]+ (passed|skipped).* in ' "$log" | tail -n 1 | tr -d '=,' | xargs)
+    # tests that were all skipped show nothing: their reasons are in the log
+    [[ -z $summary || $summary == *passed* ]] || state=skipped
+    note "$number" "$name" $state $((SECONDS - started)) "$summary"
+}
+
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+
+pytest=("$python" -m pytest -x -q -rs -p no:cacheprovider)
+train=(examples/train.py --model_name_or_path "$out/model" --dataset_name "$out/rows.jsonl" --max_length 512
+    --logging_steps 1 --report_to none --save_strategy no)
+[ $gpu = 1 ] || train+=(--max_length 128)
+lora=(--use_peft --lora_target_modules all-linear --learning_rate 2e-4)
+max_steps=$([ $quick = 1 ] || [ $gpu = 0 ] && echo 2 || echo 5)
+
+wanted 0 && step 0 environment "$python" tests/gpu/workplace.py "$out"
+
+if wanted 1; then
+    select=()
+    [ $quick = 0 ] || select=(-k "no_host_sync or packed_equals_alone or (outputs and 64-64-8-2 and 128)")
+    step 1 kernels "${pytest[@]}" tests/gpu/test_varlen_gpu.py "${select[@]}"
+fi
+
+wanted 2 && step 2 shapes "$python" tests/gpu/shapes.py "$out/shapes.csv"
+
+if wanted 3; then
+    select=(-k "not compiled")
+    [ $quick = 0 ] || select=(-k "not compiled and (thousands or determinism or (llama and reentrant))")
+    [ $gpu = 1 ] || select=(-k "llama and reentrant and full")
+    [ $gpu = 1 ] || export GPU_TESTS_ON_CPU=1
+    parts=("${pytest[@]}" -s tests/gpu/test_training_gpu.py "${select[@]}")
+    parts+=(-- "$python" "${train[@]}" --output_dir "$out/full" --max_steps "$max_steps")
+    [ $quick = 1 ] || parts+=(-- "$python" "${train[@]}" --output_dir "$out/lora" --max_steps "$max_steps" "${lora[@]}")
+    step 3 training "${parts[@]}"
+    unset GPU_TESTS_ON_CPU
+fi
+
+if wanted 4; then
+    if has deepspeed; then
+        script=(--num_gpus=1)
+        [ $gpu = 1 ] || script+=(tests/on_cpu.py)
+        export DS_ACCELERATOR
+        [ $gpu = 1 ] && unset DS_ACCELERATOR || DS_ACCELERATOR=cpu
+        zero3=("$python" -m deepspeed.launcher.runner --master_port "$((20000 + RANDOM % 20000))" "${script[@]}")
+        parts=("${zero3[@]}" "${train[@]}" --output_dir "$out/zero3" --max_steps "$max_steps")
+        if [ $gpu = 1 ] && [ $quick = 0 ]; then
+            parts+=(-- "${zero3[@]}" "${train[@]}" --output_dir "$out/zero3_lora" --max_steps "$max_steps" "${lora[@]}")
+        fi
+        step 4 zero3 "${parts[@]}"
+        unset DS_ACCELERATOR
+    else
+        skip 4 zero3 "deepspeed is not installed"
+    fi
+fi
+
+if wanted 5; then
+    files=(tests/gpu/test_repair_gpu.py)
+    [ $quick = 1 ] || files+=(tests/gpu/test_deep_gpu.py)
+    step 5 probe "${pytest[@]}" "${files[@]}"
+fi
+
+if wanted 6; then
+    if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+        skip 6 compile "no C compiler for inductor"
+    else
+        backend=()
+        [ $gpu = 1 ] || backend=(--torch_compile_backend eager)
+        parts=("$python" "${train[@]}" --output_dir "$out/compile" --max_steps 3 --torch_compile true "${backend[@]}")
+        if [ $gpu = 1 ] && [ $quick = 0 ]; then
+            parts+=(-- "${pytest[@]}" -s tests/gpu/test_training_gpu.py -k "compiled")
+        fi
+        step 6 compile "${parts[@]}"
+    fi
+fi
+
+flash=0
+wanted 8 && [ $gpu = 1 ] && has flash_attn && flash=1
+
+if wanted 7; then
+    sizes=(--smoke)
+    if [ $gpu = 1 ]; then
+        # each contender may exceed its time by a step, and flash-attn comes after this
+        minutes=$("$python" -c "print(max(0.3, ($(remaining) - 45 - 90 * $flash) / 60))")
+        sizes=(--minutes "$minutes")
+    fi
+    if [ "$(remaining)" -lt $((60 + 90 * flash)) ]; then
+        skip 7 throughput "less than a minute remains of $limit s"
+    else
+        step 7 throughput "$python" benchmarks/throughput_gpu.py --csv "$out/throughput_gpu.csv" "${sizes[@]}"
+    fi
+fi
+
+if wanted 8; then
+    if [ $flash = 1 ]; then
+        step 8 flash-attn "${pytest[@]}" -s tests/gpu/test_training_gpu.py -k "chosen and llama" \
+            -- "$python" "${train[@]}" --output_dir "$out/flash" --max_steps "$max_steps" --attn_implementation flash_attention_2
+    else
+        skip 8 flash-attn "$([ $gpu = 1 ] && echo "flash-attn is not installed" || echo "no GPU")"
+    fi
+fi
+
+echo "Done in $((SECONDS - began)) s; results in $out"
+[ $gpu = 1 ] || echo "NO GPU: nothing was shown about CUDA."

@@ -1,0 +1,141 @@
+"""`SFTTrainer` on CUDA: full and LoRA, checkpointing, compiled, deterministic, with many documents in a pack.
+
+    pytest tests/gpu/test_training_gpu.py
+
+Training on packs in bf16 is compared with unpacked training, of the same documents in every step, in fp32: it may be as
+far from it as unpacked training in bf16 is. With GPU_TESTS_ON_CPU=1 the tests run on a CPU; that tests the tests only.
+"""
+
+import os
+import shutil
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product; for full_determinism
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from support.models import build_tiny_model
+from support.runs import trainer, weights
+from transformers.utils import is_flash_attn_2_available
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = torch.cuda.is_available()
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+HEADS = {"llama": {}, "gemma3": {"head_dim": 256}, "gpt_oss": {"head_dim": 64}, "qwen3": {"head_dim": 128}}
+CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
+
+
+def documents(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return Dataset.from_dict({"input_ids": [rng.integers(4, 260, n).tolist() for n in lengths]})
+
+
+def lengths(num=48):
+    return np.random.default_rng(1).integers(2, 65, num)
+
+
+def trained(folder, model_type="llama", lora=False, data=None, attn_implementation=None, **settings):
+    model = build_tiny_model(
+        model_type,
+        **SIZES,
+        **HEADS[model_type],
+        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
+    )
+    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
+    defaults = {
+        "packing_strategy": "minibatch",
+        "per_device_train_batch_size": 8,
+        "max_steps": 3,
+        "use_cpu": not ON_GPU,
+    }
+    defaults |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "bf16": True}
+    torch.manual_seed(0)
+    run = trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
+    start = weights(run).cpu()
+    run.train()
+    assert run.state.global_step == run.args.max_steps
+    return run, weights(run).cpu() - start
+
+
+REFERENCES: dict = {}
+
+
+def reference(folder, model_type, lora):
+    """The change of the weights in unpacked fp32 training, and how far from it unpacked bf16 training is."""
+    if (model_type, lora) not in REFERENCES:
+        exact, rounded = (
+            trained(folder, model_type, lora, packing=False, bf16=bf16)[1].double() for bf16 in (False, True)
+        )
+        REFERENCES[model_type, lora] = exact, ((rounded - exact).norm() / exact.norm()).item()
+    return REFERENCES[model_type, lora]
+
+
+def check(folder, change, model_type="llama", lora=False):
+    exact, rounding = reference(folder, model_type, lora)
+    error = ((change.double() - exact).norm() / exact.norm()).item()
+    print(f"error {error:.2e}, of unpacked bf16 {rounding:.2e}")
+    assert error <= 3 * rounding + 1e-3
+    assert exact.norm() > 1e-5 and rounding < 0.3
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("attention", ["chosen", "torch"])
+@pytest.mark.parametrize("model_type", HEADS)
+def test_packed_training_is_unpacked_training(model_type, attention, lora, checkpointing, tmp_path, monkeypatch):
+    if attention == "torch":
+        if not is_flash_attn_2_available():
+            pytest.skip("flash-attn is not installed, so the kernels in torch were chosen")
+        monkeypatch.setattr("trl_packfix.attention.choice.is_flash_attn_2_available", lambda: False)
+    if checkpointing != "none" and model_type not in ("llama", "gpt_oss"):
+        pytest.skip("checkpointing is tested on two types")
+    settings = {}
+    if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:
+        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    run, change = trained(tmp_path, model_type, lora, **settings)
+    assert run.packed_model.is_proved and not run.packed_model.repaired and not run.packed_model.is_unpacked
+    assert not ON_GPU or run.packed_model.attention.is_flash
+    check(tmp_path, change, model_type, lora)
+    (entry, *_) = (entry for entry in run.state.log_history if "loss" in entry)
+    assert entry["tflops_per_second_per_rank"] > 0
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="inductor needs a C compiler")
+@pytest.mark.parametrize("static", [None, 16], ids=["", "static"])
+def test_compiled(static, tmp_path):
+    torch.compiler.reset()
+    backend = {} if ON_GPU else {"torch_compile_backend": "eager"}
+    run, change = trained(tmp_path, torch_compile=True, pad_documents_to_multiple_of=static, **backend)
+    assert type(run.model_wrapped).__name__ == "OptimizedModule"
+    check(tmp_path, change)
+
+
+def test_determinism(tmp_path):
+    """`full_determinism=True` makes two trainings equal to the bit. Else flash attention's backward adds atomically."""
+    try:
+        changes = [trained(tmp_path, full_determinism=True, gradient_accumulation_steps=2)[1] for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("FLASH_ATTENTION_DETERMINISTIC", None)
+    assert torch.equal(*changes)
+
+
+def test_thousands_of_documents_in_a_pack(tmp_path):
+    num = 2048 if ON_GPU else 64
+    data = documents([8] * (2 * num))
+    run, change = trained(
+        tmp_path, data=data, packing_strategy="stream", max_length=num, per_device_train_batch_size=8, max_steps=2
+    )
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert logged[0]["documents_per_step"] == num and change.isfinite().all() and change.norm() > 0
+    if ON_GPU:
+        print(f"{num} documents of 8 tokens: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+
+
+def test_workers_and_pinned_memory(tmp_path):
+    changes = [trained(tmp_path, dataloader_num_workers=workers)[1] for workers in (0, 2)]
+    for change in changes:
+        check(tmp_path, change)

@@ -1,0 +1,81 @@
+"""FLOPs of training, and the peak of a card."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.models import build_tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.planning.costs import CostModel
+from trl_packfix.training.flops import own_peak_tflops, peak_tflops, trained_share, training_flops
+
+
+def counted(model, num_tokens):
+    ids = torch.randint(3, 90, (1, num_tokens))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_backward_costs_what_torch_counts(lora):
+    """Two lengths tell the matrices from the pairs of attention, of which eager computes the hidden ones, too."""
+    model = build_tiny_model(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=4, vocab_size=100, attn_implementation="eager"
+    ).train()
+    costs = make_cost_model(model.config)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=1, target_modules=["v_proj"]))
+    one, two = counted(model, 32), counted(model, 64)
+    pairs = (two - 2 * one) / (64**2 - 2 * 32**2)
+    per_token = (one - pairs * 32**2) / 32
+    linear = CostModel(costs.per_token, 0.0)
+    expected = training_flops(linear, np.float64(1), trained_share(model))
+    # the first layer's input needs no gradient, and with LoRA neither does what lies below its first adapter
+    assert 0.93 * expected <= per_token <= 1.02 * expected
+    assert bool(expected < 2.02 * costs.per_token) is lora
+    # with LoRA on values only, queries and keys of the first layer need no gradient either
+    assert pairs == pytest.approx(3 * costs.per_pair, rel=0.15 if lora else 1e-9)
+
+
+def test_tensors_cost_what_arrays_do():
+    costs = CostModel(10.0, 2.0, ((3, 5.0),), ((4, 7.0),))
+    lengths = [0, 1, 3, 4, 5, 9, 100]
+    found = costs.flops(torch.tensor(lengths, dtype=torch.float64))
+    assert found.tolist() == costs(lengths).tolist() and found[0] == 0
+
+
+def test_a_pack_costs_the_sum_of_its_documents_and_less_than_one_sequence():
+    costs, lengths = CostModel(10.0, 2.0), torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)
+    assert training_flops(costs, lengths, 1.0).sum() == 3 * costs([5, 7]).sum() < 3 * costs([12]).sum()
+    assert training_flops(costs, lengths, 0.0).sum() == 3 * costs([5, 7]).sum() - 10 * 12
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peaks_by_name(name, peak, monkeypatch):
+    assert peak_tflops(name) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    cuda = torch.device("cuda", 0)
+    assert own_peak_tflops(cuda, torch.bfloat16) == peak
+    assert own_peak_tflops(cuda, torch.float32) is own_peak_tflops(torch.device("cpu"), torch.bfloat16) is None

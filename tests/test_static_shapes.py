@@ -1,0 +1,132 @@
+"""`pad_documents_to_multiple_of`: packs of one shape, and training that does not see the padding."""
+
+import pytest
+import torch
+from support.rounding import LIMIT, weight_difference
+from support.runs import start_weights, texts, trainer, weights
+
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge
+
+STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
+
+
+def documents(*lengths):
+    return [{"input_ids": list(range(5, 5 + n))} for n in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(7,), (3, 2, 4), (64,) * 8, (512,), (1,) * 64], ids=str)
+def test_every_pack_has_the_same_shapes(lengths):
+    batch, plain = STATIC(documents(*lengths)), PackedDataCollator()(documents(*lengths))
+    assert all(batch[name].shape == (1, 512) for name in ("input_ids", "labels", "position_ids", "seq_idx"))
+    bounds = batch["cu_seq_lens_q"]
+    assert bounds.shape == (73,) and bounds[-1] == 512 and batch["cu_seq_lens_k"] is bounds
+    assert batch["max_length_q"] == batch["max_length_k"] == max(64, *lengths)
+    padded = bounds.diff()[len(lengths) :]
+    assert padded.max() <= max(64, *lengths) and padded.tolist() == sorted(padded.tolist(), reverse=True)
+    T = sum(lengths)
+    assert (batch["labels"][0, T:] == -100).all()
+    for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert torch.equal(batch[name][:, :T], plain[name])
+
+
+def test_more_documents_get_the_next_multiple():
+    assert STATIC(documents(*(1,) * 73))["cu_seq_lens_q"].shape == (145,)
+
+
+def static(ids):
+    batch = STATIC([{"input_ids": each} for each in ids])
+    del batch["labels"]
+    return batch
+
+
+class Kept(torch.nn.Module):
+    """A model whose logits are those of the documents, without the padding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.num_tokens = 0
+
+    def named_parameters(self, *args, **kwargs):
+        return self.model.named_parameters(*args, **kwargs)
+
+    def feed(self, ids):
+        self.num_tokens = sum(map(len, ids))
+        return static(ids)
+
+    def forward(self, **batch):
+        outputs = self.model(**batch)
+        outputs["logits"] = outputs["logits"][:, : self.num_tokens]
+        return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type, settings",
+    [
+        ("llama", {}),
+        ("gemma3_text", {}),
+        ("gpt_oss", {}),
+        ("mixtral", {}),
+        ("llama4_text", {}),
+        ("llama", {"enforce_flash_attention": False}),
+        ("mamba", {}),  # repaired, as rows
+        ("falcon", {}),
+        ("qwen3_next", {}),
+        ("mamba", {"on_leak": "unpack"}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+def test_documents_in_a_padded_pack_are_what_they_are_alone(model_type, settings):
+    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    model = zoo.build_model(model_type)
+    packed = PackedModel(model, torch.float32, "cpu", 64, **settings)
+    report = packed.prove(model)
+    assert report.isolated and report.equal
+    assert packed.is_unpacked is ("on_leak" in settings)
+    kept = Kept(model)
+    found = judge.judge(kept, kept.feed)
+    assert found.right, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, settings", [("llama", {}), ("mixtral", {}), ("bloom", {}), ("llama", {"eval_packing": True})]
+)
+def test_training_does_not_see_the_padding(model, settings, tmp_path):
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "trainer_kwargs": {"eval_dataset": texts(9)}} | settings
+    runs = [
+        trainer(tmp_path, texts(), model, **settings, **more) for more in ({}, {"pad_documents_to_multiple_of": 16})
+    ]
+    shapes = {
+        tuple(batch["cu_seq_lens_q"].shape) + tuple(batch["input_ids"].shape)
+        for batch in runs[1].get_train_dataloader()
+    }
+    assert shapes == {(17, 1, 128)}
+    for run in runs:
+        run.train()
+    assert weight_difference(weights(runs[1]), weights(runs[0]), start_weights(model)) < LIMIT
+    losses = [[entry for entry in run.state.log_history if "loss" in entry][-1] for run in runs]
+    assert all(losses[0][name] == losses[1][name] for name in ("trained_tokens", "num_tokens", "documents_per_step"))
+    first, second = (run.evaluate()["eval_loss"] for run in runs)
+    assert first == pytest.approx(second, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_leak", ["repair", "unpack"])
+def test_noise_is_that_of_the_documents(on_leak, tmp_path):
+    """An empty document would have noise of infinite amplitude."""
+    settings = {"neftune_noise_alpha": 5.0, "on_leak": on_leak, "max_steps": 2, "pad_documents_to_multiple_of": 16}
+    run = trainer(tmp_path, texts(), "bloom", **settings)
+    run.train()
+    assert weights(run).isfinite().all() and run.packed_model.is_unpacked is (on_leak == "unpack")
+
+
+def test_off_changes_nothing(tmp_path):
+    run = trainer(tmp_path, texts())
+    assert run.get_train_dataloader().collate_fn is run.data_collator
+    assert run.data_collator == PackedDataCollator(None, run.processing_class.pad_token_id)
