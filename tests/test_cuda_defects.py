@@ -1,8 +1,11 @@
 """What a GPU, its kernels and its libraries may refuse, and what happens then; on a CPU, with errors played exactly."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from support.runs import texts, trainer, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
@@ -282,3 +285,25 @@ def test_recorded_values_are_those_before_a_change_in_place():
         module(states)
         states.zero_()
     assert records[""][0][0]["input"][1].sum() == 20
+
+
+@pytest.fixture
+def determinism(monkeypatch):
+    """Puts back what `full_determinism` sets for the whole process."""
+    for name in "CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC".split():
+        monkeypatch.setenv(name, "unset")
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_training_runs_under_full_determinism(determinism, tmp_path):
+    """The setting that makes a restart exact to the bit on a GPU: no operation of a packed step refuses it here."""
+    settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path / "whole", texts(), **settings)
+    whole.train()
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    resumed = trainer(tmp_path / "resumed", texts(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(whole), weights(resumed))

@@ -22,7 +22,7 @@ from trl_packfix import SFTConfig, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RAISED = ("ValueError", "RuntimeError", "ImportError", "PackingLeakError", "OwnMaskError")
+RAISED = ("ValueError", "RuntimeError", "ImportError", "PackingLeakError", "OwnMaskError", "KernelError")
 
 
 def template(argument: ast.expr) -> str:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix import check_isolation, prepare_for_packing
-from trl_packfix.attention import kernels, varlen
+from trl_packfix.attention import choice, kernels, varlen
 from trl_packfix.attention.forwards import PackedForward, packed_forwards
 from trl_packfix.attention.kernels import (
     KernelError,
@@ -26,6 +26,7 @@ from trl_packfix.attention.kernels import (
     visible_keys,
 )
 from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
+from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
 T = sum(LENGTHS)
@@ -441,6 +442,30 @@ def test_the_cuda_kernels_refuse_fp32():
     inputs = random_inputs(3, head_dim=64, dtype=torch.float32)
     with pytest.raises(KernelError, match=r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"):
         attend_on_cuda(*inputs, (bounds, bounds), (3, 3), scale=1.0)
+
+
+def test_gemma_4_is_flash_where_it_can_be(fake_flash_operators, tiny_model, monkeypatch):
+    """The whole model as on CUDA: its full layers have wider heads than the kernels take, its other layers do not."""
+    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float32,))
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    heads = set()
+
+    def attend(query, *args, **options):
+        heads.add(query.shape[-1])
+        return attend_by_document(query, *args, **options)
+
+    monkeypatch.setattr(varlen, "attend_on_cpu", attend)
+    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: True)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    model = tiny_model("gemma4_text", head_dim=8, global_head_dim=264, num_kv_shared_layers=0, **layers)
+    with pytest.warns(UserWarning, match="heads have up to 264 dimensions and the kernels take 256"):
+        packed = PackedModel(model, torch.bfloat16, "cuda", 64)
+    found = packed.prove(model)
+    assert packed.is_proved and found.max_gradient == 0 and not packed.repaired, found.summary()
+    assert packed.attention.name == varlen.ATTENTION_NAME and not packed.attention.is_flash
+    assert {shape[-1] for _, _, shape in fake_flash_operators} == {8}  # the layer with windows
+    assert heads == {264}
 
 
 # The attention function: when a call is packed, and where its boundaries come from

@@ -10,7 +10,7 @@ from torch import nn
 
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 
@@ -76,6 +76,22 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
     ):
         error, allowed = ((x.double() - want).norm() / want.norm().clamp(min=least) for x in (got, other))
         assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_document_by_document_equals_the_cpu(head_dim, options):
+    """What no flash kernel takes; the mask of a window and the padding of short rows included."""
+    tensors = random_inputs(head_dim, head_dim, 8, 2, options.get("sinks", False), torch.bfloat16)
+    options = {name: value for name, value in options.items() if name != "sinks"} | {"scale": head_dim**-0.5}
+
+    def by(attend):
+        return lambda q, k, v, s=None: attend(q, k, v, LENGTHS, sinks=s, **options)
+
+    exact, rounded = run(by(attend_on_cpu), tensors, "cpu", torch.float64), run(by(attend_on_cpu), tensors, "cpu")
+    for got, want, other in zip(run(by(attend_by_document), tensors, "cuda"), exact, rounded, strict=True):
+        error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
+        assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -18,7 +18,6 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 from trl.trainer.utils import create_model_from_path
 
-from ..attention.choice import cuda_varlen_problem
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.packed_model import OnLeak, PackedModel
@@ -147,7 +146,6 @@ def check_model(
 def implementations(model: PreTrainedModel) -> dict[str, str]:
     """Attention implementation -> why it is not available for this model here; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
-    on_gpu = torch.cuda.is_available()
     found = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
     for version, is_installed in (
         (2, is_flash_attn_2_available),
@@ -158,7 +156,7 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
         found[f"flash_attention_{version}"] = why if model._supports_flash_attn else unsupported
     found["flex_attention"] = "" if model._supports_flex_attn else unsupported
     takes_ours = model._supports_attention_backend or model._supports_sdpa
-    found[ATTENTION_NAME] = (cuda_varlen_problem() or "") if on_gpu else ""
+    found[ATTENTION_NAME] = ""
     if not takes_ours or not model._can_set_attn_implementation():
         found[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code"
     return found

@@ -6,7 +6,7 @@
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from ..data.parts import PackPart, cut_part
-from .randomness import DrawWatcher
+from .randomness import DrawWatcher, device_state, set_device_state
 
 # Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
 DEVICE_ERROR = re.compile(
@@ -201,9 +201,10 @@ class Probe:
         Only on the devices that `undisturbed` restores.
         """
         torch.default_generator.manual_seed(0)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(0)
+        if device_state(self.device) is not None:
+            module = torch.get_device_module(self.device)
+            with module.device(self.device) if hasattr(module, "device") else nullcontext():
+                module.manual_seed(0)
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of the others.
@@ -325,14 +326,15 @@ class Probe:
         ]
         rates += [(m, "p", m.p) for m in inner.modules() if isinstance(m, nn.Dropout) and m.p > 0]
         buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
-        devices = [inner.device] if inner.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), all_in_one_batch():
+        state = device_state(self.device)
+        with torch.random.fork_rng(devices=[]), all_in_one_batch():
             try:
                 inner.train()
                 for module, name, _ in rates:
                     setattr(module, name, 0.0)
                 yield
             finally:
+                set_device_state(self.device, state)
                 for module, name, rate in rates:
                     setattr(module, name, rate)
                 for module, training in modes:

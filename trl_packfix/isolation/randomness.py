@@ -9,6 +9,25 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.forwards import ModelHooks
 
 
+def device_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the generator of a device; None for the CPU's, and where there is none."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+
+
+def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Put back what `device_state` returned."""
+    if state is None:
+        return
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
 class DrawWatcher(ModelHooks):
     """Records which modules of `model` draw random numbers, while it is installed.
 
@@ -48,7 +67,5 @@ class DrawWatcher(ModelHooks):
         self._last = state
 
     def _state(self) -> torch.Tensor:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return torch.cat(states)
+        state = device_state(self._device)
+        return torch.get_rng_state() if state is None else torch.cat([torch.get_rng_state(), state.cpu()])

@@ -64,8 +64,9 @@ class SFTConfig(trl.SFTConfig):
             last log, over all ranks) divided by their number; weights do not enter it. A source without a trained token
             since the last log is not logged. Not for streams.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
-            On CUDA, run attention on packed batches with flash attention. `False` keeps the implementation of the
-            model, which may build a (T, T) mask per pack.
+            On CUDA, run attention on packed batches with flash attention where a kernel can compute the model, else
+            document by document, with a warning. `False` keeps the implementation of the model, which may build a
+            (T, T) mask per pack.
         pad_documents_to_multiple_of (`int`, *optional*):
             Give every pack the same shapes, for `torch.compile`, CUDA graphs and FP8 kernels: as many tokens as the
             capacity (rounded up to `pad_to_multiple_of`), this number of documents (with those of the padding; the last
@@ -153,8 +154,9 @@ class SFTConfig(trl.SFTConfig):
     enforce_flash_attention: bool = field(
         default=True,
         metadata={
-            "help": "On CUDA, run attention on packed batches with flash attention. False keeps the model's own "
-            "implementation, which may build a (T, T) mask per pack."
+            "help": "On CUDA, run attention on packed batches with flash attention where a kernel can compute the "
+            "model, else document by document. False keeps the model's own implementation, which may build a (T, T) "
+            "mask per pack."
         },
     )
     pad_documents_to_multiple_of: int | None = field(
