@@ -41,7 +41,7 @@ def test_help_teaches(command, capsys):
     if command is None:
         assert all(f"  {name} " in text for name in COMMANDS)
     else:
-        assert "--json" in text and "xit code" in text
+        assert ("--json" in text or command == "train") and "xit code" in text
         assert text.count(f"trl-packfix {command}") > (1 if command != "check" else 0)  # usage, and examples
 
 

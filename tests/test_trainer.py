@@ -55,6 +55,8 @@ def test_arguments_are_those_of_trl():
         ("get_batch_samples", "self epoch_iterator num_batches device"),
         ("_get_num_items_in_batch", "self batch_samples device"),
         ("_track_num_input_tokens", "self inputs"),
+        ("_prepare_inputs", "self inputs"),
+        ("_set_signature_columns_if_needed", "self"),
         ("_save_checkpoint", "self model trial"),
         ("create_model_card", "self model_name dataset_name tags"),
         ("log", "self logs start_time"),
@@ -86,6 +88,8 @@ def test_nothing_else_is_overridden():
         "get_batch_samples",  # how long a step waits for its data
         "_get_num_items_in_batch",
         "_track_num_input_tokens",
+        "_prepare_inputs",  # weights and sources are removed before a loss, which may be the user's, gets the batch
+        "_set_signature_columns_if_needed",  # keeps the columns of both without packing
         "_save_checkpoint",
         "log",
         "train",

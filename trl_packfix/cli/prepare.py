@@ -15,7 +15,7 @@ MANIFEST = "prepared.json"
 EXAMPLES = """\
   trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
   trl-packfix plan chats
-  deepspeed --num_gpus=8 examples/train.py --dataset_name chats
+  deepspeed --num_gpus=8 --module trl_packfix train --dataset_name chats ...
 
 In Python: SFTTrainer(..., train_dataset=datasets.load_from_disk("chats")). TRL tokenises on the main process while all
 other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on large datasets. Rows with `input_ids` and
@@ -91,6 +91,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are dropped")
     print(
         f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
-        f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `examples/train.py --dataset_name {output}`"
+        f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
     return 0
