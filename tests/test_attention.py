@@ -347,6 +347,23 @@ def cuda(monkeypatch):
 BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
 
 
+@pytest.mark.parametrize("users", ["sdpa", "flash_attention_2", "kernels-community/flash-attn2"])
+def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, cuda, tiny_model):
+    cuda(flash_attn=True)
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = users
+    choice = attention.choose_attention(model, **BF16, shares_packs=True)
+    assert choice.name == ATTENTION_NAME and choice.is_flash
+    assert (f"instead of {users}, which does not exchange tokens" in choice.reason) is ("flash" in users)
+
+
+def test_ranks_that_share_packs_need_the_kernels_of_torch(cuda, tiny_model):
+    cuda(flash_attn=True, problem="torch 2.9.1 is older than 2.10")
+    for model, problem in ((tiny_model("llama"), "older than 2.10"), (tiny_model("gemma2"), "softcapping=50.0")):
+        with pytest.raises(ValueError, match=rf"{problem}.*tokens_per_rank is set.*exchanges.*tokens_per_rank=None"):
+            attention.choose_attention(model, **BF16, shares_packs=True)
+
+
 @pytest.mark.parametrize(
     "model_type,users,flash_attn,expected",
     [

@@ -19,8 +19,10 @@ from transformers import DeepseekV4Config, TrainerCallback
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import PackedDataCollator, SFTConfig, SFTTrainer
+from trl_packfix.data.parts import cut_part
 from trl_packfix.survey.zoo import shrink
+from trl_packfix.training.noise import DocumentNoise
 from trl_packfix.training.objective import PackedObjective
 
 
@@ -384,6 +386,33 @@ def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
         found = torch.cat(found)
         ratio = found.mean().sqrt() * (3 * length * 32) ** 0.5 / alpha
         assert ratio == pytest.approx(1, abs=5 * 0.447 / (found.numel() * 32) ** 0.5)
+
+
+def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_between_parts():
+    """The ranks of a group have one seed: without their own generators, equal places would get equal noise."""
+    alpha, draws, degree, size = 5.0, 300, 2, 32
+    model = build_tiny_model("llama").train()
+    whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
+    noise = DocumentNoise(model, alpha)
+    seen = []
+    for index in range(degree):
+        batch = cut_part(whole, degree, index)
+        torch.manual_seed(0)
+        for _ in range(draws):
+            noise._enter(model, (), batch)
+            output = torch.zeros(1, batch["input_ids"].shape[1], size)
+            seen.append(noise._add_noise(model, (), output))
+            noise._leave(model, (), None)
+    parts = torch.stack(seen).view(degree, draws, -1, size)
+    after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
+    torch.manual_seed(0)
+    assert [int(torch.randint(2**62, ())) for _ in range(draws + 1)][-1] == int(after)
+    first, second = (part.flatten() for part in parts)
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / len(first) ** 0.5
+    tokens = torch.cat([parts[0], parts[1]], dim=1).square().mean((0, 2))
+    for document, length in enumerate((30, 3, 9)):
+        ratio = tokens[whole["seq_idx"][0] == document].mean().sqrt() * (3 * length * size) ** 0.5 / alpha
+        assert ratio == pytest.approx(1, abs=5 * 0.447 / (length * draws * size) ** 0.5)
 
 
 def one_document(length):

@@ -102,6 +102,7 @@ def choose_attention(
     dtype: torch.dtype | None = None,
     *,
     device_type: str | None = None,
+    shares_packs: bool = False,
 ) -> AttentionChoice:
     """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
 
@@ -112,6 +113,8 @@ def choose_attention(
         model: a transformers model, with or without PEFT.
         dtype: the dtype that reaches the kernel: that of autocast or of the engine, if it differs from the weights'.
         device_type: "cuda" or "cpu": where the model will train, if it is not there yet.
+        shares_packs: whether ranks share packs (sequence parallelism). Only packfix_varlen exchanges tokens between
+            them, so it is chosen instead of the user's flash attention.
 
     Raises ValueError if no kernel fits; the message says what to change.
     """
@@ -137,7 +140,7 @@ def choose_attention(
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype)
+        return _choose_on_cuda(model, previous, dtype, shares_packs)
     raise ValueError(
         f"packed training on device type {device_type!r}: {ATTENTION_NAME} has kernels for cpu and cuda only. Set "
         "enforce_flash_attention=False with an attn_implementation that the device has, or packing=False."
@@ -188,7 +191,7 @@ def _has_sinks(model: PreTrainedModel) -> bool:
     return any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -> AttentionChoice:
+def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype, shares_packs: bool) -> AttentionChoice:
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"attention would get {dtype} on CUDA: flash attention supports bfloat16 and float16 only. Set bf16=True "
@@ -197,6 +200,8 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
         )
     has_sinks = _has_sinks(model)
     softcap = getattr(text_config(model), "attn_logit_softcapping", None)
+    if shares_packs:
+        return _choose_exchange(model, previous, softcap)
     kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
     if "flash" in previous and not drops_sinks:
@@ -234,6 +239,24 @@ def _choose_on_cuda(model: PreTrainedModel, previous: str, dtype: torch.dtype) -
             "sdpa with a T x T mask."
         )
     return AttentionChoice(ATTENTION_NAME, True, previous, "the FlashAttention-2 kernels built into torch")
+
+
+def _choose_exchange(model: PreTrainedModel, previous: str, softcap: float | None) -> AttentionChoice:
+    problem = cuda_varlen_problem()
+    if softcap is not None:
+        problem = (
+            f"{type(model).__name__} caps its attention logits (attn_logit_softcapping={softcap}), which the "
+            "FlashAttention-2 kernels built into torch do not support"
+        )
+    if problem is not None:
+        raise ValueError(
+            f"{problem}, and tokens_per_rank is set: only {ATTENTION_NAME}, which runs on these kernels, exchanges "
+            "tokens between the ranks that share a pack. Set tokens_per_rank=None."
+        )
+    reason = "the FlashAttention-2 kernels built into torch"
+    if "flash" in previous:
+        reason += f", instead of {previous}, which does not exchange tokens between the ranks that share a pack"
+    return AttentionChoice(ATTENTION_NAME, True, previous, reason)
 
 
 def cuda_varlen_problem() -> str | None:

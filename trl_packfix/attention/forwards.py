@@ -22,6 +22,8 @@ from .rows import DocumentRows, Group
 
 # The entries of a packed batch that hold boundaries, except position_ids
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# The entry of a batch that is a part of a pack (`data/parts.py`); the guard takes it out, and no model sees it
+PACK_PART = "pack_part"
 
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
@@ -38,6 +40,9 @@ class PackedForward:
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. Else None.
         ignores_masks: whether masks that the model makes itself are ignored, because they contain nothing but the
             boundaries. The leak probe confirms this.
+        degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
+            holds a part of its tokens.
+        part_tokens: tokens of each part; None with degree 1.
     """
 
     cu_seq_lens_q: Tensor
@@ -46,6 +51,8 @@ class PackedForward:
     max_length_k: int
     rows: int | None = None
     ignores_masks: bool = False
+    degree: int = 1
+    part_tokens: int | None = None
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -58,7 +65,15 @@ class PackedForward:
         return sum(self.lengths)
 
     def documents(self, budget: float) -> "DocumentBatches":
-        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack."""
+        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack.
+
+        Raises ValueError if this rank holds only a part of the pack.
+        """
+        if self.degree > 1:
+            raise ValueError(
+                f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
+                "and some of their tokens are on other ranks. Set tokens_per_rank=None."
+            )
         budget = undivided(budget)
         if budget not in self._batches:
             device = self.cu_seq_lens_q.device
@@ -220,16 +235,22 @@ class PackedForwardGuard(ModelHooks):
         super().remove()
         carry_boundaries(self._layers, False)
 
-    def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-        is_packed = kwargs.get("cu_seq_lens_q") is not None
+    def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        part = kwargs.get(PACK_PART)
+        kwargs = {name: given for name, given in kwargs.items() if name != PACK_PART}
+        is_packed = part is not None or kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
             carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
-            if running is None or running.cu_seq_lens_q is not kwargs["cu_seq_lens_q"]:  # no other guard recorded it
+            if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
+                # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs)
                 running = replace(running, ignores_masks=self.ignores_masks)
+                if part is not None:
+                    running = replace(running, degree=part.degree, part_tokens=part.num_tokens // part.degree)
             packed_forwards.append(running)
         self._entered.append(is_packed)
+        return args, kwargs
 
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
         # empty if the pre-hook raised: torch calls this hook even then

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .exchange import HeadExchange
 from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, in_backward, packed_forwards
 from .kernels import attend_on_cpu, attend_on_cuda, math_attention, visible_keys
 
@@ -92,6 +93,12 @@ def varlen_attention(
     _check_packed_call(module, query, key, attention_mask, kwargs, running)
     query, key, value = _autocast(query, key, value)
     window, chunk = _local_pattern(module, kwargs)
+    exchange = None
+    if running is not None and running.degree > 1:
+        _check_part(module, query, running, dropout)
+        exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
+        query, key, value = exchange.to_heads(query, key, value)
+        s_aux = None if s_aux is None else s_aux[exchange.heads]
     num_tokens = query.shape[2]
     if query.device.type == "cuda":
         _check_cuda_features(softcap, dropout)
@@ -110,6 +117,8 @@ def varlen_attention(
         out = attend_on_cpu(
             query, key, value, lengths, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks=s_aux
         )
+    if exchange is not None:
+        return exchange.to_tokens(out), None
     return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
@@ -193,6 +202,22 @@ def _check_packed_call(
         )
 
 
+def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
+    name = type(module).__name__
+    if running.rows is not None or query.shape[2] != running.part_tokens:
+        raise ValueError(
+            f"{name} got {query.shape[2]} tokens, and each of the {running.degree} ranks that share the pack holds "
+            f"{running.part_tokens}: a module that collects or repeats tokens cannot work on a part of a pack. Set "
+            "tokens_per_rank=None."
+        )
+    if dropout > 0:
+        raise ValueError(
+            f"{name} got dropout={dropout} on a part of a pack: all ranks draw the same random numbers, so heads on "
+            "different ranks would drop the same weights. Set the model's attention_dropout to 0, or "
+            "tokens_per_rank=None."
+        )
+
+
 def _check_cuda_features(softcap: float | None, dropout: float) -> None:
     if softcap is not None:
         raise ValueError(
@@ -241,6 +266,13 @@ def _device_boundaries(
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
         given = [bounds, bounds, max(lengths), max(lengths)]
+    # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
+    if max(given[2:]) > num_tokens or given[0].numel() - 1 > num_tokens:
+        raise ValueError(
+            f"the boundaries describe {given[0].numel() - 1} documents of up to {max(given[2:])} tokens, and the pack "
+            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
+            "PackedDataCollator returns them."
+        )
     return (given[0], given[1]), (given[2], given[3])
 
 

@@ -6,6 +6,9 @@ things are tested:
 1. One document is changed, in its tokens and in its length. The states of the others must not change.
 2. Every document must have the states that it has alone, also far from the start of a pack.
 3. The gradient of one document's outputs with respect to the embeddings of another must be exactly zero.
+
+With a degree above 1 the ranks of a group share each of these packs, as in training with sequence parallelism. Their
+states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
 from collections.abc import Iterator
@@ -16,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
 from .probe import CannotRun, Probe, distance
 from .report import IsolationReport
 from .thresholds import thresholds
-from .tracing import Evidence, Leak, find_leaks, find_origins
+from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
@@ -32,7 +36,7 @@ MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak
 SPARE = 3  # tokens by which a document exceeds a threshold
 
 
-def check_isolation(model: nn.Module, max_length: int | None = None) -> IsolationReport:
+def check_isolation(model: nn.Module, max_length: int | None = None, degree: int = 1) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
     Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
@@ -43,9 +47,14 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     Args:
         model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
         max_length: the longest document of the run, in tokens; None is the number of positions of the model.
+        degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
+            with the same model, and no gradients are tested.
 
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of `degree`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -53,9 +62,12 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
     >>> report.isolated, report.equal
     (True, True)
     """
-    probe = Probe(model)
+    make_groups((degree,))
+    probe = Probe(model, degree)
     with probe.undisturbed(), _marked(probe.inner):
         try:
+            if degree > 1 and probe.attention != ATTENTION_NAME:
+                raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             return judge(probe, max_length)[0]
         except CannotRun as error:
             return refused(probe, error)
@@ -63,7 +75,7 @@ def check_isolation(model: nn.Module, max_length: int | None = None) -> Isolatio
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     """The report on a model that raises."""
-    return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error))
+    return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
 
 
 def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
@@ -109,7 +121,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         gap = distance(together, probe.packed(short, large=True), [0, 2]) / scale
         seen.append((gap, Evidence(long, short, large=True)))
 
-    gradient = None if probe.has_engine else probe.gradient(documents)
+    gradient = None if probe.has_engine or probe.degree > 1 else probe.gradient(documents)
     if not probe.on_any_rank(gradient):  # else the result is clear
         _explain(probe, seen, tolerance, scale)
         _explain(probe, unequal, tolerance, scale)
@@ -125,8 +137,11 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
     moved = probe.on_any_rank(change > tolerance)
-    leaks = find_leaks(probe, leak, tolerance) if moved else []
-    if not moved and tolerance > COARSE:
+    if probe.degree > 1:
+        leaks = find_wrong_parts(probe, tolerance) if moved or probe.on_any_rank(difference > tolerance) else []
+    else:
+        leaks = find_leaks(probe, leak, tolerance) if moved else []
+    if not moved and tolerance > COARSE and probe.degree == 1:
         leaks, leak = _origins(probe, seen, rounding)
         moved = bool(leaks)
     report = IsolationReport(
@@ -139,6 +154,7 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         attention=probe.attention,
         leaks=leaks,
         unreachable=unreachable,
+        degree=probe.degree,
     )
     if report.isolated and report.equal:
         return report, None

@@ -12,11 +12,12 @@ from torch import nn
 from ..attention.choice import choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.models import base_model
+from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
 from .probe import Probe
 from .repair import Repair
-from .report import IsolationReport
+from .report import IsolationReport, PackingLeakError
 from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 
@@ -34,6 +35,7 @@ class PackedModel:
         device_type: "cpu" or "cuda": where the model will train. It may not be there yet.
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
+        shares_packs: whether ranks share packs (sequence parallelism).
 
     Attributes:
         attention: the chosen implementation, and why.
@@ -50,22 +52,29 @@ class PackedModel:
         on_leak: OnLeak = "repair",
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
+        shares_packs: bool = False,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
+        self.shares_packs = shares_packs
         self.attends = False
         self._choose()
 
     def _choose(self) -> None:
         self.attention = choose_attention(
-            self.model, self.enforce_flash_attention, self.dtype, device_type=self.device_type
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            shares_packs=self.shares_packs,
         )
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | None = None
+        self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
     def is_proved(self) -> bool:
@@ -95,6 +104,40 @@ class PackedModel:
             reason = f"UNPACKED, documents as rows of padded batches, because {found.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
+
+    def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
+        """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
+
+        A model that is proved at this degree already is not probed again. All ranks must call it.
+
+        Raises:
+            PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
+                not isolated, or they are not what they are alone.
+        """
+        if degree in self._proved_degrees:
+            return self._proved_degrees[degree]
+        reason = self._cannot_share()
+        if reason is not None:
+            raise PackingLeakError(
+                f"A pack was to be shared by {degree} ranks, and {reason}. Only attention exchanges tokens between "
+                "ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are then at "
+                "most as long as one rank can train)."
+            )
+        found = check_isolation(wrapped, self.max_length, degree)
+        agreed((found.isolated, found.equal))
+        found.raise_if_leaking(self.on_leak)
+        self._proved_degrees[degree] = found
+        return found
+
+    def _cannot_share(self) -> str | None:
+        """Why ranks cannot share packs with this model as it was proved on one rank; None if they may."""
+        if self.is_unpacked:
+            return f"the model is unpacked: {self.attention.reason}"
+        if self.repaired:
+            return "these modules are repaired: " + "; ".join(str(repair) for repair in self.repaired)
+        if self.attention.name != ATTENTION_NAME:
+            return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
+        return None
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
         found = check_isolation(wrapped, self.max_length)

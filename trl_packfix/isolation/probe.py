@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..attention.exchange import group_of
 from ..attention.forwards import all_in_one_batch
 from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
+from ..data.parts import PackPart, cut_part
 from .randomness import DrawWatcher
 
 
@@ -33,9 +35,10 @@ class Probe:
         inner: the transformers model.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in `autograd.grad` through it.
+        degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, degree: int = 1):
         model = self.model = uncompiled(model)
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         while _is_wrapped(model):
@@ -44,7 +47,8 @@ class Probe:
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
-        self._collate = PackedDataCollator()
+        self.degree = degree
+        self._collate = PackedDataCollator(pad_to_multiple_of=degree)
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
@@ -58,10 +62,10 @@ class Probe:
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each.
 
-        Raises `CannotRun` if the model raises.
+        Raises `CannotRun` if the model raises, with a degree above 1 on any rank.
         """
         with torch.set_grad_enabled(gradient):
-            states = self._states(self._batch(documents), large)
+            states = self._joined(documents, large) if self.degree > 1 else self._states(self._batch(documents), large)
         lengths = [len(ids) for ids in documents]
         if states.shape[1] != sum(lengths):
             raise CannotRun(f"the LM head gets {states.shape[1]} states for a pack of {sum(lengths)} tokens")
@@ -82,10 +86,37 @@ class Probe:
             for module in training:
                 module.training = True
 
-    def _batch(self, documents: list[Tensor]) -> dict[str, Any]:
+    def whole(self, documents: list[Tensor]) -> None:
+        """Run the pack on each rank as a whole, with the padding that a pack of this degree has."""
+        with torch.no_grad():
+            self._states(self._batch(documents, degree=1))
+
+    def _joined(self, documents: list[Tensor], large: bool) -> Tensor:
+        """The states of the whole pack, (1, T, hidden), from those of the parts; without the padding."""
+        states, problem = None, None
+        try:
+            states = self._states(self._batch(documents, self.degree), large)
+        except CannotRun as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        found = next((each for each in problems if each is not None), None)
+        if found is not None or states is None:
+            raise CannotRun(found)
+        parts = [torch.empty_like(states) for _ in range(self.degree)]
+        dist.all_gather(parts, states.contiguous(), group=group_of(self.degree))
+        return torch.cat(parts, dim=1)[:, : sum(map(len, documents))]
+
+    def _batch(self, documents: list[Tensor], degree: int = 1) -> dict[str, Any]:
         batch = self._collate([{"input_ids": ids} for ids in documents])
+        if degree > 1:
+            batch = cut_part(batch, degree, dist.get_rank(group_of(degree)))
+            batch.pop("shift_labels")
         batch.pop("labels")
-        return {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        return {
+            key: value.to(self.device) if isinstance(value, Tensor | PackPart) else value
+            for key, value in batch.items()
+        }
 
     def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:
         """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model.
@@ -237,12 +268,12 @@ class Probe:
                 handle.remove()
 
     def on_any_rank(self, condition: Any) -> bool:
-        """Whether the condition holds on this rank or, with an engine, on any rank.
+        """Whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
 
-        With an engine all ranks must run the same forwards. Without this, kernels that sum in a different order in each
+        There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
         run may give ranks different roundings, and so different forwards to run.
         """
-        if not (self.has_engine and dist.is_initialized()):
+        if not ((self.has_engine or self.degree > 1) and dist.is_initialized()):
             return bool(condition)
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, bool(condition))

@@ -39,6 +39,7 @@ class IsolationReport:
         attention: the implementation that was tested.
         error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
         repaired: the repairs that were in place, and how these modules run.
+        degree: ranks that shared each pack.
 
     >>> print(IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").summary())
     documents move each other by 3.0e-01; rounding explains 4.0e-06
@@ -55,6 +56,7 @@ class IsolationReport:
     unreachable: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     repaired: list[Repair] = field(default_factory=list)
+    degree: int = 1
 
     def summary(self) -> str:
         """The result in one line."""
@@ -75,6 +77,8 @@ class IsolationReport:
         if self.isolated and self.equal:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
+        if self.degree > 1:
+            self._raise_of_parts()
         if on_leak == "raise":
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
@@ -95,6 +99,19 @@ class IsolationReport:
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
         raise PackingLeakError(
             f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
+        )
+
+    def _raise_of_parts(self) -> None:
+        if self.error is not None:
+            found = f"the model raised: {self.error}"
+        else:
+            gap = max(self.max_change, self.max_difference)
+            found = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
+        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
+        raise PackingLeakError(
+            f"A pack was shared by {self.degree} ranks, and {found}. It worked on one rank, so a module other than "
+            f"attention needs tokens that other ranks hold{': ' + where if where else ''}. Set `tokens_per_rank=None` "
+            "(documents are then at most as long as one rank can train)."
         )
 
 

@@ -1,16 +1,20 @@
 """Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..attention.exchange import group_of
 from .arguments import Leaves, argument_leaves, output_leaves
 from .probe import CannotRun, Probe
+
+PART_TOKENS = 23  # of each rank in the packs of `find_wrong_parts`: a prime that no hidden size equals
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,41 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
                         leaking.add(name)
                     break
     return [leak for leak in _smallest(moved) if leak.name in leaking]
+
+
+def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
+    """The smallest modules that get the same inputs for a part of a pack as for the whole, and give other outputs.
+
+    They read tokens of other ranks without an exchange, or would have to. The model is run on whole packs, too, where
+    it has been tested. All ranks must call; they find the same modules.
+    """
+    rest = PART_TOKENS * probe.degree
+    lengths: list[int] = []
+    while rest:
+        lengths.append(min((13, 1, 11, 22)[len(lengths) % 4], rest))
+        rest -= lengths[-1]
+    documents = [probe.tokens(n) for n in lengths]
+    modules = dict(probe.inner.named_modules())
+    with _recording(modules, False, PART_TOKENS * probe.degree) as whole:
+        probe.whole(documents)
+    with _recording(modules, False, PART_TOKENS) as part, suppress(CannotRun):  # modules that run are recorded
+        probe.packed(documents)
+    first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
+    pairs = [(slice(first, first + PART_TOKENS), slice(None))]
+    found = {}
+    for name, module in modules.items():
+        for one, other in zip(whole.get(name, []), part.get(name, []), strict=False):
+            came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
+            if came_in <= tolerance < went_out:
+                found[name] = Leak(name, type(module).__name__, went_out)
+                break
+    on_ranks: list[dict[str, Leak]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(on_ranks, found)
+    largest: dict[str, Leak] = {}
+    for leak in (leak for leaks in on_ranks for leak in leaks.values()):
+        if leak.name not in largest or leak.change > largest[leak.name].change:
+            largest[leak.name] = leak
+    return _smallest([largest[name] for name in modules if name in largest])
 
 
 def _smallest(leaks: list[Leak]) -> list[Leak]:

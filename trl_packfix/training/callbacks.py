@@ -13,6 +13,7 @@ from ..data.ahead import NextEpoch, start
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
+from .groups import prove_degrees
 
 if TYPE_CHECKING:
     from .evaluation import ExactEvaluation
@@ -49,6 +50,8 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
+        if trainer._train_planner is not None:
+            prove_degrees(trainer, trainer._train_planner)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {

@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..attention.choice import ATTENTION_DROPOUT
 from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
 from ..planning.balance import Synchronisation
@@ -137,6 +138,48 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
             check_tokenised(dataset, name, vocab_size, packing)
 
 
+def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: Any) -> None:
+    """Refuse what cannot work on parts of packs, before the model is loaded. Does nothing without `tokens_per_rank`.
+
+    Raises:
+        ValueError: a loss that shifts labels itself, dropout of attention weights, an attention that does not exchange
+            tokens, `torch.compile`.
+    """
+    if args.tokens_per_rank is None:
+        return
+    losses = {
+        "`compute_loss_func`": compute_loss_func is not None,
+        f"`label_smoothing_factor={args.label_smoothing_factor}`": args.label_smoothing_factor > 0,
+    }
+    for loss, is_set in losses.items():
+        if is_set:
+            raise ValueError(
+                f"`tokens_per_rank={args.tokens_per_rank}` was given with {loss}. "
+                "Such a loss shifts labels itself, and the label of the last token of a part lies on "
+                "the next rank, so it would be lost. Leave the loss at its default, or `tokens_per_rank` unset."
+            )
+    for name, rate in vars(text_config(model, args)).items():
+        if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"`tokens_per_rank={args.tokens_per_rank}` was given with a model whose config has `{name}={rate}`. "
+                "The ranks of a group compute different heads and "
+                f"draw the same random numbers, so the heads would drop the same weights. Load the model with "
+                f"`{name}=0.0`, or leave `tokens_per_rank` unset."
+            )
+    if not args.enforce_flash_attention:
+        raise ValueError(
+            f"`tokens_per_rank={args.tokens_per_rank}` was given with `enforce_flash_attention=False`. "
+            "That keeps the attention of the model, which does not exchange "
+            "tokens between the ranks of a group. Set `enforce_flash_attention=True`, or leave `tokens_per_rank` unset."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            f"`tokens_per_rank={args.tokens_per_rank}` was given with `torch_compile=True`. "
+            "The exchange between ranks was not tested in compiled models. Set "
+            "`torch_compile=False`, or leave `tokens_per_rank` unset."
+        )
+
+
 # Engines
 
 
@@ -182,6 +225,23 @@ def check_parallelism(accelerator: Any) -> None:
         raise ValueError(
             "Megatron-LM was chosen as the engine with packing. It splits a document over ranks and reads data with "
             "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
+        )
+
+
+def check_recomputation(args: SFTConfig, accelerator: Any) -> None:
+    """Refuse FSDP's own activation checkpointing with sequence parallelism.
+
+    It recomputes layers without telling them which part of a pack they hold. That of transformers does.
+
+    Raises:
+        ValueError: `activation_checkpointing` is set in the config of FSDP.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if args.tokens_per_rank is not None and plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            f"`tokens_per_rank={args.tokens_per_rank}` was given with `activation_checkpointing` in `fsdp_config`. "
+            "FSDP recomputes layers without the boundaries of the pack that the ranks share. Set "
+            "`gradient_checkpointing=True` instead, which keeps them."
         )
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..attention.forwards import PACK_PART
 from ..compat import forget_evaluation
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
@@ -32,6 +33,7 @@ from ..data.reader import TokenReader
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
+from .groups import prove_degrees
 from .objective import PackedObjective
 
 logger = logging.getLogger(__name__)
@@ -48,9 +50,18 @@ class EvaluationTotals:
         """Add the outputs of TRL's fused LM head; returns the mean loss of this batch."""
         return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
 
-    def add_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch."""
-        logits, labels = logits[:, :-1].float(), labels[:, 1:]
+    def add_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
+
+        `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+        """
+        if shift_labels is None:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        else:
+            labels = shift_labels
+        logits = logits.float()
         log_probs = F.log_softmax(logits, dim=-1)
         mask = labels != IGNORE_INDEX
         loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
@@ -156,6 +167,21 @@ class ExactEvaluation(PackedObjective):
                 "otherwise check the labels, or evaluate another set."
             )
 
+    def _check_fits_rank(self, documents: Documents) -> None:
+        """Refuse, with `tokens_per_rank`, longer documents that would be evaluated whole on one rank.
+
+        Raises:
+            ValueError: a document is longer than `tokens_per_rank`.
+        """
+        most, longest = self.args.tokens_per_rank, int(documents.lengths.max(initial=0))
+        if most is not None and longest > most:
+            raise ValueError(
+                f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {most}, and this "
+                "evaluation runs whole documents on one rank: logits are needed (`predict`, `compute_metrics`), "
+                "`eval_packing` is False, or DeepSpeed or FSDP has not trained yet. Set `prediction_loss_only=True` "
+                "and evaluate packs during or after training, or give a set of shorter documents."
+            )
+
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
         return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
@@ -170,6 +196,7 @@ class ExactEvaluation(PackedObjective):
         documents = self._evaluation_documents(reader)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id)
         if not self._packs_evaluation(needs_logits):
+            self._check_fits_rank(documents)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
             return self._make_loader(rows, sampler, PaddedCollator(self._padded_collator))
         training = self._train_planner
@@ -217,8 +244,11 @@ class ExactEvaluation(PackedObjective):
                 "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
                 self._loss_of_user,
             )
-        packed = isinstance(getattr(dataloader, "batch_sampler", None), PackedBatchSampler)
-        with self._on_packs() if packed else nullcontext():
+        sampler = getattr(dataloader, "batch_sampler", None)
+        packs = sampler if isinstance(sampler, PackedBatchSampler) else None
+        with self._on_packs() if packs else nullcontext():
+            if packs and self.args.packing:
+                prove_degrees(self, packs.planner)
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -276,14 +306,20 @@ class ExactEvaluation(PackedObjective):
             if prediction_loss_only:
                 if self.aux_loss_enabled:
                     inputs["output_router_logits"] = True
-                outputs = model(**inputs, fused_lm_head=True)
+                with self._router_logits(inputs) as router_logits:
+                    outputs = model(**inputs, fused_lm_head=True)
                 if self.aux_loss_enabled:
-                    aux_loss = self.accelerator.gather(outputs.aux_loss).mean().item()
+                    aux_loss = outputs.aux_loss
+                    if PACK_PART in inputs:
+                        part = inputs[PACK_PART]
+                        # zero on ranks after the first of the group, so the mean over ranks counts it once
+                        aux_loss = part.degree * self._aux_loss(outputs, inputs, part.trained, router_logits)
+                    aux_loss = self.accelerator.gather(aux_loss).mean().item()
                     self._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs).float(), None, None
-            labels = inputs.pop("labels", None)
+            labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
-            loss = None if labels is None else self._totals.add_logits(logits, labels).float()
+            loss = None if labels is None else self._totals.add_logits(logits, labels, shift_labels).float()
         return loss, logits, labels
 
 

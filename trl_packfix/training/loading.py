@@ -61,6 +61,7 @@ class PackedLoading(trl.SFTTrainer):
     def _prepare_packing(self) -> None:
         args = self.args
         checks.check_parallelism(self.accelerator)
+        checks.check_recomputation(args, self.accelerator)
         checks.check_one_device(self.model)
         self.padding_free = True
         self.data_collator = self._make_packed_collator()
@@ -175,6 +176,7 @@ class PackedLoading(trl.SFTTrainer):
             args.on_leak,
             args.enforce_flash_attention,
             hooks,
+            shares_packs=args.tokens_per_rank is not None,
         )
 
     @property

@@ -7,22 +7,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..attention.forwards import ModelHooks
+from ..attention.forwards import PACK_PART, ModelHooks
 
 
 class DocumentNoise(ModelHooks):
     """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d).
 
     L is the length of the document, d the size of the embeddings. Noise is added in every packed forward in train mode.
-    The probe, evaluation and generation have no noise.
+    The probe, evaluation and generation have no noise. The ranks that share a pack have one seed, and each draws the
+    noise of its part from a generator of its own: otherwise equal places of the parts would get equal noise.
     """
 
     def __init__(self, model: PreTrainedModel, alpha: float):
         super().__init__()
         self.model, self.alpha = model, alpha
-        # For each running forward of the model: lengths of its documents, (N,), and the document of each token, (1, T).
-        # None for a forward without boundaries.
-        self._running: list[tuple[Tensor, Tensor] | None] = []
+        # For each running forward of the model: lengths of its documents, (N,), the document of each token, (1, T), and
+        # the index of the part if the batch is a part of a pack. None for a forward without boundaries.
+        self._running: list[tuple[Tensor, Tensor, int | None] | None] = []
         self._num_rows = 0  # rows embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
@@ -35,7 +36,9 @@ class DocumentNoise(ModelHooks):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         bounds = kwargs.get("cu_seq_lens_q")
-        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"]))
+        part = kwargs.get(PACK_PART)
+        index = None if part is None else part.index
+        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], index))
         self._num_rows = 0
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -46,7 +49,7 @@ class DocumentNoise(ModelHooks):
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
-        lengths, index = running
+        lengths, index, part = running
         if output.shape[:2] == index.shape:
             length = lengths[index]
         else:  # an unpacked model embeds documents as rows, longest first
@@ -54,4 +57,12 @@ class DocumentNoise(ModelHooks):
             self._num_rows += len(output)
             length = rows[first : first + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
-        return output + torch.empty_like(output).uniform_(-1, 1) * amplitude.to(output.dtype).unsqueeze(-1)
+        generator = None if part is None else _generator_of(part, output.device)
+        noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)
+        return output + noise * amplitude.to(output.dtype).unsqueeze(-1)
+
+
+def _generator_of(part: int, device: torch.device) -> torch.Generator:
+    """A generator for the part with this index, seeded from the random state that all ranks of a group share."""
+    seed = int(torch.randint(2**62, ()))  # on the host: a seed on the device would have to be copied
+    return torch.Generator(device).manual_seed(seed + part)

@@ -12,6 +12,10 @@ them.
 A subclass may compute the loss itself. It gets the token count that transformers documents. Noise is added by hooks of
 the model, and tokens and documents are counted when batches are fetched, so both work for such a loss, too.
 
+With sequence parallelism a batch may be a part of a pack (`data/parts.py`). Each rank adds the terms of its own tokens,
+with the counts of the whole pack. What a group has once (documents, micro-batches, the value of the load-balancing
+statistic) is counted by its first rank only.
+
 In all sums over documents, a document is one with a trained token. Training drops the others, so a document without one
 in a batch is padding or a dummy.
 """
@@ -25,25 +29,36 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from ..attention.forwards import PACK_PART
 from ..attention.models import base_model
 from ..data.collator import IGNORE_INDEX
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
+from .groups import SamePackCheck
 from .loading import PackedLoading
-from .routers import gives_router_logits
+from .routers import gives_router_logits, group_load_balancing
 from .totals import TrainingTotals
 
 NUM_DUMMY_TOKENS = 2
 
 
-class DocumentsAreWeighted(TrainerCallback):
-    """Refuses, before the first optimizer step, a subclass whose loss does not weight documents."""
+class LossIsOurs(TrainerCallback):
+    """Refuses, before the first optimizer step, a subclass whose loss does not use settings that need ours."""
 
     def __init__(self, trainer: "PackedObjective"):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.trainer._totals_of_training.is_scored:
+        if self.trainer._totals_of_training.is_scored:
+            return
+        if args.tokens_per_rank is not None:
+            raise ValueError(
+                f"`tokens_per_rank={args.tokens_per_rank}` was given and `{type(self.trainer).__name__}.compute_loss` "
+                "does not call `super().compute_loss`. On a part of a pack, labels must be shifted before the cut and "
+                "counted once per group, which its own loss does not do. Leave `tokens_per_rank` unset, or change what "
+                "`super().compute_loss` returns."
+            )
+        if args.document_weighting == "document":
             raise ValueError(
                 f'`document_weighting="document"` was given and `{type(self.trainer).__name__}.compute_loss` does not '
                 "call `super().compute_loss`. Its loss has no weights of documents, so the setting would be "
@@ -69,11 +84,13 @@ class PackedObjective(PackedLoading):
             )
         self._totals_of_training = TrainingTotals()
         self.add_callback(self._totals_of_training)
+        self._same_pack = SamePackCheck()
+        self.add_callback(self._same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             self.neftune_noise_alpha = None
-        if args.document_weighting == "document":
-            self.add_callback(DocumentsAreWeighted(self))
+        if args.document_weighting == "document" or args.tokens_per_rank is not None:
+            self.add_callback(LossIsOurs(self))
         if args.packing or args.document_weighting == "document":
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             self.model_accepts_loss_kwargs = True
@@ -185,7 +202,9 @@ class PackedObjective(PackedLoading):
             self.control.should_training_stop = True
             return [], None
         self._totals_of_training.start_fetch()
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._same_pack.check(batches)
+        return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
@@ -202,11 +221,15 @@ class PackedObjective(PackedLoading):
             self._count(batch, counts)
         if self.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
-            filled = torch.stack([(counts > 0).any().float() for counts in trained]).sum().to(device)
+            has_documents = [(c > 0).any() * _is_first(b) for c, b in zip(trained, batches, strict=True)]
+            filled = torch.stack(has_documents).float().sum().to(device)
             self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
             # transformers counts one label per document as if it were a token, so ranks are treated alike
-            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in trained]
+            marks = [
+                torch.where((counts > 0) & _is_first(batch), 0, IGNORE_INDEX)
+                for counts, batch in zip(trained, batches, strict=True)
+            ]
             documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
             self._num_documents = super()._get_num_items_in_batch(documents, device)
         return super()._get_num_items_in_batch(batch_samples, device)
@@ -241,6 +264,7 @@ class PackedObjective(PackedLoading):
         """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
         caught: list[Tensor] = []
         may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        may_pad |= PACK_PART in inputs
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
             return
@@ -255,11 +279,20 @@ class PackedObjective(PackedLoading):
             handle.remove()
 
     def _aux_loss(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, router_logits: list[Tensor]) -> Tensor:
-        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none."""
+        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
+
+        Of a part of a pack: the statistic of the whole pack, with the gradient of this part. Ranks after the first of
+        the group get the value zero, so that it is counted once.
+        """
         if not router_logits:
             return outputs.aux_loss
         config = base_model(self.model).config.get_text_config()
         real = (trained > 0)[inputs["seq_idx"]]
+        if (part := inputs.get(PACK_PART)) is not None:
+            found = group_load_balancing(
+                router_logits, config.num_experts, config.num_experts_per_tok, real.flatten(), part.degree
+            )
+            return found if part.is_first else found - found.detach()
         is_empty = ~real.any()
         statistic: Callable[..., Any] = load_balancing_loss_func
         found = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty)
@@ -269,13 +302,18 @@ class PackedObjective(PackedLoading):
 
     def _count(self, inputs: dict[str, Any], trained: Tensor) -> None:
         is_document = trained > 0
+        has_documents = is_document.any()
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        if "cu_seq_lens_q" in inputs:
+        if PACK_PART in inputs:
+            tokens = is_document[inputs["seq_idx"]].sum()
+            is_document, trained = (x * _is_first(inputs) for x in (is_document, trained))
+        elif "cu_seq_lens_q" in inputs:
             tokens = (inputs["cu_seq_lens_q"].diff() * is_document).sum()
         else:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
-        self._totals_of_training.add_batch([trained.sum(), tokens, rows, is_document.sum(), is_document.any()])
+        sums = [trained.sum(), tokens, rows, is_document.sum(), is_document.any(), has_documents]
+        self._totals_of_training.add_batch(sums)
 
     def _gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
@@ -309,9 +347,11 @@ class PackedObjective(PackedLoading):
 
     @property
     def _pack_capacity(self) -> int | None:
-        """Most tokens of a pack; None for strategies that do not fill micro-batches."""
+        """Most tokens of a pack on one rank; None for strategies that do not fill micro-batches."""
         if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
             return None
+        if self.args.tokens_per_rank is not None:
+            return self.args.tokens_per_rank
         assert self.packing_report is not None  # made with the training loader
         return self.packing_report.capacity
 
@@ -323,8 +363,11 @@ class PackedObjective(PackedLoading):
 def _documents_of(label_mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The document of each position of `label_mask`, and the number of trained tokens of each document, shape (N,).
 
-    `label_mask`, (B, T - 1), is True where the next token is trained. Without boundaries each row is a document.
+    `label_mask`, (B, T - 1), is True where the next token is trained. Without boundaries each row is a document. For a
+    part of a pack it is (1, T / s), and the numbers are those of whole documents.
     """
+    if (part := inputs.get(PACK_PART)) is not None:
+        return part.next_document, part.trained
     if "cu_seq_lens_q" in inputs:
         index = inputs["seq_idx"][:, 1:].long()
         num_documents = len(inputs["cu_seq_lens_q"]) - 1
@@ -333,3 +376,8 @@ def _documents_of(label_mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, T
         index = torch.arange(num_documents, device=label_mask.device)[:, None].expand(label_mask.shape)
     trained = torch.zeros(num_documents, dtype=torch.long, device=label_mask.device)
     return index, trained.scatter_add_(0, index.flatten(), label_mask.flatten().long())
+
+
+def _is_first(inputs: dict[str, Any]) -> bool:
+    """Whether this rank counts the documents of the batch: of the ranks that share a pack, the first does."""
+    return PACK_PART not in inputs or inputs[PACK_PART].is_first

@@ -1,9 +1,17 @@
-"""Whether a model has a router: some configs have the fields of a mixture of experts although no layer has experts."""
+"""Routers of mixtures of experts: whether a model has one, and the load-balancing statistic of a pack on several ranks.
+
+Some configs have the fields of a mixture of experts although no layer has experts.
+"""
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
+
+from ..attention.exchange import group_of
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
@@ -15,3 +23,30 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
             given = given if isinstance(given, list) else [given]
             classes += [each.target_class if isinstance(each, OutputRecorder) else each for each in given]
     return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
+
+
+def group_load_balancing(
+    router_logits: list[Tensor], num_experts: int, num_chosen: int, real: Tensor, degree: int
+) -> Tensor:
+    """transformers' load-balancing statistic of a pack that `degree` ranks share; all of them must call it.
+
+    Its value is that of the whole pack. Its gradient is that with respect to the logits of this part.
+
+    Args:
+        router_logits: of each layer, (T / s, experts).
+        num_chosen: experts per token.
+        real: which tokens of the part count, (T / s,) bool; padding does not.
+    """
+    routed = probability = torch.zeros(num_experts, device=real.device)
+    counts = real.float()
+    for layer in router_logits:  # layer by layer: the weights of all layers at once would need much memory
+        weights = layer.reshape(-1, num_experts).softmax(dim=-1)
+        chosen = weights.topk(num_chosen, dim=-1).indices
+        routed = routed.scatter_add(0, chosen.flatten(), counts.repeat_interleave(num_chosen))
+        probability = probability + (weights.float() * counts[:, None]).sum(0)
+    sums = torch.cat([routed, probability.detach(), counts.sum()[None] * len(router_logits)])
+    dist.all_reduce(sums, group=group_of(degree))
+    num_rows = sums[-1].clamp(min=1)
+    # The value of the whole pack, the gradient of this part
+    whole = probability + (sums[num_experts:-1] - probability.detach())
+    return num_experts * ((sums[:num_experts] / num_rows) * (whole / num_rows)).sum()

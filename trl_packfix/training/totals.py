@@ -22,7 +22,8 @@ class TrainingTotals(TrainerCallback):
         num_documents: over all ranks since training began.
     """
 
-    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches")
+    # `micro_batches` counts packs, `rows` their parts: as many unless ranks share packs
+    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches", "rows")
     OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
     GROUPS = (OF_BATCHES, OF_OUTPUTS)
     NAMES = OF_BATCHES + OF_OUTPUTS
@@ -90,12 +91,12 @@ class TrainingTotals(TrainerCallback):
         """The values logged for the window.
 
         Args:
-            capacity: most tokens of a pack. None if micro-batches are not filled: then `efficiency` is the share of
-                real tokens in the rows.
+            capacity: most tokens of a pack on one rank. None if micro-batches are not filled: then `efficiency` is the
+                share of real tokens in the rows.
         """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
         trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
-        capacities = sums["row_tokens"] if capacity is None else micro_batches * capacity
+        capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
         of_outputs = {
             "entropy": sums["entropy"] / trained,
             "mean_token_accuracy": sums["correct"] / trained,

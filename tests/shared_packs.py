@@ -1,0 +1,558 @@
+"""Scenarios of sequence parallelism on four real ranks (gloo, CPU); `test_shared_packs.py` launches them.
+
+    python tests/shared_packs.py FOLDER [ENGINE/NAME ...]
+
+The libraries are imported once, and the ranks of each launch are forks of that process: importing them costs more than
+the scenarios. Each scenario returns a dictionary that rank 0 saves as FOLDER/ENGINE/NAME.pt; the first that raises ends
+its launch.
+"""
+
+import copy
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import two_ranks
+from datasets import Dataset
+from peft import LoraConfig
+from support.launch import free_port
+from support.models import build_tiny_model, build_tokenizer
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+import trl_packfix
+from trl_packfix.attention import exchange, varlen
+from trl_packfix.attention.exchange import HeadExchange
+from trl_packfix.attention.forwards import PACK_PART, PackedForward, entered, packed_forwards
+from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.data import loading, parts
+from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
+from trl_packfix.training import objective
+from trl_packfix.training.planner import make_planner
+
+NUM_RANKS = 4
+
+# Faults that a scenario plants, to see that its figures find them
+
+
+@contextmanager
+def leaking():
+    """Attention on parts forgets the boundaries of documents."""
+    forget = varlen._document_lengths
+
+    def forgetful(kwargs, running, num_tokens):
+        lengths = forget(kwargs, running, num_tokens)
+        return [num_tokens] if running is not None and running.degree > 1 else lengths
+
+    with mock.patch.object(varlen, "_document_lengths", forgetful):
+        yield
+
+
+@contextmanager
+def wrong_chunks():
+    """The parts of the pack arrive in the wrong order."""
+    right = HeadExchange.to_heads
+
+    def wrong(self, *states):
+        return tuple(torch.cat(x.chunk(self.degree, dim=2)[::-1], dim=2) for x in right(self, *states))
+
+    with mock.patch.object(HeadExchange, "to_heads", wrong):
+        yield
+
+
+@contextmanager
+def wrong_heads():
+    """The heads come back in the wrong order."""
+    right = HeadExchange.to_tokens
+
+    def wrong(self, out):
+        heads = right(self, out)
+        return torch.cat(heads.split([r.stop - r.start for r, _ in self._ranges], dim=2)[::-1], dim=2)
+
+    with mock.patch.object(HeadExchange, "to_tokens", wrong):
+        yield
+
+
+FAULTS = {"leak": leaking, "chunks": wrong_chunks, "heads": wrong_heads}
+
+# Attention alone
+
+LENGTHS = [5, 1, 30, 2, 9, 1]  # 48 tokens: parts of 24 and of 12, and the third document lies in several
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 1), (28, 4), (9, 3), (10, 5)]
+FEATURES = {
+    "full": {},
+    "window": {"sliding_window": 4},
+    "sinks": {"sinks": True},
+    "window and sinks": {"sliding_window": 4, "sinks": True},
+    "value dim": {"value_dim": 6},
+    "softcap": {"softcap": 2.0},
+}
+
+
+def attention(folder: Path) -> dict:
+    """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    exchange.make_groups((2, 4))
+    cases = {
+        f"{heads}/{kv_heads} {name} on {degree}": difference(heads, kv_heads, degree, **features)
+        for heads, kv_heads in HEADS
+        for name, features in FEATURES.items()
+        for degree in (2, 4)
+    }
+    faults = {}
+    for name, fault in FAULTS.items():
+        with fault():
+            faults[name] = [difference(8, 2, degree) for degree in (2, 4)]
+    return {"cases": cases, "faults": faults, "groups": {degree: group_ranks(degree) for degree in (2, 4)}}
+
+
+def group_ranks(degree: int) -> list[int]:
+    return dist.get_process_group_ranks(exchange.group_of(degree))
+
+
+def difference(heads, kv_heads, degree, value_dim=4, sinks=False, **features) -> float:
+    """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
+    generator = torch.Generator().manual_seed(heads)
+    num_tokens = sum(LENGTHS)
+    shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
+    states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    logits = torch.randn(heads, generator=generator, dtype=torch.float64)
+    weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    tokens = num_tokens // degree
+    first = dist.get_rank() % degree * tokens
+    part = slice(first, first + tokens)
+
+    def run(forward, own):
+        given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
+        with entered(forward):
+            out, _ = varlen_attention(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
+        grads = torch.autograd.grad(out, given, weights[:, own], allow_unused=True)
+        return out.detach(), grads
+
+    expected, expected_grads = run(whole, slice(None))
+    out, grads = run(replace(whole, degree=degree, part_tokens=tokens), part)
+    assert out.shape == (1, tokens, heads, value_dim)
+    gaps = [out - expected[:, part]]
+    gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
+    if sinks:  # each rank has the gradient of its own heads
+        total = grads[3].clone()
+        dist.all_reduce(total, group=exchange.group_of(degree))
+        gaps.append(total - expected_grads[3])
+    largest = torch.stack([gap.abs().max() for gap in gaps]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+# Training
+
+TOKENS_PER_RANK = 32
+ACCUMULATION = 3
+NUM_STEPS = 3
+
+
+def documents(seed: int = 9, num_short: int = 40) -> Dataset:
+    """Documents of up to 110 tokens, so that some need two ranks and some four; a third of each is a prompt."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.permutation(np.concatenate([[110, 60, 50] * 3, rng.integers(3, 14, num_short)]))
+    tokens = [rng.integers(4, 260, n).tolist() for n in lengths]
+    labels = [[IGNORE_INDEX] * (len(ids) // 3) + ids[len(ids) // 3 :] for ids in tokens]
+    return Dataset.from_dict({"input_ids": tokens, "labels": labels})
+
+
+class Shared(trl_packfix.SFTTrainer):
+    """Notes the degree, index and real tokens of every micro-batch that reaches the model."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.engine = two_ranks.engine_of(model)
+        part = inputs.get(PACK_PART)
+        self.seen.append((1, 0) if part is None else (part.degree, part.index))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Whole(Shared):
+    """One process that trains, one after the other, on the packs that the groups of ranks share."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        super().get_train_dataloader()  # makes the report
+        config = copy.copy(self.args)
+        config.tokens_per_rank, config.gradient_accumulation_steps = TOKENS_PER_RANK, ACCUMULATION
+        planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
+        schedule = planner.schedule(0)
+        rows = loading.DocumentDataset(self._reader, self._documents)
+        degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
+        batches = []
+        for slot, degree in enumerate(degrees):
+            indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
+            batch = rows.__getitems__(indices or [loading.EMPTY])
+            batches.append(PackedDataCollator(pad_to_multiple_of=degree)(batch))
+        return DataLoader(batches, batch_size=None)
+
+
+class Reversed(Whole):
+    """The same with the gradients of a step added in the opposite order, which changes nothing but their rounding."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        return batches[::-1], num_items
+
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+MODELS = {
+    "llama": ("llama", {}),
+    "window": ("gemma3_text", {}),
+    "sinks": ("gpt_oss", {}),
+    "odd_heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "experts": ("mixtral", {}),
+}
+
+
+def make_trainer(
+    folder: Path,
+    name: str,
+    engine: str | None = None,
+    cls: type = Shared,
+    model: str = "llama",
+    peft_config: LoraConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    data: Dataset | None = None,
+    **settings,
+) -> Shared:
+    """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`."""
+    is_one = engine is None
+    defaults = {
+        "max_length": 112,
+        "packing": True,
+        "packing_report": False,
+        "tokens_per_rank": None if is_one else TOKENS_PER_RANK,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": ACCUMULATION * (NUM_RANKS if is_one else 1),
+        "learning_rate": 2.0 if peft_config else 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": NUM_STEPS,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "ddp_timeout": 90,  # turns a hang into an error
+        **two_ranks.engine_settings(engine, folder),
+    }
+    args = trl_packfix.SFTConfig(str(folder / name), **(defaults | settings))
+    torch.manual_seed(0)  # for the adapters
+    trainer = cls(
+        AutoModelForCausalLM.from_pretrained(folder / "models" / model, dtype=dtype),
+        args,
+        train_dataset=documents() if data is None else data,
+        eval_dataset=documents(seed=1, num_short=10),
+        processing_class=build_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.seen = []
+    return trainer
+
+
+def weights(trainer: Shared) -> torch.Tensor | None:
+    """All parameters in fp64, on rank 0. All ranks must call it."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.args.process_index:
+        return None
+    return torch.cat([value.double().flatten().cpu() for _, value in sorted(state.items())])
+
+
+LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_tokens", "documents_per_step", "aux_loss")
+
+
+def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = False, **settings) -> dict:
+    """The weights before and after training, and what is logged."""
+    trainer = make_trainer(folder, name, engine, **settings)
+    start = torch.cat([p.detach().double().flatten() for _, p in sorted(trainer.model.state_dict().items())])
+    trainer.train()
+    logged = [[entry.get(key) for key in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
+    planner = trainer._train_planner
+    return {
+        "engine": trainer.engine,
+        "start": start,
+        "end": weights(trainer),
+        "logged": logged,
+        "seen": trainer.seen,
+        "degrees": planner.degrees,
+        "proved": sorted(trainer.packed_model._proved_degrees),
+        "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
+    }
+
+
+def restart(folder: Path, name: str, engine: str) -> dict:
+    """AdamW over two epochs, whole and again from a checkpoint in the middle of the second."""
+    settings = {"max_steps": -1, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+    stop = 4
+    whole = make_trainer(folder, f"{name}/whole", engine, save_strategy="steps", save_steps=stop, **settings)
+    whole.train()
+    resumed = make_trainer(folder, f"{name}/resumed", engine, **settings)
+    resumed.train(resume_from_checkpoint=str(folder / name / "whole" / f"checkpoint-{stop}"))
+    tokens = [[e["num_tokens"] for e in run.state.log_history if "loss" in e] for run in (whole, resumed)]
+    return {
+        "weights": [weights(whole), weights(resumed)],
+        "tokens": tokens,
+        "seen": [whole.seen, resumed.seen],
+        "compared": resumed._same_pack.steps_left == 0,
+    }
+
+
+# Faults of training
+
+
+@contextmanager
+def late_shift():
+    """Labels are shifted after the cut."""
+    right = parts.cut_part
+
+    def wrong(batch, degree, index):
+        part = right(batch, degree, index)
+        if degree > 1:
+            own = part["labels"]
+            part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
+        return part
+
+    with mock.patch.object(loading, "cut_part", wrong):
+        yield
+
+
+@contextmanager
+def counted_by_all():
+    """Every member of a group counts documents and statistics."""
+    with mock.patch.object(objective, "_is_first", lambda batch: True):
+        yield
+
+
+@contextmanager
+def statistic_of_parts():
+    """The load-balancing statistic is that of each part."""
+
+    def wrong(router_logits, num_experts, num_chosen, real, degree):
+        found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, real[None])
+        return found / degree
+
+    with mock.patch.object(objective, "group_load_balancing", wrong):
+        yield
+
+
+TRAINING_FAULTS = {
+    **FAULTS,
+    "late_shift": late_shift,
+    "counted_by_all": counted_by_all,
+    "statistic_of_parts": statistic_of_parts,
+}
+
+
+def faulty(folder: Path, fault: str, **settings) -> dict:
+    """The same training with a fault that the proof cannot see, or that is planted after it."""
+    with TRAINING_FAULTS[fault](), mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only):
+        return train(folder, f"faulty_{fault}", **settings)
+
+
+def make_groups_only(trainer, planner) -> None:
+    exchange.make_groups(planner.degrees)
+
+
+def other_packs(folder: Path, engine: str, name: str) -> dict:
+    """What is said when rank 1 has read other documents than rank 0."""
+    data = documents()
+    if dist.is_initialized() and dist.get_rank() == 1:
+        data = data.map(lambda row: {"input_ids": [4 + (token + 1) % 250 for token in row["input_ids"]]})
+    trainer = make_trainer(folder, name, engine, data=data)
+    message = ""
+    try:
+        trainer.train()
+    except ValueError as error:
+        message = str(error)
+    messages = [None] * NUM_RANKS
+    dist.all_gather_object(messages, message)
+    return {"messages": messages}
+
+
+class TokenShift(nn.Module):
+    """Adds to each token the one before it in its document: right on whole packs, and blind on parts."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
+        if packed_forwards:
+            starts = packed_forwards[-1].cu_seq_lens_q[:-1].long()
+            before = before.index_fill(1, starts[starts < states.shape[1]], 0.0)
+        return self.inner(states + before)
+
+
+def proofs(folder: Path, engine: str) -> dict:
+    """The verdicts of all ranks on a right model, and on each fault; on models that cannot be shared."""
+    found = {}
+    for model in ("llama", "gpt_oss"):
+        for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in FAULTS)):
+            built = build_tiny_model(model)
+            trl_packfix.prepare_for_packing(built)
+            with FAULTS[fault]() if fault else nullcontext():
+                report = trl_packfix.check_isolation(built, degree=degree)
+            found[model, fault, degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])
+    shifting = build_tiny_model("llama")
+    shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
+    bloom = build_tiny_model("bloom")
+    for model in (shifting, bloom):
+        trl_packfix.prepare_for_packing(model)
+    for degree in (1, 2, 4):
+        report = trl_packfix.check_isolation(shifting, degree=degree)
+        found["shift", degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])
+    found["bloom"] = trl_packfix.check_isolation(bloom, degree=2).error
+    everyone = [None] * NUM_RANKS
+    dist.all_gather_object(everyone, found)
+    return {"verdicts": everyone}
+
+
+# Launches
+
+KINDS = {
+    "full": {"evaluates": True},
+    "full_checkpointed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "full_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "lora": {"peft_config": LORA},
+    "lora_checkpointed": {"peft_config": LORA, "gradient_checkpointing": True},
+    "dora": {"peft_config": replace(LORA, use_dora=True)},
+    "lora_fp64": {"peft_config": LORA, "dtype": torch.float64},
+    "window": {"model": "window"},
+    "sinks": {"model": "sinks"},
+    "odd_heads": {"model": "odd_heads"},
+    # The packs of one process are padded, too: with this setting the statistic leaves padding out
+    "experts": {"model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
+    "document": {"document_weighting": "document"},
+}
+# The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
+OF_ENGINES = {
+    "ddp": ["full", "lora_checkpointed", "dora", "lora_fp64", "window", "odd_heads", "experts", "document"],
+    "zero1": ["full"],
+    "zero2": ["full_reentrant"],
+    "zero3": ["full", "lora_checkpointed", "experts"],
+    "zero3_offload": ["full"],
+    "fsdp2": ["full", "full_checkpointed", "sinks"],
+}
+LAUNCHES = {
+    "one": [None],
+    "ddp": ["ddp"],
+    "deepspeed": ["zero3", "zero1", "zero2", "zero3_offload"],
+    "fsdp2": ["fsdp2"],
+}
+# What a fault is planted in
+PLANTED = {
+    "late_shift": "full",
+    "counted_by_all": "document",
+    "statistic_of_parts": "experts",
+    "leak": "full",
+    "chunks": "full",
+    "heads": "full",
+}
+
+
+def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
+    """By engine and name, in the order in which they run."""
+    found: dict[str, Callable[[Path], dict]] = {}
+    for engine in LAUNCHES[launch]:
+        for kind in KINDS if engine is None else OF_ENGINES[engine]:
+            settings = {"engine": engine} | KINDS[kind]
+            if engine is None:
+                found[f"one/{kind}"] = partial(train, name=f"one/{kind}", cls=Whole, **settings)
+                settings = {key: value for key, value in settings.items() if key != "evaluates"}
+                found[f"one/{kind}_reversed"] = partial(train, name=f"one/{kind}_reversed", cls=Reversed, **settings)
+            else:
+                found[f"{engine}/{kind}"] = partial(train, name=f"{engine}/{kind}", **settings)
+        if engine in ("ddp", "zero3"):
+            found[f"{engine}/restart"] = partial(restart, name=f"{engine}/restart", engine=engine)
+    if launch == "ddp":
+        found["ddp/attention"] = attention
+        found["ddp/proofs"] = partial(proofs, engine="ddp")
+        for fault, kind in PLANTED.items():
+            settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
+            found[f"ddp/faulty_{fault}"] = partial(faulty, fault=fault, engine="ddp", **settings)
+        found["ddp/other_packs"] = partial(other_packs, engine="ddp", name="ddp/other_packs")
+    return found
+
+
+def run_rank(launch: str, rank: int, port: int, folder: Path, only: list[str]) -> None:
+    if launch != "one":
+        ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+        os.environ |= {name: str(value) for name, value in ids.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, scenario in scenarios(launch).items():
+        if only and name not in only:
+            continue
+        result = scenario(folder)
+        if rank == 0:
+            (folder / name).parent.mkdir(exist_ok=True)
+            torch.save(result, folder / f"{name}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fork_ranks(launch: str, port: int, folder: Path, only: list[str]) -> bool:
+    """Run the scenarios of a launch, or `only` some; whether all ranks ended well."""
+    children = {}
+    for rank in range(1 if launch == "one" else NUM_RANKS):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_rank(launch, rank, port, folder, only)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children[child] = rank
+    codes = {}
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = status
+        if status:  # the others wait for this rank
+            for other in children:
+                os.kill(other, 15)
+    return not any(codes.values())
+
+
+def main(folder: Path, only: list[str]) -> int:
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    for engine in LAUNCHES["deepspeed"]:
+        (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
+    for name, (model_type, sizes) in MODELS.items():
+        build_tiny_model(model_type, **sizes).save_pretrained(folder / "models" / name)
+    launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
+    ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
+    return int(not all(ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

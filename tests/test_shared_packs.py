@@ -1,0 +1,333 @@
+"""Sequence parallelism on four real ranks (gloo, CPU): the exchange, its proof, and training equal to one process.
+
+`shared_packs.py` holds the scenarios, and one process forks the ranks of all launches.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import shared_packs
+import torch
+from support.launch import LAUNCH_SECONDS, environment
+from support.models import build_tiny_model
+from support.rounding import loss_difference, tolerance
+from support.runs import texts, trainer
+from torch import nn
+
+from trl_packfix import IsolationReport, PackingLeakError, SFTTrainer
+from trl_packfix.attention.exchange import group_of, head_ranges, make_groups
+from trl_packfix.attention.forwards import PackedForward, entered
+from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.tracing import Leak
+from trl_packfix.training.checks import check_recomputation
+from trl_packfix.training.evaluation import EvaluationTotals
+
+ROOT = Path(__file__).parent.parent
+BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
+WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+
+def on_ranks(test: Callable) -> Callable:
+    return needs_gloo(pytest.mark.processes(test))
+
+
+class Launch:
+    """The results of all launches: `launch[engine, scenario]`."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.log = folder, folder / "log"
+        with self.log.open("w") as log:
+            command = [sys.executable, str(ROOT / "tests" / "shared_packs.py"), str(folder)]
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment(folder), stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                process.wait(LAUNCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.write(f"\nkilled after {LAUNCH_SECONDS} s\n")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    def __getitem__(self, key: tuple[str, str]) -> dict:
+        engine, name = key
+        file = self.folder / engine / f"{name}.pt"
+        if not file.is_file():
+            pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
+        return torch.load(file)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory) -> Launch:
+    return Launch(tmp_path_factory.mktemp("shared_packs"))
+
+
+# Attention
+
+
+@on_ranks
+def test_parts_give_the_outputs_and_gradients_of_the_whole_pack(launch):
+    cases = launch["ddp", "attention"]["cases"]
+    assert len(cases) == 2 * len(shared_packs.HEADS) * len(shared_packs.FEATURES)
+    assert max(cases.values()) < 1e-13, cases
+
+
+@on_ranks
+@pytest.mark.parametrize("fault", shared_packs.FAULTS)
+def test_faults_are_seen(launch, fault):
+    assert min(launch["ddp", "attention"]["faults"][fault]) > 1
+
+
+@on_ranks
+def test_groups_are_aligned_neighbours(launch):
+    assert launch["ddp", "attention"]["groups"] == {2: [0, 1], 4: [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("heads, kv_heads", shared_packs.HEADS)
+@pytest.mark.parametrize("degree", [2, 3, 4, 5])
+def test_every_head_is_computed_once_with_the_keys_that_it_reads(heads, kv_heads, degree):
+    ranges = head_ranges(heads, kv_heads, degree)
+    assert [head for queries, _ in ranges for head in range(queries.start, queries.stop)] == [*range(heads)]
+    sizes = [queries.stop - queries.start for queries, _ in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    for queries, keys in ranges:
+        read = {head * kv_heads // heads for head in range(queries.start, queries.stop)}
+        assert read == set(range(keys.start, keys.stop))
+
+
+def test_fewer_heads_than_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"2 head\(s\) got a part of a pack on 4 ranks.*at least one head.*Set `tok"):
+        head_ranges(2, 1, 4)
+
+
+def test_groups_need_ranks():
+    make_groups([1])  # nothing to make
+    with pytest.raises(ValueError, match=r"Groups of 2 ranks .* 1 rank\(s\).*Every rank needs a group.*divides"):
+        make_groups([2])
+    with pytest.raises(RuntimeError, match=r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"):
+        group_of(2)
+
+
+def attend(tokens, forward, **given):
+    q = k = v = torch.randn(1, 2, tokens, 4)
+    with entered(forward):
+        return varlen_attention(nn.Module(), q, k, v, None, **given)[0]
+
+
+def test_a_part_with_other_tokens_is_refused():
+    part = replace(WHOLE, degree=2, part_tokens=4)
+    with pytest.raises(ValueError, match=r"got 8 tokens.*each of the 2 ranks .* holds 4.*Set tokens_per_rank=None"):
+        attend(8, part)
+    with pytest.raises(ValueError, match=r"dropout=0.1 on a part of a pack.*same random numbers.*attention_dropout"):
+        attend(4, part, dropout=0.1)
+    with pytest.raises(ValueError, match=r"repaired module got a part of a pack that 2 ranks share.*whole documents"):
+        part.documents(1.0)
+
+
+def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
+    """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
+    _device_boundaries({}, WHOLE, 8)
+    for longest, num_tokens in ((5, 4), (1, 1)):
+        forward = replace(WHOLE, max_length_q=longest, max_length_k=longest)
+        with pytest.raises(ValueError, match=r"2 documents of up to \d tokens.*pack has \d tokens.*read beyond"):
+            _device_boundaries({}, forward, num_tokens)
+
+
+# Training
+
+ENGINES = {
+    "ddp": "DistributedDataParallel",
+    "zero1": "DeepSpeedEngine 1",
+    "zero2": "DeepSpeedEngine 2",
+    "zero3": "DeepSpeedEngine 3",
+    "zero3_offload": "DeepSpeedEngine 3 offload",
+    "fsdp2": "FSDP2",
+}
+
+
+def difference(found: dict, expected: dict) -> float:
+    """Of the weights after training, relative to the change of all of them since the start."""
+    change = (expected["end"] - expected["start"]).norm()
+    assert change > 0.1, "nothing was trained, so nothing is compared"
+    return ((found["end"] - expected["end"]).norm() / change).item()
+
+
+def logged(result: dict, name: str) -> list[float]:
+    return [entry[shared_packs.LOGGED.index(name)] for entry in result["logged"]]
+
+
+@on_ranks
+@pytest.mark.parametrize("engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds])
+def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
+    found, expected = launch[engine, kind], launch["one", kind]
+    again = launch["one", f"{kind}_reversed"]
+    assert found["engine"] == ENGINES[engine]
+    assert {degree for degree, _ in found["seen"]} == {1, 2, 4} == {1, *found["proved"]}
+    limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
+    assert difference(found, expected) <= limit
+    for name in shared_packs.LOGGED:
+        ours, theirs = logged(found, name), logged(expected, name)
+        if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy"):
+            assert ours == theirs, name
+        elif theirs[0] is not None:
+            limit = tolerance(loss_difference(logged(again, name), theirs))
+            assert loss_difference(ours, theirs) <= limit, name
+    assert (logged(found, "aux_loss")[0] is not None) is (kind == "experts")
+
+
+@on_ranks
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_eval_loss_is_that_of_one_process(launch, engine):
+    assert launch[engine, "full"]["eval_loss"] == pytest.approx(launch["one", "full"]["eval_loss"], rel=1e-6)
+
+
+@on_ranks
+@pytest.mark.parametrize("fault", shared_packs.PLANTED)
+def test_the_comparison_sees_faults(launch, fault):
+    found, expected = launch["ddp", f"faulty_{fault}"], launch["one", shared_packs.PLANTED[fault]]
+    assert difference(found, expected) > 1e-3
+
+
+@on_ranks
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_a_restart_within_an_epoch_is_exact(launch, engine):
+    found = launch[engine, "restart"]
+    assert torch.equal(*found["weights"])
+    whole, resumed = found["tokens"]
+    assert resumed == whole and len(whole) == 6
+    whole, resumed = found["seen"]
+    assert resumed == whole[-2 * shared_packs.ACCUMULATION :] and len(whole) == 6 * shared_packs.ACCUMULATION
+    assert found["compared"]  # once more
+
+
+@on_ranks
+def test_another_pack_in_a_group_is_refused(launch):
+    messages = launch["ddp", "other_packs"]["messages"]
+    pattern = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
+    assert all(re.search(pattern, message) for message in messages)
+
+
+@on_ranks
+def test_all_ranks_find_the_same(launch):
+    first, *others = launch["ddp", "proofs"]["verdicts"]
+    assert all(other == first for other in others)
+
+
+@on_ranks
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
+    found = launch["ddp", "proofs"]["verdicts"][0]
+    for degree in (2, 4):
+        assert found[model, None, degree] == (True, True, [])
+    for fault, isolated in (("leak", False), ("chunks", False), ("heads", True)):
+        is_isolated, is_equal, modules = found[model, fault, 2]
+        assert (is_isolated, is_equal) == (isolated, False)
+        assert modules and all("Attention" in module for module in modules)
+
+
+@on_ranks
+def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
+    found = launch["ddp", "proofs"]["verdicts"][0]
+    assert found["shift", 1] == (True, True, [])
+    for degree in (2, 4):
+        is_isolated, is_equal, modules = found["shift", degree]
+        assert not (is_isolated and is_equal) and modules == ["TokenShift"]
+    assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, reason",
+    [
+        ("bloom", {}, r"these modules are repaired: .*BloomAttention"),
+        ("bloom", {"on_leak": "unpack"}, r"the model is unpacked: UNPACKED"),
+        ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager': GPTJ"),
+    ],
+)
+def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, settings, reason):
+    on_leak = settings.get("on_leak", "repair")
+    model = build_tiny_model(model_type, **{name: value for name, value in settings.items() if name != "on_leak"})
+    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak)
+    assert packed_model.prove(model).isolated
+    with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):
+        packed_model.prove_degree(model, 2)
+
+
+def test_what_the_probe_finds_on_parts_is_told_with_the_module():
+    leaks = [Leak("layers.0.conv", "Conv1d", 0.3)]
+    report = IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "packfix_varlen", leaks=leaks, degree=4)
+    message = r"A pack was shared by 4 ranks, .*by 3.0e-01.*layers.0.conv \(Conv1d\). Set `tokens_per_rank=None`"
+    with pytest.raises(PackingLeakError, match=message):
+        report.raise_if_leaking()
+    with pytest.raises(PackingLeakError, match=r"shared by 4 ranks, and the model raised: no index.*tokens_per_rank"):
+        replace(report, error="no index", leaks=[]).raise_if_leaking()
+
+
+# Settings
+
+PARTS = {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
+SETTINGS = [
+    (
+        {"trainer_kwargs": {"compute_loss_func": lambda *given, **kwargs: None}},
+        r"`tokens_per_rank=64` was given with `compute_loss_func`.*lies on the next rank.*Leave the loss",
+    ),
+    ({"label_smoothing_factor": 0.1}, r"was given with `label_smoothing_factor=0.1`.*lies on the next rank"),
+    ({"model": {"attention_dropout": 0.1}}, r"`attention_dropout=0.1`.*same random numbers.*`attention_dropout=0.0`"),
+    ({"enforce_flash_attention": False}, r"with `enforce_flash_attention=False`.*does not exchange tokens.*=True"),
+    ({"torch_compile": True}, r"with `torch_compile=True`.*not tested in compiled models.*=False"),
+]
+
+
+@pytest.mark.parametrize("settings, message", SETTINGS, ids=[str(list(settings)) for settings, _ in SETTINGS])
+def test_what_does_not_work_on_parts_is_refused(settings, message, tmp_path):
+    model = build_tiny_model(**settings.get("model", {}))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer(tmp_path, texts(8), **PARTS | settings | {"model": model})
+
+
+def test_recomputation_by_fsdp_is_refused():
+    def check(is_set, **settings):
+        plugin = SimpleNamespace(activation_checkpointing=is_set)
+        check_recomputation(SimpleNamespace(**settings), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+
+    check(True, tokens_per_rank=None)
+    check(False, tokens_per_rank=64)
+    with pytest.raises(ValueError, match=r"`activation_checkpointing` in `fsdp_config`.*Set `gradient_checkpointing"):
+        check(True, tokens_per_rank=64)
+
+
+def test_a_loss_of_its_own_is_refused(tmp_path):
+    class OwnLoss(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    run = trainer(tmp_path, texts(8), trainer_class=OwnLoss, **PARTS)
+    with pytest.raises(ValueError, match=r"`tokens_per_rank=64` was given and `OwnLoss.compute_loss` does not call"):
+        run.train()
+
+
+def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_path):
+    run = trainer(tmp_path, texts(8), **PARTS | {"tokens_per_rank": 32})
+    with pytest.raises(ValueError, match=r"a document of \d+ tokens, `tokens_per_rank` is 32.*whole documents on one"):
+        run.predict(run.train_dataset)
+
+
+def test_labels_that_were_shifted_before_the_cut_are_all_scored():
+    logits, labels = torch.randn(1, 6, 9), torch.tensor([[-100, 3, 4, -100, 5, 6]])
+    whole, parts = EvaluationTotals(logits.device), EvaluationTotals(logits.device)
+    whole.add_logits(logits, labels)
+    following = torch.cat([labels[:, 1:], torch.tensor([[-100]])], 1)
+    for part in (slice(0, 3), slice(3, 6)):
+        parts.add_logits(logits[:, part], labels[:, part], following[:, part])
+    assert torch.allclose(whole.sums, parts.sums) and parts.sums[3] == 4
