@@ -107,8 +107,7 @@ FEATURES = {
 
 def attention(folder: Path) -> dict:
     """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    start_gloo()
     exchange.make_groups((2, 4))
     cases = {
         f"{heads}/{kv_heads} {name} on {degree}": difference(heads, kv_heads, degree, **features)
@@ -121,6 +120,12 @@ def attention(folder: Path) -> dict:
         with fault():
             faults[name] = [difference(8, 2, degree) for degree in (2, 4)]
     return {"cases": cases, "faults": faults, "groups": {degree: group_ranks(degree) for degree in (2, 4)}}
+
+
+def start_gloo() -> None:
+    """For scenarios without a trainer, which starts it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def group_ranks(degree: int) -> list[int]:
@@ -410,6 +415,7 @@ class TokenShift(nn.Module):
 
 def proofs(folder: Path, engine: str) -> dict:
     """The verdicts of all ranks on a right model, and on each fault; on models that cannot be shared."""
+    start_gloo()
     found = {}
     for model in ("llama", "gpt_oss"):
         for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in FAULTS)):
