@@ -12,6 +12,9 @@ On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py
 On several nodes: examples/launch.
 
+Documents longer than one GPU holds, each shared by several GPUs (docs/long_context.md):
+    deepspeed --num_gpus=8 examples/train.py --max_length 131072 --tokens_per_rank 16384
+
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
@@ -19,11 +22,13 @@ Both names accept local paths. Without --model_name_or_path or --dataset_name it
 the Hub is unreachable, that of the demo (examples/offline.py), and prints its name. `--config FILE.yaml` may set any
 of the flags below; flags on the command line override it. `--resume_from_checkpoint newest` continues from the newest
 whole checkpoint in output_dir, or starts anew if there is none. Packing is on, with micro-batches of
-per_device_train_batch_size * max_length tokens.
+per_device_train_batch_size * max_length tokens. With --tokens_per_rank the batch size is 1 unless a file or a flag sets
+it.
 """
 
 import argparse
 import os
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -134,4 +139,6 @@ if __name__ == "__main__":
         formatter_class=Help,
     )
     parser.set_defaults(packing=True, num_train_epochs=1, output_dir="output", **machine_settings())
+    if any(word.partition("=")[0] == "--tokens_per_rank" for word in sys.argv):  # it sets the size of micro-batches
+        parser.set_defaults(per_device_train_batch_size=1)
     main(*parser.parse_args_and_config())

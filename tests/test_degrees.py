@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from test_epochs import is_mapped, made
 from transformers import AutoConfig
 
-from trl_packfix import PackedDataCollator
+from trl_packfix import PackedDataCollator, SFTConfig
 from trl_packfix.data import ahead, epochs
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
@@ -35,6 +36,7 @@ from trl_packfix.planning.degrees import (
 )
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.restart import step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
@@ -406,3 +408,42 @@ def test_a_loader_goes_on_after_skipped_batches(table):
     expected = [batch["input_ids"].tolist() for batch in whole]
     assert [batch["input_ids"].tolist() for batch in skip_first_batches(cut, 3)] == expected[3:]
     assert any("pack_part" in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"tokens_per_rank": 0}, "It is a count"),
+        ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
+        ({"tokens_per_rank": 16, "packing": False}, "with `packing=False`"),
+        ({"tokens_per_rank": 16, "packing_strategy": "wrapped"}, "with `packing_strategy='wrapped'`"),
+        ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "with `packing_strategy='minibatch'`"),
+        ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "with `per_device_train_batch_size=2`"),
+        ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
+    whole = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
+    assert SFTConfig(str(tmp_path), **whole, tokens_per_rank=16).tokens_per_rank == 16
+    with pytest.raises(ValueError, match=message):
+        SFTConfig(str(tmp_path), **(whole | given))
+
+
+def test_streams_are_refused(tmp_path):
+    args = SFTConfig(
+        str(tmp_path),
+        packing=True,
+        max_length=64,
+        tokens_per_rank=16,
+        per_device_train_batch_size=1,
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+    )
+    model = AutoConfig.for_model("llama")
+    stream = Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="`tokens_per_rank=16` was given with an `IterableDataset`"):
+        check_before_loading(args, SimpleNamespace(config=model), stream, None, None)
