@@ -4,6 +4,7 @@
     python benchmarks/sequence_parallel.py --engines ddp zero3   # under some
     python benchmarks/sequence_parallel.py --memory              # memory of a rank as documents grow
     python benchmarks/sequence_parallel.py --start               # seconds for process groups and proofs
+    python benchmarks/sequence_parallel.py --types               # which model types two ranks can share
     python benchmarks/sequence_parallel.py --csv FILE
 
 Exactness: three optimizer steps of SGD in three micro-steps each, on documents of 3 to 110 tokens with 32 tokens per
@@ -15,6 +16,10 @@ them.
 Memory: forward and backward of one document of T tokens by a Llama of 4 layers of 256, with the same number of tokens
 on each rank, against the same document on one rank. The figure is how much the resident memory of a rank grows at its
 peak.
+
+Types: each causal model type of transformers, tiny and random. `proved` says whether isolation is proved on one rank
+without a repair, and `shared` whether it is proved on two ranks that share each pack, which training needs.
+`difference` is that of the logits on parts from those of the whole pack, relative to the largest.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +38,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
+import transformers
 from about import describe, write_csv
+from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +51,8 @@ from support.models import build_tiny_model
 from trl_packfix import PackedDataCollator, check_isolation, prepare_for_packing
 from trl_packfix.attention.exchange import make_groups
 from trl_packfix.data.parts import cut_part
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
 
 TOKENS_PER_RANK = 2048
 MIB = 2**20
@@ -131,6 +141,66 @@ def start(folder: Path) -> dict[str, Any]:
     return found
 
 
+def types(folder: Path) -> list[dict[str, Any]]:
+    """A row for every causal model type."""
+    PartialState(cpu=True, backend="gloo")
+    make_groups((2,))
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in zoo.causal_types():
+        row = type_row(name)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(row, flush=True)
+    return rows
+
+
+def type_row(model_type: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"model_type": model_type, "proved": "no", "shared": "no"}
+    try:
+        model = zoo.build_model(model_type)
+    except Exception as error:  # any error of the model's code is the reason
+        return row | {"proved": "not buildable", "reason": one_line(error)}
+    try:
+        packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak="raise")
+        report = packed_model.prove(model)
+        if not packed_model.is_proved:
+            return row | {"reason": report.summary()}
+        row["proved"] = "yes"
+        row["difference"] = logits_difference(model)
+        packed_model.prove_degree(model, 2)
+        row["shared"] = "yes"
+    except Exception as error:
+        row["reason"] = one_line(error)
+    return row
+
+
+def logits_difference(model: torch.nn.Module) -> float | None:
+    """None if the model raises on a part."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (20, 3, 37, 11, 1, 24)
+    pack = [{"input_ids": torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,), generator=generator)} for n in lengths]
+    whole = PackedDataCollator()(pack)
+    part = cut_part(whole, 2, dist.get_rank())
+    problem = torch.zeros(())
+    with torch.no_grad():
+        expected = model(**{key: value for key, value in whole.items() if key != "labels"}).logits
+        try:
+            found = model(**{k: value for k, value in part.items() if k not in ("labels", "shift_labels")}).logits
+            index, length = dist.get_rank(), found.shape[1]
+            gap = (found - expected[:, index * length : (index + 1) * length]).abs().max() / expected.abs().max()
+        except Exception:
+            problem, gap = torch.ones(()), torch.zeros(())
+    both = torch.stack([gap, problem])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return None if both[1] else both[0].item()
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def on_ranks(folder: Path, name: str, scenario: Any) -> dict[str, Any]:
     """What rank 0 returns of a scenario on four ranks."""
     shared_packs.scenarios = lambda launch: {f"ddp/{name}": partial(scenario)} if launch == "ddp" else {}
@@ -153,6 +223,7 @@ if __name__ == "__main__":
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
     parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
     parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
+    parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -165,6 +236,9 @@ if __name__ == "__main__":
                     found = on_ranks(folder, f"memory_{factor}", partial(memory, factor=factor, shared=shared))
                     row[column] = round(found["mib"])
                 rows.append(row)
+        elif given.types:
+            shared_packs.NUM_RANKS = 2
+            rows = on_ranks(folder, "types", types)
         elif given.start:
             rows = [{"what": what, "seconds": seconds} for what, seconds in on_ranks(folder, "start", start).items()]
         else:
