@@ -65,6 +65,7 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
     """One row per kind of training: the difference under each engine, and that of rounding alone."""
     shared_packs.OF_ENGINES = {engine: list(shared_packs.KINDS) for engine in engines}
+    shared_packs.PLANTED |= dict.fromkeys(shared_packs.FAULTS, "full")
     faults = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED] if "ddp" in engines else []
     only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]
     shared_packs.main(folder, only + [f"one/{kind}_reversed" for kind in shared_packs.KINDS] + faults)
