@@ -103,7 +103,7 @@ def case(
     """Modelled times of one step; None if no group of ranks holds the longest document."""
     cost_model = MODELS[model]
     try:
-        degrees = possible_degrees(longest, tokens_per_rank, world_size, cost_model)
+        degrees = possible_degrees(longest, tokens_per_rank, world_size, cost_model.heads)
     except ValueError:
         return None
     lengths = step_lengths(longest, int(FILL * accumulation * world_size * tokens_per_rank), seed)

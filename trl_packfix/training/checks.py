@@ -12,7 +12,6 @@ from ..attention.choice import ATTENTION_DROPOUT
 from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
 from ..planning.balance import Synchronisation
-from ..planning.costs import CostModel
 from ..planning.degrees import possible_degrees
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -144,13 +143,11 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
     """Refuse what cannot work on parts of packs, before the model is loaded. Does nothing without `tokens_per_rank`.
 
     Raises:
-        ValueError: too few ranks for `max_length`, a loss that shifts labels itself, dropout of attention weights, an
-            attention that does not exchange tokens, `torch.compile`.
+        ValueError: a loss that shifts labels itself, dropout of attention weights, an attention that does not exchange
+            tokens, `torch.compile`, a `max_length` that needs more ranks than there are.
     """
     if args.tokens_per_rank is None:
         return
-    if args.max_length is not None:  # with as many heads as ranks; the planner knows the heads of the model
-        possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, CostModel(1.0, 1.0))
     losses = {
         "`compute_loss_func`": compute_loss_func is not None,
         f"`label_smoothing_factor={args.label_smoothing_factor}`": args.label_smoothing_factor > 0,
@@ -182,6 +179,9 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
             "The exchange between ranks was not tested in compiled models. Set "
             "`torch_compile=False`, or leave `tokens_per_rank` unset."
         )
+    assert args.max_length is not None  # `SFTConfig` refuses packing without it
+    num_heads = getattr(text_config(model, args), "num_attention_heads", None)
+    possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
 
 
 # Engines
