@@ -2,7 +2,9 @@
 
     python benchmarks/long_context.py --csv long_context.csv      # about 10 minutes
     python benchmarks/long_context.py --ranks 8 64                # without 512 ranks
+    python benchmarks/long_context.py --slow-links --ranks 8 64   # 25 GB/s inside a node, 12.5 GB/s between nodes
     python benchmarks/long_context.py --planning                  # seconds to plan an epoch of many documents
+    python benchmarks/long_context.py --lengths long.txt          # lengths for `trl-packfix plan`, 40,000 documents
 
 For every model, number of ranks, accumulation, longest document and tokens per rank, the documents of one optimizer
 step are divided into micro-steps and groups of ranks that share packs, and the time is modelled:
@@ -101,7 +103,7 @@ def case(
     """Modelled times of one step; None if no group of ranks holds the longest document."""
     cost_model = MODELS[model]
     try:
-        degrees = possible_degrees(longest, tokens_per_rank, world_size, cost_model)
+        degrees = possible_degrees(longest, tokens_per_rank, world_size, cost_model.heads)
     except ValueError:
         return None
     lengths = step_lengths(longest, int(FILL * accumulation * world_size * tokens_per_rank), seed)
@@ -229,8 +231,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--slow-links", action="store_true", help="25 GB/s inside a node, 12.5 GB/s between nodes")
     parser.add_argument("--planning", nargs="?", type=int, const=1_000_000, metavar="DOCUMENTS")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="write lengths of 40,000 documents there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the cases there")
     args = parser.parse_args()
+    if args.lengths:
+        np.savetxt(args.lengths, draw("long", 40_000, {}), fmt="%d")
+        return
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(describe())
     if args.planning:

@@ -12,6 +12,9 @@ On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py
 On several nodes: examples/launch.
 
+Documents longer than one GPU holds, each shared by several GPUs (docs/long_context.md):
+    deepspeed --num_gpus=8 examples/train.py --max_length 131072 --tokens_per_rank 16384
+
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
@@ -19,7 +22,7 @@ This is `trl-packfix train` with packing on, one epoch and `--output_dir output`
 --model_name_or_path or --dataset_name it uses a small one from the Hub or, if the Hub is unreachable, that of the demo
 (examples/offline.py), and prints its name. `--config FILE.yaml` may set any of the flags below; flags on the command
 line override it. `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts
-anew if there is none.
+anew if there is none. With --tokens_per_rank the batch size is 1 unless a file or a flag sets it.
 """
 
 import urllib.error

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from test_epochs import is_mapped, made
 from transformers import AutoConfig
 
-from trl_packfix import PackedDataCollator
+from trl_packfix import PackedDataCollator, SFTConfig
 from trl_packfix.data import ahead, epochs
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
@@ -35,7 +36,8 @@ from trl_packfix.planning.degrees import (
 )
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.schedule import EMPTY
-from trl_packfix.training.restart import step_hash
+from trl_packfix.training.checks import check_before_loading, check_sequence_parallelism
+from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 8, 2, 64, 64),))
@@ -155,7 +157,7 @@ def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, 
     assert time.bound <= seconds * (1 + 1e-9)
     documents = map(schedule.step_documents, range(schedule.num_steps))
     steps = [Step(each, all_lengths, run.steps, run.parallel) for each in documents]
-    possible = possible_degrees(64, tokens, world_size, MODEL) if epoch == 0 else run.degrees
+    possible = possible_degrees(64, tokens, world_size, 8) if epoch == 0 else run.degrees
     for degree in possible:
         divided = [step.one_degree(step.documents, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
@@ -281,11 +283,11 @@ def test_the_smallest_degree_holds_the_longest_document(max_length, tokens, degr
 
 
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
-    assert possible_degrees(64, 16, 24, FREE) == (1, 2, 4, 8)
-    assert possible_degrees(16, 16, 7, FREE) == (1,)
-    assert possible_degrees(64, 16, 64, MODEL) == (1, 2, 4, 8)
+    assert possible_degrees(64, 16, 24) == (1, 2, 4, 8)
+    assert possible_degrees(16, 16, 7) == (1,)
+    assert possible_degrees(64, 16, 64, MODEL.heads) == (1, 2, 4, 8)
     with pytest.raises(ValueError, match=r"max_length=64.*there are 6 ranks.*at most 2.*Set `max_length` to 32"):
-        possible_degrees(64, 16, 6, MODEL)
+        possible_degrees(64, 16, 6, 8)
     with pytest.raises(ValueError, match=r"max_length=256.*the model has 8 attention heads.*Set `max_length` to 128"):
         planner([5, 6], 64, 16, max_length=256)
 
@@ -406,3 +408,63 @@ def test_a_loader_goes_on_after_skipped_batches(table):
     expected = [batch["input_ids"].tolist() for batch in whole]
     assert [batch["input_ids"].tolist() for batch in skip_first_batches(cut, 3)] == expected[3:]
     assert any("pack_part" in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
+
+
+def state_of(run) -> dict:
+    args = SimpleNamespace(effective_overlong="truncate", truncation_mode="keep_start")
+    settings_of_run = settings_of(args, run, range(len(run.documents)))
+    return {"settings": settings_of_run, "engine": "none", "epoch": 1, "step_hash": step_hash(run, 1), "global_step": 5}
+
+
+def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
+    lengths = np.random.default_rng(0).integers(1, 12, 200).tolist()
+    before = state_of(planner(lengths, 4, 16, accumulation=2))
+    same, other = planner(lengths, 4, 16, accumulation=2), planner(lengths, 4, 32, accumulation=2)
+    check_same_batches("there", before, state_of(same)["settings"], same)
+    with pytest.raises(ValueError, match="`tokens_per_rank` was 16 and is 32"):
+        check_same_batches("there", before, state_of(other)["settings"], other)
+    # 8 ranks with half the accumulation: every optimizer step keeps its documents, only the degrees may differ
+    more = planner(lengths, 8, 16, accumulation=1)
+    check_same_batches("there", before, state_of(more)["settings"], more)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"tokens_per_rank": 0}, "It is a count"),
+        ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
+        ({"tokens_per_rank": 16, "packing": False}, "with `packing=False`"),
+        ({"tokens_per_rank": 16, "packing_strategy": "wrapped"}, "with `packing_strategy='wrapped'`"),
+        ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "with `packing_strategy='minibatch'`"),
+        ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "with `per_device_train_batch_size=2`"),
+        ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
+    whole = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
+    assert SFTConfig(str(tmp_path), **whole, tokens_per_rank=16).tokens_per_rank == 16
+    with pytest.raises(ValueError, match=message):
+        SFTConfig(str(tmp_path), **(whole | given))
+
+
+def test_streams_and_documents_beyond_all_ranks_are_refused(tmp_path):
+    args = SFTConfig(
+        str(tmp_path),
+        packing=True,
+        max_length=64,
+        tokens_per_rank=16,
+        per_device_train_batch_size=1,
+        max_steps=1,
+        use_cpu=True,
+        bf16=False,
+    )
+    model = SimpleNamespace(config=AutoConfig.for_model("llama"))
+    stream = Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="`tokens_per_rank=16` was given with an `IterableDataset`"):
+        check_before_loading(args, model, stream, None, None)
+    # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
+    with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
+        check_sequence_parallelism(args, model, None)

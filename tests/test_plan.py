@@ -12,8 +12,10 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import candidate_lengths, planner_for
 from trl_packfix.cli.sources import LengthRows, read_lengths
+from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
+from trl_packfix.training.planner import make_planner
 
 NOT_PLANNED = ("attention", "isolation")  # what only a model can say
 
@@ -271,3 +273,41 @@ def test_a_report_of_lengths_alone_reads_every_method_of_rows():
     config = SFTConfig("unused", packing=True, max_length=8, use_cpu=True, bf16=False, report_to=[])
     report = make_report(planner_for(rows, config, 1, LLAMA_7B), "truncate", rows, unpacked_counts_first=True)
     assert report.num_trained_tokens == 6 and report.unpacked_loss == 6 / 8
+
+
+def test_plan_with_sequence_parallelism(tmp_path, capsys):
+    lengths = [*np.random.default_rng(0).integers(5, 300, 400).tolist(), 900, 1500, 2048]
+    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
+    words = [tmp_path / "lengths.txt", "--strategy", "stream", "--accumulation", 2, "--world-size", 8, 12]
+    words += ["--tokens-per-rank", 512, "--tflops", 100]
+    eight, twelve = plan(capsys, *words, "--max-length", 2048)["plans"]
+    for each in (eight, twelve):
+        shared = each["shared"]
+        assert sum(shared["micro_steps"].values()) == each["num_steps"] * 2
+        assert set(shared["micro_steps"]) <= {"1", "2", "4", "8"} and len(shared["micro_steps"]) > 1
+        assert each["batch_size"] == 1 and shared["smallest_degree"] == 4 and each["imbalance_bound"] is None
+        assert 0 < shared["exchange_share"] < 0.5 and 1 <= shared["time_over_bound"] < 2
+        assert 450 < shared["largest_part"] <= 512
+    assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
+    documents = make_documents(LengthRows(np.array(lengths)), 2048, "truncate")
+    config = SFTConfig(
+        "unused",
+        packing=True,
+        max_length=2048,
+        tokens_per_rank=512,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    run = make_planner(config, documents, LLAMA_7B, 8, "micro", 1)
+    degrees, counts = np.unique(run.schedule(0).degrees, return_counts=True)
+    assert eight["shared"]["micro_steps"] == dict(zip(map(str, degrees), counts.tolist(), strict=True))
+    # without lengths, only those that the ranks can hold
+    assert [each["max_length"] for each in plan(capsys, *words)["plans"][::2]] == [1024, 2048]
+    assert main(["plan", *map(str, words)]) == 0
+    shown = capsys.readouterr().out
+    assert "512 tokens per rank" in shown and "micro-steps by degree" in shown and "lower bound by the model" in shown
+    assert main(["plan", *map(str, words), "--max-length", "8192"]) == 2
+    assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err

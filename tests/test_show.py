@@ -151,3 +151,30 @@ def test_a_stream_has_no_picture(run):
     stream = PackedStream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
     with pytest.raises(ValueError, match="The packs of a stream are not known"):
         make_stream_report(stream, 3).plot()
+
+
+def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
+    np.savetxt(tmp_path / "lengths.txt", [*range(5, 60), 90, 101, 128], fmt="%d")
+    words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "128", "--tokens-per-rank", "32", "--packs", "3"]
+    words += ["--world-size", "4"]
+    assert main([*words, "--json"]) == 0
+    packs = json.loads(capsys.readouterr().out)
+    shared = [pack for pack in packs if "ranks" in pack]
+    assert shared, "no pack is shared"
+    for pack in shared:
+        ranks, bounds = pack["ranks"], pack["cu_seq_lens"]
+        assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}") and len(ranks) in (2, 4)
+        assert pack["capacity"] == 32 * len(ranks)
+        edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]
+        assert edges[0] == 0 and edges[-1] == bounds[-1]
+        assert [rank["tokens"][1] for rank in ranks] == edges[1:] and max(np.diff(edges)) <= 32
+        for rank in ranks:
+            held = {int(np.searchsorted(bounds, token, side="right")) - 1 for token in range(*rank["tokens"])}
+            assert rank["documents"] == sorted(held)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    first = shared[0]["ranks"][1]
+    assert f"rank {first['rank']}: tokens {first['tokens'][0]}-{first['tokens'][1] - 1}, [" in text
+    pytest.importorskip("matplotlib")
+    assert main([*words, "--plot", str(tmp_path / "packs.svg")]) == 0
+    assert (tmp_path / "packs.svg").stat().st_size > 10_000

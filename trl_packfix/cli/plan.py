@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     most = positions
     if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
         most = min(
-            possible_degrees(1, args.tokens_per_rank, ranks, model)[-1] * args.tokens_per_rank
+            possible_degrees(1, args.tokens_per_rank, ranks, model.heads)[-1] * args.tokens_per_rank
             for ranks in args.world_size
         )
         most = most if positions is None else min(most, positions)

@@ -5,6 +5,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,9 @@ def parse(
         description=description,
         formatter_class=Help,
     )
+    words = sys.argv[1:] if flags is None else flags
+    if any(word.partition("=")[0] == "--tokens_per_rank" for word in words):  # it sets the size of micro-batches
+        defaults = {"per_device_train_batch_size": 1} | defaults
     parser.set_defaults(**machine_settings() | defaults)
     *configs, unknown = parser.parse_args_and_config(flags, return_remaining_strings=True)
     _check_unknown(unknown)

@@ -83,7 +83,7 @@ class EpochPlanner:
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank is not None:
-            possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model)
+            possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model.heads)
             self._first_degrees = possible if self.degrees is None else self.degrees
         if self._traits.keeps_steps:
             self.num_steps = num_optimizer_steps(

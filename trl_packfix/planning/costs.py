@@ -53,6 +53,11 @@ class CostModel:
     chunks: tuple[tuple[int, float], ...] = ()
     attention: tuple[Heads, ...] = field(default=(), compare=False)
 
+    @property
+    def heads(self) -> int | None:
+        """Attention heads of the layer with the fewest; None if they are not known."""
+        return min((each.heads for each in self.attention), default=None)
+
     def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
         """FLOPs of each document, shape (N,)."""
         cost: Float64Array = self.flops(np.asarray(lengths, dtype=np.float64))

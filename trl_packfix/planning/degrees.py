@@ -117,16 +117,18 @@ def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
     return 1 << (-(-max_length // tokens_per_rank) - 1).bit_length()
 
 
-def possible_degrees(max_length: int, tokens_per_rank: int, world_size: int, cost_model: CostModel) -> tuple[int, ...]:
+def possible_degrees(
+    max_length: int, tokens_per_rank: int, world_size: int, num_heads: int | None = None
+) -> tuple[int, ...]:
     """The degrees that a run may use: powers of two that divide the ranks and do not exceed the attention heads.
 
     Raises:
         ValueError: none of them holds a document of `max_length`.
 
-    >>> possible_degrees(131072, 16384, 24, CostModel(1.0, 1.0))
+    >>> possible_degrees(131072, 16384, 24)
     (1, 2, 4, 8)
     """
-    heads = min((each.heads for each in cost_model.attention), default=world_size)
+    heads = num_heads or world_size
     divisor = world_size & -world_size
     degrees = tuple(1 << i for i in range(divisor.bit_length()) if 1 << i <= heads)
     needed = smallest_degree(max_length, tokens_per_rank)

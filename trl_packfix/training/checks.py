@@ -13,6 +13,7 @@ from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
 from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
+from ..planning.degrees import possible_degrees
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
 
@@ -189,7 +190,7 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
 
     Raises:
         ValueError: a loss that shifts labels itself, dropout of attention weights, an attention that does not exchange
-            tokens, `torch.compile`.
+            tokens, `torch.compile`, a `max_length` that needs more ranks than there are.
     """
     if args.tokens_per_rank is None:
         return
@@ -224,6 +225,9 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
             "The exchange between ranks was not tested in compiled models. Set "
             "`torch_compile=False`, or leave `tokens_per_rank` unset."
         )
+    assert args.max_length is not None  # `SFTConfig` refuses packing without it
+    num_heads = getattr(text_config(model, args), "num_attention_heads", None)
+    possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
 
 
 # Engines

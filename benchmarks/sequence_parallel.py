@@ -1,0 +1,250 @@
+"""Sequence parallelism on four real CPU ranks (gloo): exactness under every engine, memory, and the cost of the start.
+
+    python benchmarks/sequence_parallel.py                       # all kinds of training under all engines
+    python benchmarks/sequence_parallel.py --engines ddp zero3   # under some
+    python benchmarks/sequence_parallel.py --memory              # memory of a rank as documents grow
+    python benchmarks/sequence_parallel.py --start               # seconds for process groups and proofs
+    python benchmarks/sequence_parallel.py --types               # which model types two ranks can share
+    python benchmarks/sequence_parallel.py --csv FILE
+
+Exactness: three optimizer steps of SGD in three micro-steps each, on documents of 3 to 110 tokens with 32 tokens per
+rank, so that packs are shared by 1, 2 and 4 ranks (`tests/shared_packs.py`). The figure is the norm of the difference
+of the weights from one process that trains on the same packs, over the norm of their change; `rounding` is the same for
+that process with its micro-batches in the opposite order. `faults` are planted in DDP, to see that the figure finds
+them.
+
+Memory: forward and backward of one document of T tokens by a Llama of 4 layers of 256, with the same number of tokens
+on each rank, against the same document on one rank. The figure is how much the resident memory of a rank grows at its
+peak.
+
+Types: each causal model type of transformers, tiny and random. `proved` says whether isolation is proved on one rank
+without a repair, and `shared` whether it is proved on two ranks that share each pack, which training needs.
+`difference` is that of the logits on parts from those of the whole pack, relative to the largest.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+import transformers
+from about import describe, write_csv
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import shared_packs
+from support.models import build_tiny_model
+
+from trl_packfix import PackedDataCollator, check_isolation, prepare_for_packing
+from trl_packfix.attention.exchange import make_groups
+from trl_packfix.data.parts import cut_part
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+
+TOKENS_PER_RANK = 2048
+MIB = 2**20
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    return ((found["end"] - expected["end"]).norm() / (expected["end"] - expected["start"]).norm()).item()
+
+
+def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
+    """One row per kind of training: the difference under each engine, and that of rounding alone."""
+    shared_packs.OF_ENGINES = {engine: list(shared_packs.KINDS) for engine in engines}
+    shared_packs.PLANTED |= dict.fromkeys(shared_packs.FAULTS, "full")
+    faults = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED] if "ddp" in engines else []
+    only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]
+    shared_packs.main(folder, only + [f"one/{kind}_reversed" for kind in shared_packs.KINDS] + faults)
+
+    def load(name: str) -> dict[str, Any] | None:
+        file = folder / f"{name}.pt"
+        return torch.load(file) if file.is_file() else None
+
+    rows = []
+    for kind in shared_packs.KINDS:
+        expected, again = load(f"one/{kind}"), load(f"one/{kind}_reversed")
+        if expected is None or again is None:
+            continue
+        row: dict[str, Any] = {"training": kind, "rounding": difference(again, expected)}
+        for engine in engines:
+            found = load(f"{engine}/{kind}")
+            row[engine] = None if found is None else difference(found, expected)
+        rows.append(row)
+    for fault, kind in shared_packs.PLANTED.items() if faults else ():
+        found, expected = load(f"ddp/faulty_{fault}"), load(f"one/{kind}")
+        if found is not None and expected is not None:
+            rows.append({"training": f"{kind}, fault: {fault}", "ddp": difference(found, expected)})
+    return rows
+
+
+def peak_growth(function: Any) -> float:
+    """MiB by which the resident memory of this process grows at the peak of `function`."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    status = Path("/proc/self/status").read_text()
+    before = int(status.split("VmHWM:")[1].split()[0])
+    function()
+    status = Path("/proc/self/status").read_text()
+    return (int(status.split("VmHWM:")[1].split()[0]) - before) * 1024 / MIB
+
+
+def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
+    """The growth on this rank for one document of `num_tokens` that `degree` ranks share."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = build_tiny_model("llama", **config, num_key_value_heads=4, max_position_embeddings=65536)
+    prepare_for_packing(model)
+    document = torch.randint(4, 260, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    batch = PackedDataCollator()([{"input_ids": document}])
+    if degree > 1:
+        batch = cut_part(batch, degree, dist.get_rank() % degree)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    return {"mib": peak_growth(step)}
+
+
+def memory(folder: Path, factor: int, shared: bool) -> dict[str, Any]:
+    """The growth for a document of `factor` times the tokens of a rank, on as many ranks or on the first alone."""
+    shared_packs.start_gloo()
+    make_groups((2, 4))
+    found = memory_of(factor if shared else 1, factor * TOKENS_PER_RANK) if shared or dist.get_rank() == 0 else {}
+    dist.barrier()
+    return found
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """Seconds for the groups of both degrees, and for the proofs of a tiny Llama."""
+    shared_packs.start_gloo()
+    dist.barrier()
+    started = time.perf_counter()
+    make_groups((2, 4))
+    found = {"groups of 2 and of 4": time.perf_counter() - started}
+    model = build_tiny_model("llama")
+    prepare_for_packing(model)
+    for degree in (1, 2, 4):
+        started = time.perf_counter()
+        assert check_isolation(model, degree=degree).equal
+        found[f"proof, degree {degree}"] = time.perf_counter() - started
+    return found
+
+
+def types(folder: Path) -> list[dict[str, Any]]:
+    """A row for every causal model type."""
+    PartialState(cpu=True, backend="gloo")
+    make_groups((2,))
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in zoo.causal_types():
+        row = type_row(name)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(row, flush=True)
+    return rows
+
+
+def type_row(model_type: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"model_type": model_type, "proved": "no", "shared": "no"}
+    try:
+        model = zoo.build_model(model_type)
+    except Exception as error:  # any error of the model's code is the reason
+        return row | {"proved": "not buildable", "reason": one_line(error)}
+    try:
+        packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak="raise")
+        report = packed_model.prove(model)
+        if not packed_model.is_proved:
+            return row | {"reason": report.summary()}
+        row["proved"] = "yes"
+        row["difference"] = logits_difference(model)
+        packed_model.prove_degree(model, 2)
+        row["shared"] = "yes"
+    except Exception as error:
+        row["reason"] = one_line(error)
+    return row
+
+
+def logits_difference(model: torch.nn.Module) -> float | None:
+    """None if the model raises on a part."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (20, 3, 37, 11, 1, 24)
+    pack = [{"input_ids": torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,), generator=generator)} for n in lengths]
+    whole = PackedDataCollator()(pack)
+    part = cut_part(whole, 2, dist.get_rank())
+    problem = torch.zeros(())
+    with torch.no_grad():
+        expected = model(**{key: value for key, value in whole.items() if key != "labels"}).logits
+        try:
+            found = model(**{k: value for k, value in part.items() if k not in ("labels", "shift_labels")}).logits
+            index, length = dist.get_rank(), found.shape[1]
+            gap = (found - expected[:, index * length : (index + 1) * length]).abs().max() / expected.abs().max()
+        except Exception:
+            problem, gap = torch.ones(()), torch.zeros(())
+    both = torch.stack([gap, problem])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return None if both[1] else both[0].item()
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def on_ranks(folder: Path, name: str, scenario: Any) -> dict[str, Any]:
+    """What rank 0 returns of a scenario on four ranks."""
+    shared_packs.scenarios = lambda launch: {f"ddp/{name}": partial(scenario)} if launch == "ddp" else {}
+    shared_packs.main(folder, [f"ddp/{name}"])
+    return torch.load(folder / "ddp" / f"{name}.pt")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns)
+    for row in rows:
+        cells = [row.get(name) for name in columns]
+        table.add_row(*("" if x is None else f"{x:.1e}" if isinstance(x, float) and x < 0.01 else f"{x:.4g}"
+                        if isinstance(x, float) else str(x) for x in cells))  # fmt: skip
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
+    parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
+    parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
+    parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if given.memory:
+            rows = []
+            for factor in (1, 2, 4):  # each in processes of its own: freed memory may stay resident
+                row = {"tokens": factor * TOKENS_PER_RANK, "ranks": factor, "tokens per rank": TOKENS_PER_RANK}
+                for column, shared in (("MiB per rank", True), ("MiB on one rank", False)):
+                    found = on_ranks(folder, f"memory_{factor}", partial(memory, factor=factor, shared=shared))
+                    row[column] = round(found["mib"])
+                rows.append(row)
+        elif given.types:
+            shared_packs.NUM_RANKS = 2
+            rows = on_ranks(folder, "types", types)
+        elif given.start:
+            rows = [{"what": what, "seconds": seconds} for what, seconds in on_ranks(folder, "start", start).items()]
+        else:
+            rows = exactness(folder, given.engines)
+    print(describe())
+    show(rows)
+    if given.csv:
+        write_csv(given.csv, rows)
