@@ -182,7 +182,7 @@ class ExactEvaluation(PackedObjective):
             cost_model=self._cost_model,
             writes_cache=args.local_process_index == 0,
         )
-        collate = self._make_packed_collator(args.per_device_eval_batch_size)
+        collate = self._make_packed_collator(args.eval_batch_size)
         return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
 
     def _prepare_for_training(
