@@ -13,6 +13,7 @@ from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
+from support.versions import scores_tokens
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import ModelConfig, get_peft_config
 
@@ -40,6 +41,7 @@ def table(heading: str) -> list[tuple[list[str], str, str, str]]:
     return [(re.findall(r"`(\w+)`", cells[0]), *cells[1:]) for cells in rows]
 
 
+@scores_tokens  # the fields of the versions in constraints.txt
 @pytest.mark.parametrize("heading", FIELDS)
 def test_every_field_is_accounted_for(heading):
     named = Counter(name for names, *_ in table(heading) for name in names)

@@ -241,7 +241,7 @@ class ExactEvaluation(PackedObjective):
             tokens_per_rank=args.tokens_per_rank,
             degrees=None if training is None else training.degrees,  # at which the model is proved
         )
-        collate = self._with_row_values(self._make_packed_collator(args.per_device_eval_batch_size), values)
+        collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size), values)
         return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
