@@ -109,8 +109,8 @@ def train(folder: Path, model_type: str, lora: bool, checkpointing: str, attenti
     return found | recorded()
 
 
-def choose_for(given, model, enforce_flash_attention, dtype, device_type):
-    return choice.choose_attention(model, enforce_flash_attention, dtype, device_type=given)
+def choose_for(given, model, enforce_flash_attention, dtype, device_type, **options):
+    return choice.choose_attention(model, enforce_flash_attention, dtype, device_type=given, **options)
 
 
 def trainings(folder: Path):
