@@ -180,7 +180,10 @@ def documents(seed: int = 9, num_short: int = 40) -> Dataset:
     lengths = rng.permutation(np.concatenate([[110, 60, 50] * 3, rng.integers(3, 14, num_short)]))
     tokens = [rng.integers(4, 260, n).tolist() for n in lengths]
     labels = [[IGNORE_INDEX] * (len(ids) // 3) + ids[len(ids) // 3 :] for ids in tokens]
-    return Dataset.from_dict({"input_ids": tokens, "labels": labels})
+    rows = {"input_ids": tokens, "labels": labels}
+    rows["weight"] = rng.choice([0.0, 0.5, 2.0], len(tokens)).tolist()
+    rows["source"] = rng.choice(["a", "b"], len(tokens)).tolist()
+    return Dataset.from_dict(rows)
 
 
 class Shared(trl_packfix.SFTTrainer):
@@ -202,13 +205,14 @@ class Whole(Shared):
         config.tokens_per_rank, config.gradient_accumulation_steps = TOKENS_PER_RANK, ACCUMULATION
         planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
         schedule = planner.schedule(0)
-        rows = loading.DocumentDataset(self._reader, self._documents)
+        rows = loading.DocumentDataset(self._reader, self._documents, values=self._row_values)
         degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
         batches = []
         for slot, degree in enumerate(degrees):
             indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
             batch = rows.__getitems__(indices or [loading.EMPTY])
-            batches.append(PackedDataCollator(pad_to_multiple_of=degree)(batch))
+            collate = self._with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
+            batches.append(collate(batch))
         return DataLoader(batches, batch_size=None)
 
 
@@ -288,6 +292,7 @@ def weights(trainer: Shared) -> torch.Tensor | None:
 
 
 LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_tokens", "documents_per_step", "aux_loss")
+LOGGED += ("loss/a", "trained_tokens/a")
 
 
 def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = False, **settings) -> dict:
@@ -368,6 +373,7 @@ TRAINING_FAULTS = {
     **FAULTS,
     "late_shift": late_shift,
     "counted_by_all": counted_by_all,
+    "weighted_by_all": counted_by_all,
     "statistic_of_parts": statistic_of_parts,
 }
 
@@ -454,10 +460,11 @@ KINDS = {
     # The packs of one process are padded, too: with this setting the statistic leaves padding out
     "experts": {"model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
     "document": {"document_weighting": "document"},
+    "weighted": {"weight_column": "weight", "source_column": "source"},
 }
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
-    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document"],
+    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted"],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
     "zero3": ["full", "lora_checkpointed", "experts"],
@@ -471,7 +478,12 @@ LAUNCHES = {
     "fsdp2": ["fsdp2"],
 }
 # What a fault is planted in; the tests of attention and of the proof have those of the exchange
-PLANTED = {"late_shift": "full", "counted_by_all": "document", "statistic_of_parts": "experts"}
+PLANTED = {
+    "late_shift": "full",
+    "counted_by_all": "document",
+    "weighted_by_all": "weighted",
+    "statistic_of_parts": "experts",
+}
 
 
 def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:

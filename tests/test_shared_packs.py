@@ -179,12 +179,13 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
     assert difference(found, expected) <= limit
     for name in shared_packs.LOGGED:
         ours, theirs = logged(found, name), logged(expected, name)
-        if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy"):
+        if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy", "trained_tokens/a"):
             assert ours == theirs, name
         elif theirs[0] is not None:
             limit = tolerance(loss_difference(logged(again, name), theirs))
             assert loss_difference(ours, theirs) <= limit, name
     assert (logged(found, "aux_loss")[0] is not None) is (kind == "experts")
+    assert (logged(found, "loss/a")[0] is not None) is (kind == "weighted")
 
 
 @on_ranks
