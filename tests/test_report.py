@@ -10,6 +10,12 @@ from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.reporting.build import make_report
+from trl_packfix.reporting.report import metrics
+
 
 def table(lengths):
     return Dataset.from_dict({"input_ids": [[9] * length for length in lengths]})
@@ -134,3 +140,22 @@ def test_the_first_ten_overlong_documents_are_named(tmp_path):
         trainer(tmp_path, table(lengths), max_length=20, overlong="raise")
     assert f"first are in rows {', '.join(long[:10])}. " in str(error.value)
     assert long[10] not in str(error.value) and f"{len(long)} of 40 documents" in str(error.value)
+
+
+def test_the_report_of_shared_packs_says_degrees_and_time():
+    lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 128]
+    reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
+    documents = make_documents(reader, 128, "truncate")
+    run = EpochPlanner(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
+    made = make_report(run, "truncate", reader)
+    shared = made.shared
+    assert shared.micro_steps == {d: int((run.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
+    assert sum(shared.micro_steps.values()) == run.num_steps * 2 and shared.smallest_degree == 4
+    lines = dict(made.lines())
+    assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
+    assert f"micro-steps by degree (ranks that share a pack): {shared.histogram()}" in lines["sequence parallelism"]
+    assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
+    assert "imbalance" not in lines and "minibatch" not in lines["against unpacked"]
+    assert metrics(made)["packing/exchange_share"] == shared.exchange_share
+    unset = make_report(EpochPlanner(documents, "stream", 1, 128, 2, 4), "truncate", reader)
+    assert unset.shared is None and "packing/exchange_share" not in metrics(unset) and "minibatch" in str(unset.lines())

@@ -300,11 +300,12 @@ class PackingReport:
                 f"about {documents:,} documents per step, {self.num_steps:,} steps per epoch instead of {steps:,}: no "
                 "setting has to change"
             )
+        # `minibatch` plans by documents, so ranks cannot share its packs.
+        instead = ', or set packing_strategy="minibatch" and change nothing' if self.shared is None else ""
         return (
             f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
             f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
-            f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}, or set "
-            'packing_strategy="minibatch" and change nothing'
+            f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}{instead}"
         )
 
     def show(self, console: Console | None = None) -> None:
