@@ -64,7 +64,8 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
     """One row per kind of training: the difference under each engine, and that of rounding alone."""
-    shared_packs.OF_ENGINES = {engine: list(shared_packs.KINDS) for engine in engines}
+    kinds = list(shared_packs.KINDS)
+    shared_packs.OF_ENGINES = {engine: kinds * (engine in engines) for engine in shared_packs.OF_ENGINES}
     shared_packs.PLANTED |= dict.fromkeys(shared_packs.FAULTS, "full")
     faults = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED] if "ddp" in engines else []
     only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]
