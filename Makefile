@@ -85,6 +85,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/streaming.py --num 200000 $(DATA_FLAG)
 	$(BIN)/python benchmarks/balance.py --lengths long
 	$(BIN)/python benchmarks/balance.py --measured --rounds 1
+	$(BIN)/python benchmarks/long_context.py --ranks 8 --models 7B
 	$(BIN)/python benchmarks/attention_cpu.py --tokens 8192 --repeats 1 $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_memory.py --largest 8192
