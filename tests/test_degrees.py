@@ -37,6 +37,7 @@ from trl_packfix.planning.degrees import (
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.training.checks import check_before_loading, check_sequence_parallelism
+from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
@@ -448,6 +449,35 @@ def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
     assert SFTConfig(str(tmp_path), **whole, tokens_per_rank=16).tokens_per_rank == 16
     with pytest.raises(ValueError, match=message):
         SFTConfig(str(tmp_path), **(whole | given))
+
+
+@pytest.mark.parametrize(
+    "speeds, message",
+    [
+        ({"within": 0}, r"each a number above 0, and 'within' is not"),
+        ({"bandwidth": 1e9}, r"Degrees are chosen by flops, within.*'bandwidth' is not one of them"),
+        ("fast", "'fast' is not one of them"),
+        ({"within": 1e9}, r"without `tokens_per_rank`"),
+    ],
+)
+def test_wrong_speeds_are_refused(speeds, message, tmp_path):
+    settings = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
+    shares = {} if "without" in message else {"tokens_per_rank": 16}
+    with pytest.raises(ValueError, match=message):
+        SFTConfig(str(tmp_path), **settings, **shares, exchange_speeds=speeds)
+
+
+def test_slow_links_get_smaller_degrees(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(200, 4000, 300), [30_000] * 4])
+    settings = {"packing": True, "max_length": 32_768, "tokens_per_rank": 8192, "per_device_train_batch_size": 1}
+    settings |= {"use_cpu": True, "bf16": False}
+    used = []
+    for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
+        args = SFTConfig(str(tmp_path), **settings, exchange_speeds=speeds)
+        planner = make_planner(args, documents_of(lengths), LLAMA_7B, 8, "micro", batch_size=1)
+        used.append(planner.schedule(0).degrees.tolist())
+    assert used[1] == used[2] and np.mean(used[1]) < np.mean(used[0])
 
 
 def test_streams_and_documents_beyond_all_ranks_are_refused(tmp_path):

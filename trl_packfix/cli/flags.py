@@ -100,6 +100,12 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         metavar="TOKENS",
         help="sequence parallelism: most tokens of a pack on one rank; --max-length may be larger (default: off)",
     )
+    packing.add_argument(
+        "--exchange-speeds",
+        "--exchange_speeds",
+        metavar="JSON",
+        help="with --tokens-per-rank: what devices and links reach, see SFTConfig",
+    )
     packing.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="N")
     packing.add_argument("--overlong", choices=("truncate", "split", "drop", "raise"))
     packing.add_argument("--balance", choices=("step", "none"), default="step")
@@ -163,6 +169,7 @@ def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> 
         overlong=args.overlong,
         balance=args.balance,
         tokens_per_rank=args.tokens_per_rank,
+        exchange_speeds=args.exchange_speeds,
         seed=args.seed,
         use_cpu=True,
         bf16=False,

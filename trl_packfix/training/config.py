@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import trl
@@ -16,6 +17,9 @@ from ..planning.strategies import STRATEGIES, Strategy
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
 OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(get_args, (Overlong, Balance, OnLeak, Weighting, BadRows))
+
+
+SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
 
 @dataclass
@@ -83,6 +87,11 @@ class SFTConfig(trl.SFTConfig):
             then share a pack, and each holds a part of it. How many, the degree, is chosen for every micro-step. With
             `packing_strategy` `"stream"` or `"bfd"` and `per_device_train_batch_size=1`. If unset, every rank has its
             own packs.
+        exchange_speeds (`dict`, *optional*):
+            With `tokens_per_rank`: what devices and links reach, by which degrees are chosen. `flops` of one device per
+            second (default 400e12), bytes per second of an all-to-all `within` a node (300e9) and `between` nodes
+            (50e9), its `latency_within` and `latency_between` in seconds (20e-6, 60e-6), and `ranks_per_node` (8). Only
+            ratios decide.
 
     Example:
 
@@ -185,9 +194,19 @@ class SFTConfig(trl.SFTConfig):
         },
     )
 
+    exchange_speeds: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "help": "With `tokens_per_rank`: what devices and links reach, as JSON with `flops` of a device per "
+            "second, bytes per second `within` and `between` nodes, `latency_within`, `latency_between`, `ranks_per_node`."
+        },
+    )
+
     if TYPE_CHECKING:  # TRL's fields, with the values that packing accepts
         truncation_mode: TruncationMode = "keep_start"
         pad_to_multiple_of: int | None = None
+
+    _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "exchange_speeds"]  # noqa: RUF012 - JSON in flags, as in TRL
 
     def __post_init__(self):
         super().__post_init__()
@@ -289,6 +308,8 @@ def check_config(args: SFTConfig) -> None:
 def _check_tokens_per_rank(args: SFTConfig) -> None:
     """Refuse settings that sequence parallelism does not support. The number of ranks is checked by the planner."""
     tokens = args.tokens_per_rank
+    if args.exchange_speeds is not None:
+        _check_speeds(args.exchange_speeds, tokens)
     if tokens is None:
         return
     if not isinstance(tokens, int) or isinstance(tokens, bool):
@@ -316,3 +337,22 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
             "the batch size would have no effect. Set `per_device_train_batch_size=1`, and `tokens_per_rank` to what "
             "the memory of one device allows."
         )
+
+
+def _check_speeds(speeds: Any, tokens_per_rank: int | None) -> None:
+    if tokens_per_rank is None:
+        raise ValueError(
+            f"`exchange_speeds={speeds!r}` was given without `tokens_per_rank`. Without it no pack is shared, so "
+            "nothing is exchanged. Set `tokens_per_rank`, or leave `exchange_speeds` unset."
+        )
+    wrong = [name for name in speeds if name not in SPEEDS] if isinstance(speeds, dict) else [speeds]
+    wrong += [name for name in SPEEDS if not wrong and name in speeds and not _is_positive(speeds[name])]
+    if wrong:
+        raise ValueError(
+            f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEEDS)}, each a number above "
+            f"0, and {wrong[0]!r} is not one of them. Set a dictionary of these, or leave it unset."
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf

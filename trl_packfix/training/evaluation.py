@@ -36,6 +36,7 @@ from ..data.stream_reader import read_whole
 from .checks import check_tokenised
 from .groups import prove_degrees
 from .objective import PackedObjective
+from .planner import speeds
 from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ class ExactEvaluation(PackedObjective):
             cost_model=self._cost_model,
             writes_cache=args.local_process_index == 0,
             tokens_per_rank=args.tokens_per_rank,
+            speeds=speeds(args),
             degrees=None if training is None else training.degrees,  # at which the model is proved
         )
         collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size), values)

@@ -1,9 +1,12 @@
 """The planner of a training run, from its config: for the trainer, and for the forecasts of the command line."""
 
+from typing import Any
+
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
+from ..planning.degrees import Speeds
 from .config import SFTConfig
 
 
@@ -40,5 +43,12 @@ def make_planner(
         synchronisation=synchronisation,
         cost_model=cost_model,
         tokens_per_rank=config.tokens_per_rank,
+        speeds=speeds(config),
         writes_cache=writes_cache,
     )
+
+
+def speeds(config: SFTConfig) -> Speeds:
+    """What devices and links reach, by `exchange_speeds` of the config."""
+    given: Any = config.exchange_speeds or {}
+    return Speeds(**given)
