@@ -198,7 +198,8 @@ class SFTConfig(trl.SFTConfig):
         default=None,
         metadata={
             "help": "With `tokens_per_rank`: what devices and links reach, as JSON with `flops` of a device per "
-            "second, bytes per second `within` and `between` nodes, `latency_within`, `latency_between`, `ranks_per_node`."
+            "second, bytes per second `within` and `between` nodes, `latency_within`, `latency_between`, and "
+            "`ranks_per_node`."
         },
     )
 
