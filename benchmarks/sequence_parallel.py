@@ -52,7 +52,7 @@ from trl_packfix import PackedDataCollator, check_isolation, prepare_for_packing
 from trl_packfix.attention.exchange import make_groups
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
+from trl_packfix.survey import page, zoo
 
 TOKENS_PER_RANK = 2048
 MIB = 2**20
@@ -220,12 +220,19 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
+def fill_column(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write which types two ranks can share into the page and the table in `folder`."""
+    shared = {row["model_type"]: row["shared"] for row in rows if row["proved"] != "not buildable"}
+    page.write(page.with_shared(folder, page.read(folder), shared), folder)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
     parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
     parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
+    parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -249,3 +256,5 @@ if __name__ == "__main__":
     show(rows)
     if given.csv:
         write_csv(given.csv, rows)
+    if given.types and given.page:
+        fill_column(given.page, rows)

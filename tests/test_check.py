@@ -105,6 +105,10 @@ def test_the_table_keeps_the_promise():
     assert sum(row.is_right for row in causal) >= 181
     assert all(row.reason for row in ROWS if row.verdict in ("refused", "no text", "unpack only"))
     assert {row.verdict for row in ROWS} <= set(VERDICTS)
+    shared = {row.model_type: row.shared for row in causal if row.verdict != "no text"}
+    assert set(shared.values()) == {"yes", "no"} and list(shared.values()).count("yes") >= 106
+    own_attention = ("codegen", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gptj")  # right on whole packs only
+    assert all(shared[name] == "no" for name in own_attention)
 
 
 def test_the_page_is_made_of_the_table(tmp_path):

@@ -4,8 +4,8 @@ import csv
 import datetime
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -78,6 +78,14 @@ def read(folder: str | Path) -> list[Row]:
         ]
 
 
+def with_shared(folder: str | Path, rows: Sequence[Row], shared: Mapping[str, str] | None = None) -> list[Row]:
+    """`rows`, with which causal types two ranks can share: by type, else from the CSV in `folder`, if there is one."""
+    if shared is None:
+        has_table = (Path(folder) / TABLE).exists()
+        shared = {row.model_type: row.shared for row in read(folder) if row.kind == "causal"} if has_table else {}
+    return [replace(row, shared=shared.get(row.model_type, "")) if row.kind == "causal" else row for row in rows]
+
+
 def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
     """The rows of the CSV in `folder`, with those of the same type and kind replaced by `rows`."""
     new = {(row.model_type, row.kind) for row in rows}
@@ -123,6 +131,8 @@ def _page(rows: Sequence[Row]) -> str:
         "pack with as many tokens as hidden units, documents of equal length, and 64 short ones.",
         "",
         *[f"- {text}" for text in summary(rows).splitlines()],
+        f"- {Counter(row.shared for row in rows)['yes']} causal types can be shared by two ranks (`tokens_per_rank`): "
+        "`python benchmarks/sequence_parallel.py --types --page docs`. The others are refused with the reason.",
         "",
         "| verdict | meaning |",
         "|---|---|",
@@ -135,8 +145,8 @@ def _page(rows: Sequence[Row]) -> str:
                 "",
                 f"## {title}",
                 "",
-                "| type | CPU | error | attention | GPU | stock TRL | why |",
-                "|" + "---|" * 7,
+                "| type | CPU | error | attention | GPU | shared by 2 ranks | stock TRL | why |",
+                "|" + "---|" * 8,
             ]
             lines += [_cells(row) for row in group]
     return "\n".join(lines) + "\n"
@@ -146,4 +156,5 @@ def _cells(row: Row) -> str:
     # rounded as in the CSV first, so that the page can be generated again from the CSV
     error = "" if row.verdict == "no text" else f"{float(f'{row.error:.2e}'):.0e}"
     why = "; ".join(text for text in (row.repairs, row.reason) if text).replace("|", "\\|")
-    return f"| {row.model_type} | {row.verdict} | {error} | {row.attention} | {GPU} | {row.stock_trl} | {why} |"
+    cells = (row.model_type, row.verdict, error, row.attention, GPU, row.shared, row.stock_trl, why)
+    return "| " + " | ".join(cells) + " |"

@@ -43,6 +43,7 @@ class Row:
         false_negatives: probes that found no leak where the judge found one: silent leaks.
         false_positives: probes that found a leak where the judge found none.
         repairs: the modules that run on each document separately, and how.
+        shared: whether two ranks can share a pack (`tokens_per_rank`), "yes" or "no"; "" if it was not tested.
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
     """
 
@@ -59,6 +60,7 @@ class Row:
     false_positives: int = 0
     repairs: str = ""
     reason: str = ""
+    shared: str = ""
 
     @property
     def is_right(self) -> bool:
