@@ -55,6 +55,10 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def image_stops(self) -> None:
+        return None
+
     def seq_lengths(self) -> None:
         return None
 

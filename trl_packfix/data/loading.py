@@ -48,10 +48,10 @@ class DocumentDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, np.ndarray]]:
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         # `tolist` for all indices at once: indexing numpy arrays one by one costs more than reading a short document.
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
