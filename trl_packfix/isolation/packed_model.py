@@ -14,6 +14,8 @@ from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.models import base_model
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
+from .image_probe import ImageProbe, ImageSource
+from .image_unpacking import UnpackedImages
 from .probe import Probe
 from .repair import Repair
 from .report import IsolationReport
@@ -34,6 +36,7 @@ class PackedModel:
         device_type: "cpu" or "cuda": where the model will train. It may not be there yet.
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
+        images: makes documents with images for the probe, if packs have any.
 
     Attributes:
         attention: the chosen implementation, and why.
@@ -50,11 +53,12 @@ class PackedModel:
         on_leak: OnLeak = "repair",
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
+        images: ImageSource | None = None,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
-        self.own_hooks = own_hooks
+        self.own_hooks, self.images = own_hooks, images
         self.attends = False
         self._choose()
 
@@ -65,7 +69,7 @@ class PackedModel:
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
-        self._unpacked: UnpackedForward | None = None
+        self._unpacked: UnpackedForward | UnpackedImages | None = None
 
     @property
     def is_proved(self) -> bool:
@@ -97,7 +101,7 @@ class PackedModel:
         return self.isolation
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
-        found = check_isolation(wrapped, self.max_length)
+        found = check_isolation(wrapped, self.max_length, self.images)
         agreed((found.isolated, found.equal))
         return replace(found, repaired=self.repaired)
 
@@ -106,10 +110,12 @@ class PackedModel:
         for name in dict.fromkeys((self.attention.name, self.attention.previous)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            probe = Probe(wrapped)
+            probe = Probe(wrapped) if self.images is None else ImageProbe(wrapped, self.images)
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             with probe.undisturbed():
                 found = search.run()
+            if self.images is not None and found.isolated and found.equal:
+                found = self._check(wrapped)  # the search repairs and tests documents of text
             if found.isolated and found.equal:
                 self.isolation = replace(found, repaired=search.repairs)
                 if name != self.attention.name:
@@ -128,7 +134,17 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        self._unpacked = UnpackedForward(self.model)
+        if self.images is None:
+            self._unpacked = UnpackedForward(self.model)
+        elif self.own_hooks:
+            raise ValueError(
+                f"`neftune_noise_alpha` was given, and {type(base_model(self.model)).__name__} trains on documents "
+                "with images as rows of padded batches, because its documents influence each other in a pack. The "
+                "noise of a document depends on its length, which is not known in such rows. Leave "
+                "`neftune_noise_alpha` unset, or set `packing=False` and `padding_free=False`."
+            )
+        else:
+            self._unpacked = UnpackedImages(self.model)
         for hooks in self._hooks:
             hooks.install()
 

@@ -85,6 +85,9 @@ class Probe:
     def _batch(self, documents: list[Tensor]) -> dict[str, Any]:
         batch = self._collate([{"input_ids": ids} for ids in documents])
         batch.pop("labels")
+        return self._moved(batch)
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
     def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:
