@@ -47,6 +47,20 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
+def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
+    """Load the weights of a checkpoint whose names differ from the model's, as those of qwen2_5_vl and llava do.
+
+    transformers saves some types under the names of their first release, and `from_pretrained` converts them. On
+    resume the Trainer reads the file without conversion, so it warns of missing keys and continues with the initial
+    weights. Can be removed when the Trainer converts them, too; see docs/upstream.md.
+
+    Raises:
+        RuntimeError: a weight of the model is not in the checkpoint.
+    """
+    whole = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(whole.state_dict())
+
+
 def state_is_exact(dataset: IterableDataset) -> bool:
     """Whether `state_dict()` of a stream holds everything that a restart needs.
 

@@ -14,6 +14,7 @@ from ..attention.models import base_model
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
+from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.reader import TokenReader
@@ -26,6 +27,7 @@ from ..reporting.build import make_report, make_stream_report
 from ..reporting.report import PackingReport
 from . import checks
 from .config import SFTConfig
+from .images import ImageData, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner
 
@@ -38,6 +40,7 @@ class PackedLoading(trl.SFTTrainer):
     Attributes:
         packing_report: what packing did; None until the training loader is made, and without packing.
         packed_model: what packed batches run on; only with packing.
+        packs_images: whether packs have images.
         unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
             not a target.
     """
@@ -49,8 +52,13 @@ class PackedLoading(trl.SFTTrainer):
         self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
+        self._images: ImageData | None = None
         self._train_planner: EpochPlanner | None = None
+        self.packs_images = packs_images(args, train_dataset)
+        if self.packs_images:
+            args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        args.packing |= self.packs_images
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
@@ -63,9 +71,10 @@ class PackedLoading(trl.SFTTrainer):
         checks.check_parallelism(self.accelerator)
         checks.check_one_device(self.model)
         self.padding_free = True
+        self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
         self.data_collator = self._make_packed_collator()
         if not isinstance(self.train_dataset, IterableDataset):
-            self._reader = TokenReader(self.train_dataset)
+            self._reader = self._read(self.train_dataset, "train")
             self._documents = cached_documents(
                 self._reader,
                 args.max_length,
@@ -76,6 +85,12 @@ class PackedLoading(trl.SFTTrainer):
         self.packed_model = self._make_packed_model()
 
     # Tables
+
+    def _read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
+        """The rows of a table: tokens, or images and text, which are measured once."""
+        if self._images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
+            return TokenReader(dataset)
+        return self._images.rows(dataset, name, self.args, marks=name == "train")
 
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.packing:
@@ -121,6 +136,8 @@ class PackedLoading(trl.SFTTrainer):
         )
 
     def _make_packed_collator(self) -> PackedDataCollator:
+        if self._images is not None:
+            return self._images.packed_collator(self.args, self._tokenizer.pad_token_id, self.accelerator)
         return PackedDataCollator(self.args.pad_to_multiple_of, self._tokenizer.pad_token_id)
 
     @property
@@ -175,6 +192,7 @@ class PackedLoading(trl.SFTTrainer):
             args.on_leak,
             args.enforce_flash_attention,
             hooks,
+            None if self._images is None else self._images.examples,
         )
 
     @property

@@ -63,7 +63,7 @@ class PackedObjective(PackedLoading):
         self._check_router_loss()
         if args.document_weighting == "document" and not self._owns_objective:
             raise ValueError(
-                f'`document_weighting="document"` was given with images or sequence parallelism (`sp_size` '
+                f'`document_weighting="document"` was given with unpacked images or sequence parallelism (`sp_size` '
                 f"{self.get_sp_size()}). There the loss is TRL's, which counts tokens. Set "
                 '`document_weighting="token"`.'
             )
@@ -106,8 +106,8 @@ class PackedObjective(PackedLoading):
 
     @property
     def _owns_objective(self) -> bool:
-        """False for images and sequence parallelism, which are not packed: everything stays TRL's."""
-        return not self._is_vision_dataset and self.get_sp_size() == 1
+        """False for unpacked images and sequence parallelism: everything stays TRL's."""
+        return (self.packs_images or not self._is_vision_dataset) and self.get_sp_size() == 1
 
     # The loss
 
@@ -240,7 +240,11 @@ class PackedObjective(PackedLoading):
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
         caught: list[Tensor] = []
-        may_pad = self.args.pad_to_multiple_of is not None or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+        may_pad = (
+            self.args.pad_to_multiple_of is not None
+            or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
+            or self.packs_images  # a rank without images may have a document that stands in for them
+        )
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
             return

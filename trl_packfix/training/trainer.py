@@ -99,7 +99,7 @@ class SFTTrainer(ExactRestart):
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
             checks.check_overrides(type(self))
-            checks.check_before_loading(args, model, train_dataset, data_collator, peft_config)
+            checks.check_before_loading(args, model, train_dataset, data_collator, peft_config, processing_class)
         dataset_checks.check_rows(train_dataset, "train")
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = (
