@@ -64,7 +64,9 @@ QWEN_TOWER = {
     "out_hidden_size": 32,
 }
 SMALL = {"height": 24, "width": 24}
+# Those of most tests, then those of the table only (`benchmarks/vision.py`)
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "gemma3", "qwen3_5")
+MORE = ("qwen2_vl", "qwen3_vl_moe")
 
 
 class QwenProcessor(Qwen2_5_VLProcessor):
@@ -88,7 +90,7 @@ def build_processor(family: str) -> ProcessorMixin:
     """The processor of a family, with a tokenizer of one token per byte and images of a few tokens."""
     tokenizer = build_tokenizer()
     placeholder = {"gemma3": "<boi>"}.get(family, "<image>")
-    if family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+    if family.startswith("qwen"):
         placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
         names = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
     elif family == "gemma3":
@@ -98,11 +100,11 @@ def build_processor(family: str) -> ProcessorMixin:
         names += [f"<row_{i + 1}_col_{j + 1}>" for i in range(3) for j in range(3)]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     template = TEMPLATE.replace("PLACEHOLDER", placeholder)
-    if family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+    if family.startswith("qwen"):
         images = Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 48 * 48}
         )
-        kind = QwenProcessor if family == "qwen2_5_vl" else Qwen3Processor
+        kind = QwenProcessor if family.startswith("qwen2") else Qwen3Processor
         return kind(images, tokenizer, chat_template=template)
     if family == "llava":
         images = LlavaImageProcessorPil(size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)

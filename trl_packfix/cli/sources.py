@@ -59,6 +59,10 @@ class LengthRows:
     def image_stops(self) -> None:
         return None
 
+    @property
+    def image_values(self) -> None:
+        return None
+
     def seq_lengths(self) -> None:
         return None
 

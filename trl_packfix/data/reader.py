@@ -36,6 +36,10 @@ class Rows(Protocol):
     def image_stops(self) -> npt.NDArray[np.int64] | None:
         """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
 
+    @property
+    def image_values(self) -> npt.NDArray[np.int64] | None:
+        """Numbers in the processed images of each row, shape (R,); None if no row has images."""
+
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
 
@@ -253,6 +257,11 @@ class TokenReader:
 
     @property
     def image_stops(self) -> None:
+        """None: tokens alone have no images."""
+        return None
+
+    @property
+    def image_values(self) -> None:
         """None: tokens alone have no images."""
         return None
 

@@ -5,10 +5,12 @@ import numpy as np
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
+from ..planning.costs import CostModel
 from ..planning.imbalance import imbalance, imbalance_bound
 from .report import PackingReport
 from .sample import length_histogram, plan_sample
 
+PER_VALUE = CostModel(per_token=1.0, per_pair=0.0)  # a vision tower reads each number of an image once
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
 
@@ -30,6 +32,7 @@ def make_report(
     not_reached[schedule.order] = False
     trained = int(documents.trained.sum())
     divisor = trained
+    images = None if reader.image_values is None else reader.image_values[documents.row]
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
@@ -57,6 +60,12 @@ def make_report(
         imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
         imbalance_bound=imbalance_bound(
             schedule, lengths, planner.cost_model, planner.capacity, planner.synchronisation
+        ),
+        num_with_images=None if images is None else int((images > 0).sum()),
+        image_imbalance=(
+            None
+            if images is None or not images.any()
+            else imbalance(schedule, images, PER_VALUE, planner.synchronisation)
         ),
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),

@@ -32,6 +32,8 @@ class PackingReport:
       does not count them: it is the same in every epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance.
+    - `num_with_images`: documents with images; None for a dataset without. `image_imbalance`: largest / mean number of
+      pixel values per rank, over micro-steps or steps: the imbalance of the vision tower, which is not evened out.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
@@ -71,6 +73,8 @@ class PackingReport:
     unpacked_loss: float = 1.0
     imbalance: float | None = None
     imbalance_bound: float | None = None
+    num_with_images: int | None = None
+    image_imbalance: float | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
@@ -137,6 +141,9 @@ class PackingReport:
             ),
             ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
         ]
+        if self.num_with_images is not None:
+            balance = "" if self.world_size == 1 else f"; imbalance of the vision tower {self.image_imbalance:.3f}"
+            rows.append(("images", f"in {self.num_with_images:,} of the documents{balance}"))
         if self.lengths is not None:
             rows.append(("lengths", self.lengths.line()))
         if self.num_packs is not None:
@@ -300,6 +307,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "documents_per_step": report.documents_per_step,
         "steps_per_epoch": None if report.num_rows is None else report.num_steps,
         "imbalance": report.imbalance,
+        "image_imbalance": report.image_imbalance,
         "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}
