@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import trl
@@ -214,6 +215,26 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
 def test_a_model_that_leaks_is_refused(tmp_path):
     with pytest.raises(PackingLeakError, match="it raised|changed others"):
         make(tmp_path, "gemma3", on_leak="raise", max_steps=1).train()
+
+
+# The example
+
+
+def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    import train_vision
+
+    dataset = train_vision.digits(12, seed=0)
+    counts = {len(images) for images in dataset["images"]}
+    assert counts >= {0, 1, 2} and train_vision.draw(3, np.random.default_rng(0)).size == (24, 24)
+    model, processor = train_vision.small_llava()
+    args = config(tmp_path, max_length=128, max_steps=1, per_device_train_batch_size=4)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    trainer.train()
+    documents = trainer._documents
+    answers = sum(max(len(images), 1) for images in dataset["images"])
+    assert documents.ledger.kept.trained_tokens == answers + len(dataset), "each answer and its end are trained"
+    assert 0 <= train_vision.accuracy(model, processor, dataset.select(range(3))) <= 1
 
 
 # Two ranks

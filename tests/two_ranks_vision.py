@@ -41,6 +41,7 @@ def main(engine: str, folder: Path) -> None:
     isolated = run.packing_report.isolation.isolated and run.packing_report.isolation.equal
 
     # One document per micro-batch: of the first four, three have an image on one rank only.
+    seen: list[bool] = []
     uneven = make(
         folder / "uneven",
         dataset=rows(24, seed=10),
