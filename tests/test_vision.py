@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import trl
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from support.launch import LAUNCH_SECONDS, environment
 from support.models import build_tokenizer
@@ -17,6 +19,7 @@ from support.runs import config
 from support.vision import build_model, build_processor, message, rows
 
 from trl_packfix import PackingLeakError, SFTTrainer
+from trl_packfix.training.images import check_padded_images
 
 ROWS = rows(40)
 SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
@@ -128,6 +131,29 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     ]
 
 
+def test_evaluation_sets_of_text_and_of_streams(tmp_path):
+    text = (
+        rows(6, seed=5)
+        .remove_columns("images")
+        .map(lambda row: {"messages": [message("user", "a"), message("assistant", "bc")]})
+    )
+    run = make(tmp_path, trainer_kwargs={"eval_dataset": text})
+    assert run.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match="evaluation set is an `IterableDataset`, and the training set has images"):
+        make(tmp_path).evaluate(rows(6, seed=5).to_iterable_dataset())
+
+
+def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
+    run = make(tmp_path)
+    plugin = SimpleNamespace(zero_stage=3)
+    sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
+    with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
+        check_padded_images(sharded, run._reader)
+    check_padded_images(run.accelerator, run._reader)
+    plugin.zero_stage = 2
+    check_padded_images(sharded, run._reader)
+
+
 # Adapters and checkpointing
 
 LANGUAGE = r".*language_model.*(q_proj|v_proj)"
@@ -173,6 +199,7 @@ def test_a_frozen_tower_stays_as_it_is(tmp_path):
 
 
 def test_a_restart_within_an_epoch_is_exact(tmp_path):
+    few = ROWS.select(range(16))
     settings = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 1,
@@ -180,14 +207,14 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path):
         "save_steps": 1,
         "learning_rate": 1e-2,
     }
-    whole = make(tmp_path / "run", **settings)
+    whole = make(tmp_path / "run", dataset=few, **settings)
     whole.train()
     middle = whole.state.max_steps * 3 // 4
     assert middle > whole.state.max_steps // 2
-    again = make(tmp_path / "run", **settings)
+    again = make(tmp_path / "run", dataset=few, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}"))
     assert torch.equal(flat(again.model), flat(whole.model))
-    changed = ROWS.map(
+    changed = few.map(
         lambda row, i: (
             {"messages": [message("user", "other", len(row["images"])), message("assistant", "c")]} if i == 0 else row
         ),
