@@ -88,11 +88,20 @@ def never_read():
 
 
 STREAM = IterableDataset.from_generator(never_read)
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = ("video", "videos", "audio", "audios")
 SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
 INPUT = [
-    ("vision", {"dataset": VISION}, r"column `images` and packing is on.*one row for many documents.*`packing=False`"),
+    (
+        "vision",
+        {"dataset": VISION},
+        r"column `images` and `processing_class=\w+` was given.*makes no pixels.*processor",
+    ),
+    (
+        "stream of images",
+        {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
+        r"column `images`, is an `IterableDataset`.*read only once.*without streaming",
+    ),
     (
         "collator",
         {"dataset": TEXTS, "trainer_kwargs": {"data_collator": transformers.DefaultDataCollator()}},

@@ -1,8 +1,11 @@
 """All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import trl
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable
@@ -47,6 +50,17 @@ def router_loss_coefficient(trainer: Any) -> float:
     return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
 
 
+@contextmanager
+def main_process_first() -> Iterator[None]:
+    """The main process runs the block first, then that of each node, then the others: each cache is written once.
+
+    TRL has this as `global_then_local_main_first`, but not in 1.9. Can be removed with support for TRL without it.
+    """
+    state = PartialState()
+    with state.main_process_first(), state.local_main_process_first():
+        yield
+
+
 def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
     """The layer types of rotary parameters that are given per layer type; empty if all layers share them.
 
@@ -72,6 +86,20 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
 
     for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
+    """Load the weights of a checkpoint whose names differ from the model's, as those of qwen2_5_vl and llava do.
+
+    transformers saves some types under the names of their first release, and `from_pretrained` converts them. On
+    resume the Trainer reads the file without conversion, so it warns of missing keys and continues with the initial
+    weights. Can be removed when the Trainer converts them, too; see docs/upstream.md.
+
+    Raises:
+        RuntimeError: a weight of the model is not in the checkpoint.
+    """
+    whole = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(whole.state_dict())
 
 
 def state_is_exact(dataset: IterableDataset) -> bool:

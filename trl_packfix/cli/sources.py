@@ -58,6 +58,14 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def image_stops(self) -> None:
+        return None
+
+    @property
+    def image_values(self) -> None:
+        return None
+
     def seq_lengths(self) -> None:
         return None
 

@@ -12,14 +12,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from datasets import is_caching_enabled
 
 from .cache_files import PREFIX, read_arrays, remove, write_atomically
 from .documents import Documents
-from .reader import TokenReader
+from .reader import Rows, TokenReader
 from .spans import Overlong, make_documents
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,26 @@ logger = logging.getLogger(__name__)
 VERSION = 2  # raise it when the same settings give other spans, or the files get another form
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
+
+class CachedRows(Rows, Protocol):
+    """Rows whose documents can be cached: `datasets` knows their content by a fingerprint."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def files(self) -> list[Path]: ...
+
+    def digests(self, rows: np.ndarray) -> bytes | None:
+        """Hashes of the documents of these rows; None if the tokens are at hand."""
+
+
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
 
 
 def cached_documents(
-    reader: TokenReader,
+    reader: CachedRows,
     max_length: int | None,
     overlong: Overlong = "truncate",
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
@@ -68,8 +82,11 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     return _read_or_compute(reader, "range", {}, made, read)
 
 
-def _fingerprint(reader: TokenReader, documents: Documents) -> str:
-    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents."""
+def _fingerprint(reader: CachedRows, documents: Documents) -> str:
+    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents.
+
+    Documents with images are not read again: their hashes were made when they were measured.
+    """
     digest = hashlib.sha256()
 
     def add(values: np.ndarray) -> None:
@@ -77,6 +94,10 @@ def _fingerprint(reader: TokenReader, documents: Documents) -> str:
 
     for values in (documents.row, documents.start, documents.stop, documents.trained):
         add(values)
+    hashes = reader.digests(documents.row)
+    if hashes is not None:
+        digest.update(hashes)
+        return digest.hexdigest()
     for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
         span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
         add(span["input_ids"])
@@ -85,7 +106,7 @@ def _fingerprint(reader: TokenReader, documents: Documents) -> str:
 
 
 def _read_or_compute(
-    reader: TokenReader,
+    reader: CachedRows,
     name: str,
     settings: dict[str, Any],
     make: Callable[[], Arrays],

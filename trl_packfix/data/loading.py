@@ -55,7 +55,7 @@ class DocumentDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int] | PartOf) -> Any:

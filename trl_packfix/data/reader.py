@@ -32,6 +32,14 @@ class Rows(Protocol):
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row, shape (R,)."""
 
+    @property
+    def image_stops(self) -> npt.NDArray[np.int64] | None:
+        """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
+
+    @property
+    def image_values(self) -> npt.NDArray[np.int64] | None:
+        """Numbers in the processed images of each row, shape (R,); None if no row has images."""
+
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
 
@@ -246,6 +254,20 @@ class TokenReader:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
+
+    @property
+    def image_stops(self) -> None:
+        """None: tokens alone have no images."""
+        return None
+
+    @property
+    def image_values(self) -> None:
+        """None: tokens alone have no images."""
+        return None
+
+    def digests(self, rows: npt.NDArray[np.int64]) -> None:
+        """None: the tokens are at hand."""
+        return None
 
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""

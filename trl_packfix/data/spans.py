@@ -86,6 +86,8 @@ def make_documents(
         spans = _cut_into_blocks(reader, spans, max_length, ledger)
         block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
     elif max_length is not None:
+        if reader.image_stops is not None and overlong == "truncate":
+            spans = _without_cut_images(spans, reader.image_stops, max_length, keep_untrained, ledger)
         spans = _apply_overlong(reader, spans, max_length, overlong, truncation_mode, ledger)
     if not keep_untrained:
         trained = spans.trained > 0
@@ -150,6 +152,22 @@ def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledge
         return spans
     ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
     return spans.select(~mask)
+
+
+def _without_cut_images(
+    spans: _Spans, image_stops: Int64Array, max_length: int, keeps_rows: bool, ledger: Ledger
+) -> _Spans:
+    """Drop documents whose images end behind `max_length`: truncating them would cut an image."""
+    cut = image_stops[spans.row] > max_length
+    if keeps_rows and cut.any():
+        where = np.flatnonzero(cut)[:NUM_SHOWN]
+        named = ", ".join(f"{spans.row[i]} (images up to token {image_stops[spans.row[i]]})" for i in where)
+        raise ValueError(
+            f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
+            f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
+            "result for every row. Raise `max_length`, make the images smaller, or remove these rows."
+        )
+    return _drop(spans, cut, "overlong", ledger)
 
 
 def _apply_overlong(

@@ -11,9 +11,11 @@ With a degree above 1 the ranks of a group share each of these packs, as in trai
 states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
+from .image_probe import ImageProbe, ImageSource, image_documents
 from .probe import CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
@@ -33,10 +36,13 @@ FAR = (100,) * 6  # documents before the one far from the start: bf16 represents
 COARSE = 1e-4  # a tolerance above it means half precision
 DRAWS = 6  # random roundings to try: with a router the largest change is rare
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
+LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
 SPARE = 3  # tokens by which a document exceeds a threshold
 
 
-def check_isolation(model: nn.Module, max_length: int | None = None, degree: int = 1) -> IsolationReport:
+def check_isolation(
+    model: nn.Module, max_length: int | None = None, degree: int = 1, images: ImageSource | None = None
+) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
     Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
@@ -49,6 +55,7 @@ def check_isolation(model: nn.Module, max_length: int | None = None, degree: int
         max_length: the longest document of the run, in tokens; None is the number of positions of the model.
         degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
             with the same model, and no gradients are tested.
+        images: makes documents with images, which are tested after those of text alone; None tests text.
 
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
@@ -65,12 +72,17 @@ def check_isolation(model: nn.Module, max_length: int | None = None, degree: int
     (True, True)
     """
     make_groups((degree,))
-    probe = Probe(model, degree)
+    probe = Probe(model, degree) if images is None else ImageProbe(model, images)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME:
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            return judge(probe, max_length)[0]
+            report, evidence = judge(probe, max_length)
+            if evidence is not None or images is None:
+                return report
+            seen = judge(probe, max_length, images)[0]
+            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
+            return replace(seen, unreachable=report.unreachable, **largest)
         except CannotRun as error:
             return refused(probe, error)
 
@@ -80,15 +92,24 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
 
 
-def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Evidence | None]:
+def judge(
+    probe: Probe, max_length: int | None, images: ImageSource | None = None
+) -> tuple[IsolationReport, Evidence | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
+
+    With `images` the documents have images in unequal places, otherwise they are text.
 
     Raises `CannotRun` if the model raises.
     """
     probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     lengths = [min(n, max_length or n) for n in LENGTHS]
-    documents = [probe.tokens(n) for n in lengths]
+    documents: list[Any] = [probe.tokens(n) for n in lengths]
+    # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
+    changes: Sequence[tuple[int, Any]] = [(i, probe.tokens(lengths[i] + more)) for i in (0, 2) for more in (0, SPARE)]
+    if images is not None:
+        documents, changes = image_documents(images, probe.tokens)
+        reach = {}
     everyone = range(len(documents))
     base, repeat = probe.packed(documents), probe.packed(documents)
     scale = max(states.abs().max().item() for states in base)
@@ -102,13 +123,11 @@ def judge(probe: Probe, max_length: int | None) -> tuple[IsolationReport, Eviden
         tolerance = max(rounding, min(3 * max(moved_by) / scale, MAX_NOISE))
 
     seen: list[tuple[float, Evidence]] = []  # (change of the unchanged documents, runs)
-    # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
-    for changed in (0, 2):
+    for changed, other in changes:
         others = [i for i in everyone if i != changed]
-        for more in (0, SPARE):
-            variant = [*documents]
-            variant[changed] = probe.tokens(lengths[changed] + more)
-            seen.append((distance(base, probe.packed(variant), others) / scale, Evidence(documents, variant)))
+        variant = [*documents]
+        variant[changed] = other
+        seen.append((distance(base, probe.packed(variant), others) / scale, Evidence(documents, variant)))
     alone = [(distance(base[i : i + 1], [probe.alone(ids)], [0]) / scale, i) for i, ids in enumerate(documents)]
     worst, which = max(alone)
     unequal = [(worst, Evidence(documents, alone=which))]

@@ -16,6 +16,8 @@ from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model
 from .check import check_isolation
+from .image_probe import ImageProbe, ImageSource
+from .image_unpacking import UnpackedImages
 from .probe import Probe
 from .repair import Repair
 from .report import IsolationReport, PackingLeakError
@@ -37,6 +39,7 @@ class PackedModel:
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
+        images: makes documents with images for the probe, if packs have any.
 
     Attributes:
         attention: the chosen implementation, and why.
@@ -54,12 +57,14 @@ class PackedModel:
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
+        images: ImageSource | None = None,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
         self.shares_packs = shares_packs
+        self.images = images
         self.attends = False
         self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
         self._choose()
@@ -76,7 +81,7 @@ class PackedModel:
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
-        self._unpacked: UnpackedForward | None = None
+        self._unpacked: UnpackedForward | UnpackedImages | None = None
         self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
@@ -168,7 +173,7 @@ class PackedModel:
         return None
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
-        found = check_isolation(wrapped, self.max_length)
+        found = check_isolation(wrapped, self.max_length, images=self.images)
         agreed((found.isolated, found.equal))
         return replace(found, repaired=self.repaired)
 
@@ -177,10 +182,12 @@ class PackedModel:
         for name in dict.fromkeys((self.attention.name, self.attention.previous)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            probe = Probe(wrapped)
+            probe = Probe(wrapped) if self.images is None else ImageProbe(wrapped, self.images)
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             with probe.undisturbed():
                 found = search.run()
+            if self.images is not None and found.isolated and found.equal:
+                found = self._check(wrapped)  # the search repairs and tests documents of text
             if found.isolated and found.equal:
                 self.isolation = replace(found, repaired=search.repairs)
                 if name != self.attention.name:
@@ -199,7 +206,17 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        self._unpacked = UnpackedForward(self.model)
+        if self.images is None:
+            self._unpacked = UnpackedForward(self.model)
+        elif self.own_hooks:
+            raise ValueError(
+                f"`neftune_noise_alpha` was given, and {type(base_model(self.model)).__name__} trains on documents "
+                "with images as rows of padded batches, because its documents influence each other in a pack. The "
+                "noise of a document depends on its length, which is not known in such rows. Leave "
+                "`neftune_noise_alpha` unset, or set `packing=False` and `padding_free=False`."
+            )
+        else:
+            self._unpacked = UnpackedImages(self.model)
         for hooks in self._hooks:
             hooks.install()
 

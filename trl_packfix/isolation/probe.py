@@ -137,6 +137,9 @@ class Probe:
             batch = cut_part(batch, degree, dist.get_rank(group_of(degree)))
             batch.pop("shift_labels")
         batch.pop("labels")
+        return self._moved(batch)
+
+    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {
             key: value.to(self.device) if isinstance(value, Tensor | PackPart) else value
             for key, value in batch.items()

@@ -5,11 +5,13 @@ import numpy as np
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
+from ..planning.costs import CostModel
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
 from .report import PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
 
+PER_VALUE = CostModel(per_token=1.0, per_pair=0.0)  # a vision tower reads each number of an image once
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
 
@@ -34,6 +36,7 @@ def make_report(
     synchronisation = "micro" if shared else planner.synchronisation
     trained = int(documents.trained.sum())
     divisor = trained
+    images = None if reader.image_values is None else reader.image_values[documents.row]
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
@@ -64,6 +67,10 @@ def make_report(
         if shared
         else imbalance_bound(schedule, lengths, planner.cost_model, planner.capacity, synchronisation),
         shared=shared,
+        num_with_images=None if images is None else int((images > 0).sum()),
+        image_imbalance=(
+            None if images is None or not images.any() else imbalance(schedule, images, PER_VALUE, synchronisation)
+        ),
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),
         sample=plan_sample(planner, reader),

@@ -63,6 +63,8 @@ class PackingReport:
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
+    - `num_with_images`: documents with images; None for a dataset without. `image_imbalance`: largest / mean number of
+      pixel values per rank, over micro-steps or steps: the imbalance of the vision tower, which is not evened out.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
@@ -104,6 +106,8 @@ class PackingReport:
     imbalance: float | None = None
     imbalance_bound: float | None = None
     shared: SharedPacks | None = None
+    num_with_images: int | None = None
+    image_imbalance: float | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
@@ -166,6 +170,9 @@ class PackingReport:
             ("micro-batch", self._micro_batch()),
             ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
         ]
+        if self.num_with_images is not None:
+            balance = "" if self.world_size == 1 else f"; imbalance of the vision tower {self.image_imbalance:.3f}"
+            rows.append(("images", f"in {self.num_with_images:,} of the documents{balance}"))
         if self.lengths is not None:
             rows.append(("lengths", self.lengths.line()))
         if self.num_packs is not None:
@@ -358,6 +365,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "imbalance": report.imbalance,
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
+        "image_imbalance": report.image_imbalance,
         "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}

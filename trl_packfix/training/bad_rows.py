@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Value
 from trl.data_utils import get_dataset_column_names
 
+from ..compat import main_process_first
 from ..data.reader import BAD_ROW, bad_rows
 from .config import SFTConfig
 
@@ -119,8 +119,7 @@ def prepared(
             if len(bad):
                 _refuse(name, _first(found, bad), len(bad), len(dataset))
         raise failure  # no single row was the cause
-    state = PartialState()  # the main process first, then that of each node: each cache is written once
-    with state.main_process_first(), state.local_main_process_first():
+    with main_process_first():
         dataset = _with_tokens(dataset, name, args, prepare, marks)
     bad = _bad_rows(dataset)
     if len(bad):

@@ -15,9 +15,10 @@ from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
 from ..planning.degrees import possible_degrees
 from ..planning.strategies import STRATEGIES
+from . import images
 from .config import SFTConfig
 
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of images, video and sound
+MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 
 def text_config(model: Any, args: SFTConfig) -> PretrainedConfig:
@@ -42,13 +43,15 @@ def check_overrides(trainer_class: type[trl.SFTTrainer]) -> None:
         )
 
 
-def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any) -> None:
+def check_before_loading(
+    args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any, processing_class: Any = None
+) -> None:
     """Refuse what packing does not support, before the model is loaded and the dataset is tokenised.
 
     Raises:
-        ValueError: an encoder-decoder, a custom collator, a loss that depends on the number of ranks, images, video or
-            audio, prompt learning, a `max_length` beyond the model's positions. With an iterable dataset also a
-            strategy other than `stream`, no `max_steps`, or `dataloader_drop_last`.
+        ValueError: an encoder-decoder, a custom collator, a loss that depends on the number of ranks, video or audio,
+            images that cannot be packed, prompt learning, a `max_length` beyond the model's positions. With an iterable
+            dataset also a strategy other than `stream`, no `max_steps`, or `dataloader_drop_last`.
     """
     if not isinstance(model, str) and getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
@@ -80,10 +83,12 @@ def check_before_loading(args: SFTConfig, model: Any, train_dataset: Any, data_c
         media = [name for name in train_dataset.column_names or () if name in MEDIA]
         if media:
             raise ValueError(
-                f"The dataset has the column `{media[0]}` and packing is on. Images, video and audio belong to rows, "
-                "and a pack has one row for many documents. Set `packing=False` and `padding_free=False` for such "
-                "data, or remove the column where the text alone is to be trained."
+                f"The dataset has the column `{media[0]}` and packing is on. Video and audio belong to rows, and a "
+                "pack has one row for many documents. Set `packing=False` and `padding_free=False` for such data, or "
+                "remove the column where the text alone is to be trained."
             )
+        if images.packs_images(args, train_dataset):
+            images.check_before_loading(args, train_dataset, processing_class)
     for config in _peft_configs(model, peft_config):
         if config.is_prompt_learning:
             raise ValueError(

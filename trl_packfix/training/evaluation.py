@@ -28,6 +28,7 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
+from ..data.images import ImageRows
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
@@ -35,6 +36,7 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
 from .groups import prove_degrees
+from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
 from .totals import source_metrics, sum_dtype, sums_by_source
@@ -132,12 +134,19 @@ class ExactEvaluation(PackedObjective):
 
     def _table(self, dataset: Any) -> Any:
         """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
+        if isinstance(dataset, IterableDataset) and self._images is not None:
+            raise ValueError(
+                "An evaluation set is an `IterableDataset`, and the training set has images in packs. The documents of "
+                "an evaluation set with images are measured in a table. Load it without streaming."
+            )
         if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
             return read_whole(dataset, self.args.source_column)
         return dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
+        if self._images is not None and isinstance(dataset, datasets.Dataset):
+            return True  # with images or text alone: TRL prepares neither
         return (
             isinstance(dataset, datasets.Dataset)
             and "input_ids" in dataset.column_names
@@ -158,7 +167,7 @@ class ExactEvaluation(PackedObjective):
                     self.packed_model.prove(self.model)
         return self.packed_model.is_proved
 
-    def _evaluation_documents(self, reader: TokenReader) -> Documents:
+    def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
@@ -180,7 +189,7 @@ class ExactEvaluation(PackedObjective):
         for name, dataset in sets.items():
             if self._evaluates_documents(dataset):
                 self._sources_to_evaluate(dataset)  # refuses a bad column
-                documents = self._evaluation_documents(TokenReader(dataset))
+                documents = self._evaluation_documents(self._read(dataset, "evaluation"))
                 self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
@@ -215,20 +224,23 @@ class ExactEvaluation(PackedObjective):
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
-        # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
-        check_tokenised(
-            dataset, "evaluation", self._vocab_size, args.packing if args.eval_packing is None else args.eval_packing
-        )
-        reader = TokenReader(dataset)
+        if self._images is None or "input_ids" in dataset.column_names:
+            # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
+            packing = args.packing if args.eval_packing is None else args.eval_packing
+            check_tokenised(dataset, "evaluation", self._vocab_size, packing)
+        reader = self._read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset)
         rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id, values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            return self._make_loader(
-                rows, sampler, self._with_row_values(PaddedCollator(self._padded_collator), values)
-            )
+            if self._images is not None:
+                check_padded_images(self.accelerator, reader)
+                collate: Any = self._images.padded_collator(self._tokenizer.pad_token_id)
+            else:
+                collate = PaddedCollator(self._padded_collator)
+            return self._make_loader(rows, sampler, self._with_row_values(collate, values))
         training = self._train_planner
         planner = EpochPlanner(
             documents,
@@ -319,7 +331,7 @@ class ExactEvaluation(PackedObjective):
     @property
     def _is_exact(self) -> bool:
         """Whether metrics are computed from totals; otherwise they are TRL's."""
-        return self._loss_of_user is None and not self._is_vision_dataset
+        return self._loss_of_user is None and (self.packs_images or not self._is_vision_dataset)
 
     @property
     def _loss_of_user(self) -> str | None:

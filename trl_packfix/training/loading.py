@@ -14,6 +14,7 @@ from ..attention.models import base_model
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
+from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.reader import TokenReader
@@ -27,6 +28,7 @@ from ..reporting.build import make_report, make_stream_report
 from ..reporting.report import PackingReport
 from . import checks
 from .config import SFTConfig
+from .images import ImageData, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner
 from .progress import shown
@@ -40,6 +42,7 @@ class PackedLoading(trl.SFTTrainer):
     Attributes:
         packing_report: what packing did; None until the training loader is made, and without packing.
         packed_model: what packed batches run on; only with packing.
+        packs_images: whether packs have images.
         unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
             not a target.
     """
@@ -51,8 +54,13 @@ class PackedLoading(trl.SFTTrainer):
         self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
+        self._images: ImageData | None = None
         self._train_planner: EpochPlanner | None = None
+        self.packs_images = packs_images(args, train_dataset)
+        if self.packs_images:
+            args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        args.packing |= self.packs_images
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
@@ -99,9 +107,10 @@ class PackedLoading(trl.SFTTrainer):
         checks.check_one_device(self.model)
         checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
+        self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
         self.data_collator = self._make_packed_collator(args.per_device_train_batch_size)
         if not isinstance(self.train_dataset, IterableDataset):
-            self._reader = TokenReader(self.train_dataset)
+            self._reader = self._read(self.train_dataset, "train")
             with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
                 self._documents = cached_documents(
                     self._reader,
@@ -113,6 +122,12 @@ class PackedLoading(trl.SFTTrainer):
         self.packed_model = self._make_packed_model()
 
     # Tables
+
+    def _read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
+        """The rows of a table: tokens, or images and text, which are measured once."""
+        if self._images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
+            return TokenReader(dataset)
+        return self._images.rows(dataset, name, self.args, marks=name == "train")
 
     def get_train_dataloader(self) -> DataLoader:
         if not self.args.packing:
@@ -168,6 +183,8 @@ class PackedLoading(trl.SFTTrainer):
 
     def _make_packed_collator(self, batch_size: int) -> PackedDataCollator:
         args, pad_token_id = self.args, self._tokenizer.pad_token_id
+        if self._images is not None:
+            return self._images.packed_collator(args, pad_token_id, self.accelerator)
         if args.pad_documents_to_multiple_of is None:
             return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
         assert args.max_length is not None  # `SFTConfig` refuses it without
@@ -232,6 +249,7 @@ class PackedLoading(trl.SFTTrainer):
             args.enforce_flash_attention,
             hooks,
             shares_packs=args.tokens_per_rank is not None,
+            images=None if self._images is None else self._images.examples,
         )
 
     @property

@@ -104,8 +104,8 @@ class PackedObjective(PackedLoading):
         if _settings_of_documents(args) and not self._owns_objective:
             setting, remedy = _settings_of_documents(args)[0]
             raise ValueError(
-                f"{setting} was given with images or sequence parallelism (`sp_size` {self.get_sp_size()}). There the "
-                f"loss is TRL's, which counts tokens of all rows together. {remedy}."
+                f"{setting} was given with unpacked images or sequence parallelism (`sp_size` {self.get_sp_size()}). "
+                f"There the loss is TRL's, which counts tokens of all rows together. {remedy}."
             )
         self._totals_of_training = TrainingTotals(self._row_values.names)
         self.add_callback(self._totals_of_training)
@@ -159,8 +159,8 @@ class PackedObjective(PackedLoading):
 
     @property
     def _owns_objective(self) -> bool:
-        """False for images and sequence parallelism, which are not packed: everything stays TRL's."""
-        return not self._is_vision_dataset and self.get_sp_size() == 1
+        """False for unpacked images and sequence parallelism: everything stays TRL's."""
+        return (self.packs_images or not self._is_vision_dataset) and self.get_sp_size() == 1
 
     # The loss
 
@@ -335,6 +335,7 @@ class PackedObjective(PackedLoading):
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS or PACK_PART in inputs
+        may_pad |= self.packs_images  # a rank without images may have a document that stands in for them
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
             return

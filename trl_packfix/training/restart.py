@@ -18,7 +18,10 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
+from ..attention.models import base_model
+from ..compat import load_renamed_weights
 from ..data.epochs import EpochPlanner
+from ..data.images import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
@@ -46,7 +49,7 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
     return digest.hexdigest()
 
 
-def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader) -> dict[str, Any]:
+def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
     """All settings that decide which documents are in which batch, under the names that a user sets."""
     documents = planner.documents
     return {
@@ -207,6 +210,17 @@ class ExactRestart(ExactEvaluation):
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
         return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self._has_other_names = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._has_other_names:
+            load_renamed_weights(base_model(self.model if model is None else model), resume_from_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._has_other_names = bool(load_result.unexpected_keys)
+        if not self._has_other_names:
+            super()._issue_warnings_after_load(load_result)
 
     def get_train_dataloader(self) -> DataLoader:
         """The training loader. If the run resumes, its batches are compared with those of the checkpoint first.

@@ -1,0 +1,309 @@
+"""Training on packs with images: against unpacked TRL, on one rank and two, with adapters, checkpointing, restarts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import trl
+from accelerate.utils import DistributedType
+from peft import LoraConfig
+from support.launch import LAUNCH_SECONDS, environment
+from support.models import build_tokenizer
+from support.rounding import loss_difference, tolerance, weight_difference
+from support.runs import config
+from support.vision import build_model, build_processor, message, rows
+
+from trl_packfix import PackingLeakError, SFTTrainer
+from trl_packfix.training.images import check_padded_images
+
+ROWS = rows(40)
+SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
+UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
+
+
+def make(
+    folder, family="qwen2_5_vl", dataset=ROWS, trainer_class=SFTTrainer, model=None, trainer_kwargs=None, **kwargs
+):
+    settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
+    return trainer_class(
+        build_model(family) if model is None else model,
+        config(folder, **settings),
+        train_dataset=dataset,
+        processing_class=build_processor(family),
+        **(trainer_kwargs or {}),
+    )
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+def five_steps(folder, family, packed, batch=(4, 1), **kwargs):
+    """Losses, weights and the trainer after five steps with four documents each."""
+    size = {"per_device_train_batch_size": batch[0], "gradient_accumulation_steps": batch[1]}
+    if packed:
+        run = make(folder, family, packing_strategy="minibatch", **SGD, **size, **kwargs)
+    else:
+        run = make(folder, family, trainer_class=trl.SFTTrainer, **SGD, **size, **(UNPACKED | kwargs))
+        # The mean over the step: stock TRL averages means of micro-batches on these models
+        run.model_accepts_loss_kwargs = batch[1] > 1
+    run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry], flat(run.model), run
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+def test_packed_training_is_unpacked_training(family, tmp_path):
+    start = flat(build_model(family))
+    losses, weights, _ = five_steps(tmp_path, family, packed=False)
+    _, regrouped, _ = five_steps(tmp_path, family, packed=False, batch=(2, 2))
+    rounding = weight_difference(regrouped, weights, start)
+    found, packed, run = five_steps(tmp_path, family, packed=True)
+    assert weight_difference(packed, weights, start) <= tolerance(rounding)
+    assert loss_difference(found, losses) <= 1e-5
+    assert run.packed_model.is_unpacked == (family == "gemma3")
+    if family == "llava":
+        accumulated = five_steps(tmp_path, family, packed=True, batch=(2, 2))[1]
+        assert weight_difference(accumulated, weights, start) <= tolerance(rounding)
+
+
+def test_stock_accumulation_is_another_mean(tmp_path):
+    """Guard: models that take no count of tokens get a mean of means from transformers."""
+    start = flat(build_model("qwen2_5_vl"))
+    _, weights, _ = five_steps(tmp_path, "qwen2_5_vl", packed=False)
+    stock = make(
+        tmp_path,
+        trainer_class=trl.SFTTrainer,
+        **(UNPACKED | SGD),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
+    assert not stock.model_accepts_loss_kwargs
+    stock.train()
+    assert weight_difference(flat(stock.model), weights, start) > 1e-3
+
+
+def test_tokens_are_counted_and_each_document_is_trained_once(tmp_path):
+    run = make(tmp_path, num_train_epochs=1, packing_report=True)
+    lengths = run._documents.lengths
+    seen = [batch["cu_seq_lens_q"].diff().tolist() for batch in run.get_train_dataloader()]
+    assert sorted(sum(seen, [])) == sorted(lengths.tolist()) and len(seen) < len(ROWS) / 2
+    run.train()
+    assert run.state.log_history[-2]["num_tokens"] == lengths.sum()
+    report = json.loads((tmp_path / "packing_report.json").read_text())
+    assert report["num_documents"] == len(ROWS) and run.packing_report.isolation.isolated
+
+
+# Evaluation
+
+
+def test_evaluation_is_the_same_for_every_batch(tmp_path):
+    held_out = rows(11, seed=5)
+    model = build_model("qwen2_5_vl")
+    losses = []
+    for settings in ({}, {"per_device_eval_batch_size": 2}, {"eval_packing": False}):
+        run = make(tmp_path, model=model, trainer_kwargs={"eval_dataset": held_out}, **settings)
+        losses.append(run.evaluate()["eval_loss"])
+    # by TRL, one row at a time, weighted by its trained tokens
+    run = make(tmp_path, model=model, trainer_class=trl.SFTTrainer, **UNPACKED)
+    total = count = 0.0
+    model.eval()
+    for row in held_out:
+        batch = run.data_collator([dict(row)])
+        trained = (batch["labels"][:, 1:] != -100).sum().item()
+        with torch.no_grad():
+            total += model(**batch).loss.item() * trained
+        count += trained
+    assert losses == pytest.approx([total / count] * 3, rel=2e-6)
+
+
+def test_predictions_have_a_row_for_every_row(tmp_path):
+    held_out = rows(5, seed=5)
+    run = make(tmp_path)
+    found = run.predict(held_out)
+    assert len(found.predictions) == len(found.label_ids) == 5
+    assert (found.label_ids != -100).sum(1).tolist() == [
+        len(run._read(held_out, "x").read(i, 0, n)["labels"]) for i, n in enumerate(run._read(held_out, "x").lengths)
+    ]
+
+
+def test_evaluation_sets_of_text_and_of_streams(tmp_path):
+    text = (
+        rows(6, seed=5)
+        .remove_columns("images")
+        .map(lambda row: {"messages": [message("user", "a"), message("assistant", "bc")]})
+    )
+    run = make(tmp_path, trainer_kwargs={"eval_dataset": text})
+    assert run.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match="evaluation set is an `IterableDataset`, and the training set has images"):
+        make(tmp_path).evaluate(rows(6, seed=5).to_iterable_dataset())
+
+
+def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
+    run = make(tmp_path)
+    plugin = SimpleNamespace(zero_stage=3)
+    sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
+    with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
+        check_padded_images(sharded, run._reader)
+    check_padded_images(run.accelerator, run._reader)
+    plugin.zero_stage = 2
+    check_padded_images(sharded, run._reader)
+
+
+# Adapters and checkpointing
+
+LANGUAGE = r".*language_model.*(q_proj|v_proj)"
+BOTH = r".*(q_proj|v_proj|qkv|attn.proj)"
+
+
+@pytest.mark.parametrize(
+    "targets, reentrant",
+    [(LANGUAGE, False), (BOTH, None), (BOTH, True)],
+    ids=["language-checkpointed", "both", "both-reentrant"],
+)
+def test_adapters_train_as_unpacked(targets, reentrant, tmp_path):
+    def run(packed, batch=(4, 1)):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian")
+        settings = {"trainer_kwargs": {"peft_config": adapter}}
+        if reentrant is not None:
+            settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        _, _, trainer = five_steps(tmp_path, "qwen2_5_vl", packed, batch, **settings)
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+    wanted, found, regrouped = run(False), run(True), run(False, (2, 2))
+    assert any("visual" in name for name in wanted) == (targets == BOTH)
+    norm = torch.cat([value.flatten() for value in wanted.values()]).norm()
+
+    def gap(other):
+        return (torch.cat([(other[name] - wanted[name]).flatten() for name in wanted]).norm() / norm).item()
+
+    assert gap(found) <= tolerance(gap(regrouped))
+    assert max(value.abs().max() for name, value in found.items() if "lora_B" in name) > 1e-4, "nothing was trained"
+
+
+def test_a_frozen_tower_stays_as_it_is(tmp_path):
+    model = build_model("qwen2_5_vl")
+    model.model.visual.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    make(tmp_path, model=model, packing_strategy="minibatch", **SGD).train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and not any("visual" in name for name in moved)
+
+
+# Restart
+
+
+def test_a_restart_within_an_epoch_is_exact(tmp_path):
+    few = ROWS.select(range(16))
+    settings = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "learning_rate": 1e-2,
+    }
+    whole = make(tmp_path / "run", dataset=few, **settings)
+    whole.train()
+    middle = whole.state.max_steps * 3 // 4
+    assert middle > whole.state.max_steps // 2
+    again = make(tmp_path / "run", dataset=few, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}"))
+    assert torch.equal(flat(again.model), flat(whole.model))
+    changed = few.map(
+        lambda row, i: (
+            {"messages": [message("user", "other", len(row["images"])), message("assistant", "c")]} if i == 0 else row
+        ),
+        with_indices=True,
+        features=ROWS.features,
+    )
+    with pytest.raises(ValueError, match="fingerprint of the documents"):
+        make(tmp_path / "run", dataset=changed, **settings).train(
+            resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}")
+        )
+
+
+# Bad input
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"(?s)'bfd_split'.*`images`.*begin inside an image.*Set"):
+        make(tmp_path, packing_strategy="bfd_split")
+    for given in ({"tokens_per_rank": 64, "per_device_train_batch_size": 1}, {"weight_column": "weight"}):
+        with pytest.raises(ValueError, match=rf"`{next(iter(given))}=.*With images in packs it is not supported"):
+            make(tmp_path, **given)
+    with pytest.raises(ValueError, match=r"(?s)`processing_class=\w+` was given.*makes no pixels"):
+        SFTTrainer(build_model("llava"), config(tmp_path), train_dataset=ROWS, processing_class=build_tokenizer())
+    with pytest.raises(ValueError, match=r"(?s)`processing_class=object` was given.*by a processor of transformers"):
+        SFTTrainer(build_model("llava"), config(tmp_path), train_dataset=ROWS, processing_class=object())
+
+
+def test_a_model_that_leaks_is_refused(tmp_path):
+    with pytest.raises(PackingLeakError, match="it raised|changed others"):
+        make(tmp_path, "gemma3", on_leak="raise", max_steps=1).train()
+
+
+# The example
+
+
+def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    import train_vision
+
+    dataset = train_vision.digits(12, seed=0)
+    counts = {len(images) for images in dataset["images"]}
+    assert counts >= {0, 1, 2} and train_vision.draw(3, np.random.default_rng(0)).size == (24, 24)
+    model, processor = train_vision.small_llava()
+    args = config(tmp_path, max_length=128, max_steps=1, per_device_train_batch_size=4)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    trainer.train()
+    documents = trainer._documents
+    answers = sum(max(len(images), 1) for images in dataset["images"])
+    assert documents.ledger.kept.trained_tokens == answers + len(dataset), "each answer and its end are trained"
+    assert 0 <= train_vision.accuracy(model, processor, dataset.select(range(3))) <= 1
+
+
+# Two ranks
+
+SCRIPT = Path(__file__).parent / "two_ranks_vision.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> dict[str, dict]:
+    """Results of `two_ranks_vision.py`: one launch per engine."""
+    found = {}
+    for engine in ("ddp", "zero3"):
+        folder = tmp_path_factory.mktemp(engine)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        env = environment(folder, PYTHONPATH=f"{SCRIPT.parents[1]}:{SCRIPT.parent}")
+        command = [sys.executable, *launcher, str(SCRIPT), engine, str(folder)]
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
+        found[engine] = torch.load(folder / "result.pt")
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_two_ranks_train_as_one(engine, ranks, tmp_path):
+    found = ranks[engine]
+    start = flat(build_model("qwen2_5_vl"))
+    wanted = five_steps(tmp_path, "qwen2_5_vl", packed=True, batch=(4, 1))
+    regrouped = five_steps(tmp_path, "qwen2_5_vl", packed=True, batch=(2, 2))[1]
+    assert found["isolated"]
+    limit = tolerance(weight_difference(regrouped, wanted[1], start))
+    assert weight_difference(found["weights"], wanted[1], start) <= limit
+    assert loss_difference(found["losses"], wanted[0]) <= 1e-5
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_ranks_without_images_do_not_wait(engine, ranks):
+    """In some micro-batches one rank has images and the other none."""
+    uneven = ranks[engine]["uneven"]
+    assert any(len(set(has)) == 2 for has in zip(*uneven, strict=True)), "all ranks had images in every micro-batch"
+    assert ranks[engine]["uneven_steps"] > 0

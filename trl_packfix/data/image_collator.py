@@ -1,0 +1,248 @@
+"""Documents with images -> one packed batch: pixels joined, and for each document the positions that it has alone."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from .collator import IGNORE_INDEX, READ, PackedDataCollator
+from .images import RowProcessor
+
+SMALL = (56, 56)  # width and height in pixels: two by two patches of Qwen-VL
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """Which axis of a processor's output grows with what, by name, in a batch of one row.
+
+    Attributes:
+        tokens: names of (1, tokens) outputs, such as `mm_token_type_ids`.
+        images: axis that grows with the number of images: 0 for `pixel_values` of Qwen-VL and Llava, 1 for Idefics.
+    """
+
+    tokens: frozenset[str]
+    images: dict[str, int]
+
+    def join(self, name: str, parts: list[Tensor]) -> Tensor:
+        """The outputs of several documents as one. All axes but that of the images are padded with 0 at their end."""
+        axis = self.images[name]
+        largest = [max(part.shape[i] for part in parts) for i in range(parts[0].dim())]
+        shapes = [[part.shape[i] if i == axis else size for i, size in enumerate(largest)] for part in parts]
+        return torch.cat([_padded(part, shape) for part, shape in zip(parts, shapes, strict=True)], dim=axis)
+
+
+def _padded(values: Tensor, shape: list[int]) -> Tensor:
+    """`values` with zeros behind them on each axis, up to this shape."""
+    padding = [size for i in reversed(range(len(shape))) for size in (0, shape[i] - values.shape[i])]
+    return F.pad(values, padding) if any(padding) else values
+
+
+class ImageExamples:
+    """Makes documents with random images of any size through a processor, in the form of its chat template.
+
+    The leak probe runs them, and one of them stands in for images where a pack has none.
+
+    Args:
+        process: one row of a dataset -> its document.
+        text_field: the column of plain text, for a processor without a chat template.
+        rope_index: the positions of models with M-RoPE; None for others.
+    """
+
+    def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: "RopeIndex | None" = None):
+        # The user's collator may train completions or answers only, so it may refuse plain messages.
+        self.process = process.without_masks()
+        self.processor, self.text_field = process.processor, text_field
+        self._random = np.random.default_rng(0)
+        self.layout = self._learn_layout()
+        self._collate = PackedImageCollator(layout=self.layout, rope_index=rope_index)
+
+    def image(self, width: int, height: int) -> Image.Image:
+        """Random pixels."""
+        return Image.fromarray(self._random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+    def document(self, images: list[Image.Image], text: str = "a") -> dict[str, Any]:
+        """The document of a row with these images before this text."""
+        if self.processor.chat_template is None:
+            token = getattr(self.processor, "image_token", "<image>")
+            return self.process({"images": images, self.text_field: token * len(images) + text})
+        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
+        return self.process({"images": images, "messages": [{"role": "user", "content": content}]})
+
+    def placeholder(self) -> dict[str, Any]:
+        """A document with one small image and no trained token."""
+        document = self.document([self.image(*SMALL)])
+        return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
+
+    def joined(self, parts: Sequence[Tensor | Image.Image]) -> dict[str, Any]:
+        """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
+        pieces = [self._cut_out(part) if isinstance(part, Image.Image) else {"input_ids": part} for part in parts]
+        lengths = [len(piece["input_ids"]) for piece in pieces]
+        document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(each["input_ids"]) for each in pieces])}
+        for name in self.layout.tokens:
+            kinds = [
+                piece.get(name, torch.zeros(1, length, dtype=torch.int64))
+                for piece, length in zip(pieces, lengths, strict=True)
+            ]
+            document[name] = torch.cat(kinds, dim=1)
+        for name in self.layout.images:
+            found = [piece[name] for piece in pieces if name in piece]
+            if found:
+                document[name] = self.layout.join(name, found)
+        return document
+
+    def packed(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels."""
+        batch = self._collate(documents)
+        del batch["labels"]
+        return batch
+
+    def alone(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The batch of one document in unpacked training, without labels."""
+        batch = {name: value for name, value in document.items() if name not in READ}
+        return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
+
+    def _cut_out(self, image: Image.Image) -> dict[str, Any]:
+        document = self.document([image])
+        start, stop = self.process.image_span(document)
+        cut = {name: document[name][:, start:stop] for name in self.layout.tokens & document.keys()}
+        return document | cut | {"input_ids": document["input_ids"][start:stop]}
+
+    def _learn_layout(self) -> ImageLayout:
+        image, other = self.image(*SMALL), self.image(*SMALL)
+        one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
+        tokens, images = set(), {}
+        for name in sorted(one.keys() - READ):
+            shapes = [getattr(each[name], "shape", None) for each in (one, longer, two)]
+            with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
+            if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
+                tokens.add(name)
+            elif with_text == [] and with_images in ([0], [1]):
+                images[name] = with_images[0]
+            else:
+                sizes = [None if shape is None else tuple(shape) for shape in shapes]
+                raise ValueError(
+                    f"The processor ({type(self.processor).__name__}) returns `{name}` of shapes {sizes} for an image, "
+                    "for the same with more text, and for two images, and packing is on. The documents of a pack are "
+                    "joined along one axis, of tokens or of images, and this has none or several. Set `packing=False` "
+                    "and `padding_free=False`."
+                )
+        return ImageLayout(frozenset(tokens), images)
+
+
+@dataclass
+class PaddedImageCollator:
+    """Documents with images as rows of a padded batch, as TRL's collator makes it, for padded evaluation."""
+
+    layout: ImageLayout
+    pad_token_id: int
+
+    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+        rows: list[dict[str, Any]] = []
+        for each in documents:
+            tokens = {name: torch.as_tensor(each[name], dtype=torch.int64) for name in ("input_ids", "labels")}
+            kinds = {name: each[name][0] for name in self.layout.tokens & each.keys()}
+            rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **kinds})
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = {}
+        for name in sorted(set().union(*rows)):
+            parts = [row.get(name, torch.zeros(0, dtype=torch.int64)) for row in rows]
+            value = fill.get(name, 0)
+            batch[name] = torch.stack([F.pad(part, (0, longest - len(part)), value=value) for part in parts])
+        for name, axis in self.layout.images.items():
+            found = [each.get(name) for each in documents]
+            given = [part for part in found if part is not None]
+            if given and axis == 1:  # one row of images per document, padded to the same number of images
+                shape = [1, max(part.shape[1] for part in given), *given[0].shape[2:]]
+                none = given[0].new_zeros(shape)
+                batch[name] = torch.cat([none if part is None else _padded(part, shape) for part in found])
+            elif given:
+                batch[name] = self.layout.join(name, given)
+        return batch
+
+
+def _changed(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> list[int] | None:
+    if shape is None or other is None or len(shape) != len(other):
+        return None
+    return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]
+
+
+class RopeIndex:
+    """The positions of a document on models that count images in time, height and width (M-RoPE).
+
+    Args:
+        model_class: of transformers, with the method `get_rope_index`. It needs the config only, so no weights are
+            built or sent to the workers of a data loader.
+        config: of the model.
+    """
+
+    def __init__(self, model_class: type[Any], config: Any):
+        self.model_class, self.config = model_class, config
+
+    def __call__(self, document: dict[str, Any]) -> Tensor:
+        """Positions of one document, (3, tokens)."""
+        tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
+        named = inspect.signature(self.model_class.get_rope_index).parameters
+        given = {name: value for name, value in document.items() if name in named and name not in READ}
+        if not any(name.endswith("_grid_thw") for name in given):  # text: the model counts on in all three
+            return torch.arange(tokens.shape[1]).expand(3, -1)
+        model = object.__new__(self.model_class)
+        vars(model)["config"] = self.config
+        length = tokens.shape[1]
+        given = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in given.items()}
+        positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given)
+        return positions[:, 0]
+
+
+@dataclass
+class PackedImageCollator(PackedDataCollator):
+    """`PackedDataCollator` for documents with images.
+
+    The batch also has what the processor returns for the images, joined over documents. On models with M-RoPE
+    `position_ids` have the shape (4, 1, T): the position of each token in its document, by which documents are told
+    apart, then time, height and width.
+
+    Args:
+        layout: how the outputs of the processor are joined.
+        rope_index: the positions of models with M-RoPE; None for others.
+        placeholder: a document with an image and without trained tokens. It is added to packs without any image, so
+            that every rank calls the vision tower; None adds nothing.
+    """
+
+    layout: ImageLayout | None = None
+    rope_index: RopeIndex | None = None
+    placeholder: dict[str, Any] | None = None
+
+    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        assert self.layout is not None
+        if self.placeholder is not None and not any(self.layout.images.keys() & each.keys() for each in documents):
+            documents = [*documents, self.placeholder]
+        batch = super().__call__([{name: each[name] for name in READ if name in each} for each in documents])
+        num_tokens = batch["input_ids"].shape[1]
+        for name in self.layout.tokens:
+            found = [each.get(name) for each in documents]
+            if any(part is not None for part in found):
+                row = torch.zeros(1, num_tokens, dtype=torch.int64)
+                start = 0
+                for part, document in zip(found, documents, strict=True):
+                    stop = start + len(document["input_ids"])
+                    if part is not None:
+                        row[:, start:stop] = part
+                    start = stop
+                batch[name] = row
+        for name in self.layout.images:
+            parts = [each[name] for each in documents if name in each]
+            if parts:
+                batch[name] = self.layout.join(name, parts)
+        if self.rope_index is not None:
+            text = batch["position_ids"]
+            positions = [self.rope_index(each) for each in documents]
+            rest = text[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
+            batch["position_ids"] = torch.cat([text[None], torch.cat([*positions, rest], dim=1)[:, None]])
+        return batch

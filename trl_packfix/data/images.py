@@ -1,0 +1,235 @@
+"""Documents with images: rows of a vision dataset, measured once and processed when they are read.
+
+A processor turns the text and the images of a row into tokens and pixels. Only its result says how many tokens an image
+has, so it runs once for every row before training, and the numbers that planning needs are cached: the length, the
+trained tokens, where the last image ends. Pixels are not kept. Whoever reads a document (a worker of the data loader)
+decodes its images and runs the processor again, and must get the same tokens.
+"""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, Features, IterableDataset, Value
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from .collator import IGNORE_INDEX
+from .reader import BAD_ROW, bad_rows
+
+NUM_SHOWN = 10  # rows that a message names
+IMAGES = ("image", "images")
+# Marks tokens of images where a processor returns it: 1 is an image, 0 is text
+TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
+MEASURES = Features(
+    {
+        "length": Value("int64"),
+        "trained": Value("int64"),
+        "first_is_labelled": Value("bool"),
+        "image_stop": Value("int64"),
+        "image_values": Value("int64"),
+        "digest": Value("binary"),
+        BAD_ROW: Value("string"),
+    }
+)
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether a dataset has a column of images, as TRL names them."""
+    columns = getattr(dataset, "column_names", None)
+    return isinstance(dataset, Dataset | IterableDataset) and any(name in IMAGES for name in columns or ())
+
+
+class RowProcessor:
+    """One row of the dataset -> one document: its tokens, labels, and what the model needs of its images.
+
+    The row goes through TRL's collator alone, which gives what it gives in a batch of TRL, without padding.
+
+    Args:
+        collate: TRL's collator; its `max_length` and padding are ignored, because documents are cut later.
+    """
+
+    def __init__(self, collate: DataCollatorForVisionLanguageModeling):
+        self.processor = collate.processor
+        self._collate = replace(collate, max_length=None, pad_to_multiple_of=None)
+
+    def without_masks(self) -> "RowProcessor":
+        """The same for rows in which every token is trained."""
+        return RowProcessor(replace(self._collate, completion_only_loss=False, assistant_only_loss=False))
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
+        row = dict(row)
+        images = [row.pop("image")] if "image" in row else row.get("images")
+        row["images"] = [image for image in images or [] if image is not None]
+        document = dict(self._collate([row]))
+        document.pop("attention_mask", None)  # all ones: one row has no padding
+        for name in ("input_ids", "labels"):
+            document[name] = document[name][0].numpy()
+        return document
+
+    def image_span(self, document: dict[str, Any]) -> tuple[int, int]:
+        """Index of the first token of an image, and after the last; (0, 0) without images.
+
+        The whole document if it cannot be known.
+        """
+        if "pixel_values" not in document:
+            return 0, 0
+        is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
+        for name in TOKEN_KINDS:
+            if name in document:
+                is_image = is_image | (document[name][0].numpy() != 0)
+        where = np.flatnonzero(is_image)
+        return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+
+
+def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool) -> Dataset:
+    """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
+
+    Args:
+        name: of the dataset, for messages.
+        drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
+
+    Raises:
+        ValueError: the dataset has a transform; rows cannot be processed and `drops` is False.
+    """
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has images and a transform (`Dataset.with_transform`), and "
+            "packing is on. Packing must know the length of every document before training, and a transform may make "
+            "another image at each reading. Materialise it with `Dataset.map`, or set `packing=False`."
+        )
+    found = dataset.map(
+        _measures,
+        fn_kwargs={"process": process},
+        remove_columns=dataset.column_names,
+        features=MEASURES,
+        num_proc=num_proc,
+        desc=f"Measuring {name} dataset",
+    )
+    if not drops:
+        bad = np.flatnonzero(np.array(found[BAD_ROW]) != "")
+        if len(bad):
+            first = found.select(bad[:NUM_SHOWN])[BAD_ROW]
+            raise ValueError(
+                f"{len(bad)} of {len(found)} rows of the {name} dataset with images cannot be processed; the first "
+                f"are {bad[:NUM_SHOWN].tolist()}. Row {bad[0]}: {first[0]}. Every image must be found and decoded, and "
+                "every placeholder in the text needs exactly one image. Correct or remove these rows "
+                '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
+            )
+    return found
+
+
+def _measures(row: Any, process: RowProcessor) -> dict[str, Any]:
+    try:
+        # Reading the row decodes its images, so a missing or broken one is found here.
+        document = process(dict(row))
+    except Exception as error:  # any error of the processor, the image library or the file system
+        text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
+        empty = {"length": 0, "trained": 0, "first_is_labelled": False, "image_stop": 0, "image_values": 0}
+        return empty | {"digest": b"", BAD_ROW: f"{type(error).__name__}: {text}"}
+    tokens, labels = document["input_ids"], document["labels"]
+    pixels = document.get("pixel_values")
+    return {
+        "length": len(tokens),
+        "trained": int((labels[1:] != IGNORE_INDEX).sum()),
+        "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
+        "image_stop": process.image_span(document)[1],
+        "image_values": 0 if pixels is None else pixels.numel(),
+        "digest": _digest(document),
+        BAD_ROW: "",
+    }
+
+
+def _digest(document: dict[str, Any]) -> bytes:
+    """Hash of all tokens, labels and numbers of a document."""
+    digest = hashlib.sha256()
+    for name in sorted(document):
+        digest.update(name.encode() + np.ascontiguousarray(document[name]).tobytes())
+    return digest.digest()
+
+
+class ImageRows:
+    """The documents of a dataset with images: `Rows` for planning, from what was measured.
+
+    Args:
+        dataset: raw rows, in a form of TRL's vision datasets; images are decoded when a row is read.
+        process: makes the document of a row.
+        measures: from `measure`, one row per row of the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, process: RowProcessor, measures: Dataset):
+        self._dataset, self._process, self._measures = dataset, process, measures
+        table = measures.with_format("arrow")[:]
+        self.lengths: npt.NDArray[np.int64] = table["length"].to_numpy()
+        self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
+        self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
+        self.image_stops: npt.NDArray[np.int64] = table["image_stop"].to_numpy()
+        """Index after the last token of an image, shape (R,); 0 for rows without images."""
+        self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
+        """Numbers in the processed images of each row, shape (R,): what the vision tower reads."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that `datasets` gives the measures: it depends on the rows and on the processor."""
+        return self._measures._fingerprint  # there is no public accessor
+
+    @property
+    def files(self) -> list[Path]:
+        """The Arrow files of the measures; [] if they are in memory."""
+        return [Path(file["filename"]) for file in self._measures.cache_files]
+
+    def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
+        """The hashes of the documents of these rows, one after the other: a restart compares them."""
+        column = self._measures.with_format("arrow")[:]["digest"]
+        return b"".join(column.take(rows).to_pylist())
+
+    def seq_lengths(self) -> None:
+        """None: a row is one document."""
+        return None
+
+    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows could not be processed, shape (R,); None if every row could."""
+        bad = bad_rows(self._measures)
+        return bad if bad is not None and bad.any() else None
+
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Trained tokens of each span, shape (N,). Spans that end before their row are processed to count them."""
+        counts = self._trained[row].copy()
+        for i in np.flatnonzero(stop < self.lengths[row]):
+            labels = self.read(row[i], start[i], stop[i])["labels"]
+            counts[i] = (labels[1:] != IGNORE_INDEX).sum()
+        return counts
+
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
+        return self._first_is_labelled[row]
+
+    def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
+        """The first `stop` tokens of a row's document, and all of its images.
+
+        Raises:
+            ValueError: the processor gives another number of tokens than when the row was measured.
+        """
+        row, length = int(row), int(self.lengths[row])
+        assert start == 0 and stop >= self.image_stops[row], "a document is never cut inside an image"
+        document = self._process(self._dataset[row])
+        found = len(document["input_ids"])
+        if found != length:
+            raise ValueError(
+                f"Row {row} of the dataset with images has {found} tokens, and it had {length} when it was measured "
+                "before training. Packs are planned from these lengths, so they must not change. Leave the image files "
+                "as they are during training, and use a processor without random augmentation."
+            )
+        if stop == length:
+            return document
+        cut = {name: document[name][:stop] for name in ("input_ids", "labels")}
+        cut |= {name: document[name][:, :stop] for name in TOKEN_KINDS if name in document}
+        return document | cut

@@ -1,0 +1,102 @@
+"""The leak probe for packs with images: documents of unequal layout, and what is changed in them.
+
+Documents that all have their images in the same places prove nothing: a model that takes the places from another
+document gives the same result.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .probe import Probe
+
+# Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
+SQUARE, WIDE, HIGH = (112, 112), (196, 112), (112, 168)
+
+
+class ImageSource(Protocol):
+    """Makes documents with random images through the processor of the run."""
+
+    def image(self, width: int, height: int) -> Any:
+        """An image of random pixels."""
+
+    def joined(self, parts: Sequence[Any]) -> dict[str, Any]:
+        """A document of tokens, (n,), and images in this order."""
+
+    def packed(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels."""
+
+    def alone(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The batch of one document in unpacked training, without labels."""
+
+
+class ImageDocument:
+    """A document with images; its length is its number of tokens."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values["input_ids"])
+
+
+def image_documents(
+    images: ImageSource, tokens: Callable[[int], Tensor]
+) -> tuple[list[Any], list[tuple[int, ImageDocument]]]:
+    """Four documents of unequal layout, and others to put in the place of one: (index, document).
+
+    The second ends with an image and the third begins with one, so a model that joins neighbouring images joins them.
+    The last has no image.
+    """
+    square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
+    head, tail, end = tokens(5), tokens(9), tokens(6)
+
+    def made(*parts: Any) -> ImageDocument:
+        return ImageDocument(images.joined(parts))
+
+    documents = [
+        made(head, square, tail),
+        made(tokens(3), first, tokens(4), last),
+        made(high, end),
+        ImageDocument(images.joined([tokens(11)])),
+    ]
+    changes = [
+        (0, made(head, images.image(*SQUARE), tail)),  # another image
+        (0, made(head, images.image(*HIGH), tail)),  # of another size
+        (0, made(head, square, tokens(2), images.image(*WIDE), tail)),  # one image more
+        (0, made(tokens(8))),  # no image
+        (1, made(tokens(3), first, tokens(4), images.image(*SQUARE))),
+        (2, made(images.image(*HIGH), end)),
+        (2, made(tokens(7), high)),  # in another place
+    ]
+    return documents, changes
+
+
+class ImageProbe(Probe):
+    """A `Probe` whose packs are those of training with images; documents of text alone are tensors of tokens."""
+
+    def __init__(self, model: Any, images: ImageSource):
+        super().__init__(model)
+        self.images = images
+
+    def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
+        assert degree == 1  # ranks do not share packs with images
+        given = [each.values if isinstance(each, ImageDocument) else {"input_ids": each} for each in documents]
+        return self._moved(self.images.packed(given))
+
+    def alone(self, ids: Any, large: bool = False) -> Tensor:
+        if not isinstance(ids, ImageDocument):
+            return super().alone(ids, large)
+        # Models may build their masks in another way in eval mode (paligemma), so only the decoder is set to it: its
+        # attention would raise in a training forward without boundaries.
+        training = [module for module in self.inner.get_decoder().modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad():
+                return self._states(self._moved(self.images.alone(ids.values)), large)[0]
+        finally:
+            for module in training:
+                module.training = True
