@@ -285,7 +285,7 @@ def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
             for found, each in zip(states, alike, strict=True)
         ]
     assert max(gaps) < 1e-5
-    report = check_isolation(model, 512, examples)
+    report = check_isolation(model, 512, images=examples)
     assert not report.isolated and report.max_change > 0.1 and report.max_difference > 0.1
     assert check_isolation(model, 512).isolated, "text alone shows nothing"
 
@@ -294,9 +294,9 @@ def test_positions_over_the_whole_row_are_found():
     """One of two faults that a pack of a model with M-RoPE may have: positions made for the row, or of text only."""
     model = build_model("qwen2_5_vl")
     examples = examples_of("qwen2_5_vl", model)
-    assert check_isolation(model, 512, examples).equal
+    assert check_isolation(model, 512, images=examples).equal
     examples._collate = replace(examples._collate, rope_index=None)
-    report = check_isolation(model, 512, examples)
+    report = check_isolation(model, 512, images=examples)
     assert not (report.isolated and report.equal)
 
 
