@@ -2,16 +2,17 @@
 
     python benchmarks/sequence_parallel.py                       # all kinds of training under all engines
     python benchmarks/sequence_parallel.py --engines ddp zero3   # under some
+    python benchmarks/sequence_parallel.py --ranks 2             # on two ranks instead of four
     python benchmarks/sequence_parallel.py --memory              # memory of a rank as documents grow
     python benchmarks/sequence_parallel.py --start               # seconds for process groups and proofs
     python benchmarks/sequence_parallel.py --types               # which model types two ranks can share
     python benchmarks/sequence_parallel.py --csv FILE
 
 Exactness: three optimizer steps of SGD in three micro-steps each, on documents of 3 to 110 tokens with 32 tokens per
-rank, so that packs are shared by 1, 2 and 4 ranks (`tests/shared_packs.py`). The figure is the norm of the difference
-of the weights from one process that trains on the same packs, over the norm of their change; `rounding` is the same for
-that process with its micro-batches in the opposite order. `faults` are planted in DDP, to see that the figure finds
-them.
+rank, so that packs are shared by 1, 2 and 4 ranks (`tests/shared_packs.py`); with `--ranks 2` 64 tokens per rank. The
+figure is the norm of the difference of the weights from one process that trains on the same packs, over the norm of
+their change; `rounding` is the same for that process with its micro-batches in the opposite order. `faults` are planted
+in DDP, to see that the figure finds them.
 
 Memory: forward and backward of one document of T tokens by a Llama of 4 layers of 256, with the same number of tokens
 on each rank, against the same document on one rank. The figure is how much the resident memory of a rank grows at its
@@ -229,12 +230,15 @@ def fill_column(folder: Path, rows: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
     parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
     parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
+    if given.ranks == 2:
+        shared_packs.NUM_RANKS, shared_packs.TOKENS_PER_RANK = 2, 64
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.memory:
