@@ -105,6 +105,11 @@ def test_without_a_model_or_data_it_says_so(workplace, monkeypatch):
         main(["train", *QUICK, "--output_dir", "output", "--model_name_or_path", "model"])
 
 
+def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub():
+    with pytest.raises(ValueError, match="`nothing.jsonl` was given as a dataset. There is no such file here"):
+        training.load_documents(training.TrainArguments(dataset_name=["nothing.jsonl"]))
+
+
 def test_other_commands_refuse_flags_that_they_do_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "lengths.txt", "--learning_rate", "1"])

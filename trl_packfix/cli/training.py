@@ -159,8 +159,8 @@ def _splits(name: str, script_args: ScriptArguments) -> Any:
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_folder(name)
         return loaded if isinstance(loaded, DatasetDict) else DatasetDict({script_args.dataset_train_split: loaded})
-    if path.is_file():
-        load_rows(name)  # refuses the file by its suffix
+    if path.is_file() or path.suffix in FORMATS:
+        load_rows(name)  # refuses the file by its suffix, or because it does not exist
     return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
