@@ -50,6 +50,17 @@ def router_loss_coefficient(trainer: Any) -> float:
     return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
 
 
+def end_training(trainer: Any) -> None:
+    """Finish the trackers and destroy the process group, at the very end of a script.
+
+    transformers has `Trainer.end` for it, but not in 5.16. Can be removed with support for versions without it.
+    """
+    if hasattr(trainer, "end"):
+        trainer.end()
+    else:
+        trainer.accelerator.end_training()
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """The main process runs the block first, then that of each node, then the others: each cache is written once.

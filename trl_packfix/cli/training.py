@@ -18,6 +18,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from datasets import load_from_disk as load_folder
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
+from ..compat import end_training
 from ..training.config import SFTConfig
 from ..training.trainer import SFTTrainer
 from .mixture import MixtureConfig, load_mixture
@@ -236,4 +237,4 @@ def train(
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=named)
     trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another one exits before it
-    trainer.end()
+    end_training(trainer)
