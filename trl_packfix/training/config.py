@@ -331,6 +331,12 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
             "several ranks share are planned by the tokens of these ranks together, and this strategy plans by "
             '`max_length` or by the batch size. Set `packing_strategy` to "stream" or "bfd".'
         )
+    if args.pad_documents_to_multiple_of is not None:
+        raise ValueError(
+            f"`tokens_per_rank={tokens}` was given with `pad_documents_to_multiple_of="
+            f"{args.pad_documents_to_multiple_of}`. That pads every pack to `max_length={args.max_length}` tokens, and "
+            "a rank would hold more of them than `tokens_per_rank`. Leave one of the two unset."
+        )
     if args.per_device_train_batch_size != 1:
         raise ValueError(
             f"`tokens_per_rank={tokens}` was given with `per_device_train_batch_size="
