@@ -5,10 +5,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections import Counter
 from itertools import chain
@@ -18,7 +15,7 @@ import pytest
 import torch
 import two_ranks
 from peft import PeftModel
-from support.launch import LAUNCH_SECONDS, TORCHRUN, environment, free_port
+from support.launch import TORCHRUN, Launch, free_port
 from support.models import build_tiny_model
 from support.rounding import LIMIT, loss_difference, tolerance, weight_difference
 from support.weighted import Document, train_by_hand
@@ -45,34 +42,17 @@ pytestmark = [
 ]
 
 
-class Launch:
-    """The results of one process pair: `launch[engine, scenario]`."""
+class Pair(Launch):
+    """The results of one process pair, all of them of two ranks."""
 
     def __init__(self, name: str, folder: Path, launcher: list[str], **env: str):
-        self.folder = folder
         for engine in two_ranks.LAUNCHES[name]:
             (folder / engine).mkdir()
-        self.log = folder / f"{name}.log"
-        with self.log.open("w") as log:
-            command = [sys.executable, *launcher, str(ROOT / "tests" / "two_ranks.py"), name, str(folder)]
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment(folder, **env), stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                process.wait(LAUNCH_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.write(f"\nkilled after {LAUNCH_SECONDS} s\n")
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
-                    process.wait()
+        command = [sys.executable, *launcher, str(ROOT / "tests" / "two_ranks.py"), name, str(folder)]
+        super().__init__(folder, f"{name}.log", command, **env)
 
     def __getitem__(self, key: tuple[str, str]) -> dict:
-        engine, name = key
-        file = self.folder / engine / f"{name}.pt"
-        if not file.is_file():
-            pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
-        result = torch.load(file)
+        result = super().__getitem__(key)
         if "world_size" in result:
             assert (result["world_size"], result["process_group"]) == (2, 2)
             assert len(result["seen"]) == 2
@@ -96,22 +76,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ddp(folder) -> Launch:
-    return Launch("ddp", folder, TORCHRUN)
+def ddp(folder) -> Pair:
+    return Pair("ddp", folder, TORCHRUN)
 
 
 @pytest.fixture(scope="module")
-def deepspeed(folder) -> Launch:
+def deepspeed(folder) -> Pair:
     if not importlib.util.find_spec("deepspeed"):
         pytest.skip("deepspeed is not installed (pip install trl_packfix[deepspeed])")
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
     # `--deepspeed zero3.json` makes accelerate count one process where there is no GPU; the environment does not.
-    return Launch("deepspeed", folder, launcher, ACCELERATE_USE_DEEPSPEED="true")
+    return Pair("deepspeed", folder, launcher, ACCELERATE_USE_DEEPSPEED="true")
 
 
 @pytest.fixture(scope="module")
-def fsdp2(folder) -> Launch:
-    return Launch("fsdp2", folder, TORCHRUN)
+def fsdp2(folder) -> Pair:
+    return Pair("fsdp2", folder, TORCHRUN)
 
 
 @pytest.fixture

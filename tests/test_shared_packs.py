@@ -3,10 +3,7 @@
 `shared_packs.py` holds the scenarios, and one process forks the ranks of all launches.
 """
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import shared_packs
 import torch
-from support.launch import LAUNCH_SECONDS, environment
+from support.launch import Launch
 from support.models import build_tiny_model
 from support.rounding import loss_difference, tolerance
 from support.runs import texts, trainer
@@ -42,36 +39,10 @@ def on_ranks(test: Callable) -> Callable:
     return needs_gloo(pytest.mark.processes(test))
 
 
-class Launch:
-    """The results of all launches: `launch[engine, scenario]`."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.log = folder, folder / "log"
-        with self.log.open("w") as log:
-            command = [sys.executable, str(ROOT / "tests" / "shared_packs.py"), str(folder)]
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment(folder), stdout=log, stderr=log, start_new_session=True
-            )
-            try:
-                process.wait(LAUNCH_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.write(f"\nkilled after {LAUNCH_SECONDS} s\n")
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-
-    def __getitem__(self, key: tuple[str, str]) -> dict:
-        engine, name = key
-        file = self.folder / engine / f"{name}.pt"
-        if not file.is_file():
-            pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
-        return torch.load(file)
-
-
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory) -> Launch:
-    return Launch(tmp_path_factory.mktemp("shared_packs"))
+    folder = tmp_path_factory.mktemp("shared_packs")
+    return Launch(folder, "log", [sys.executable, str(ROOT / "tests" / "shared_packs.py"), str(folder)])
 
 
 # Attention

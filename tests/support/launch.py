@@ -1,8 +1,13 @@
 """How processes are launched from tests: environment, ports, flags."""
 
 import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_SECONDS = 1200  # a pair takes 40 to 130 alone on 2 cores, several times that beside another test worker
@@ -16,6 +21,35 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     # Private: a stale lock in the common folder makes DeepSpeed wait for ever.
     settings |= {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     return os.environ | settings | env
+
+
+class Launch:
+    """The results that the scenarios of a command saved in `folder`: `launch[engine, scenario]`.
+
+    The command is killed with its ranks after `LAUNCH_SECONDS`.
+    """
+
+    def __init__(self, folder: Path, log: str, command: list[str], **env: str):
+        self.folder, self.log = folder, folder / log
+        with self.log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment(folder, **env), stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                process.wait(LAUNCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                file.write(f"\nkilled after {LAUNCH_SECONDS} s\n")
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
+                    process.wait()
+
+    def __getitem__(self, key: tuple[str, str]) -> dict:
+        engine, name = key
+        file = self.folder / engine / f"{name}.pt"
+        if not file.is_file():
+            pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
+        return torch.load(file)
 
 
 def free_port() -> str:
