@@ -22,7 +22,7 @@ This is `trl-packfix train` with packing on, one epoch and `--output_dir output`
 --model_name_or_path or --dataset_name it uses a small one from the Hub or, if the Hub is unreachable, that of the demo
 (examples/offline.py), and prints its name. `--config FILE.yaml` may set any of the flags below; flags on the command
 line override it. `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts
-anew if there is none. With --tokens_per_rank the batch size is 1 unless a file or a flag sets it.
+anew if output_dir has no checkpoint. With --tokens_per_rank the batch size is 1 unless a file or a flag sets it.
 """
 
 import urllib.error

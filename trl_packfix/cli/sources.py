@@ -58,13 +58,7 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def image_stops(self) -> None:
-        return None
-
-    @property
-    def image_values(self) -> None:
-        return None
+    image_stops = image_values = None  # lengths alone have no images
 
     def seq_lengths(self) -> None:
         return None

@@ -41,9 +41,9 @@ On every GPU of a machine:
 DATA is a name on the hub, a file (.jsonl, .json, .parquet, .csv), or a folder written by `trl-packfix prepare` or
 `save_to_disk`; several are joined. A file that `trl sft --config` takes may set any of the flags below; flags on the
 command line override it. `datasets:` in the file mixes several, with `repeat:` for how often each is seen per epoch.
-`--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts anew if there is
-none. Defaults are those of TRL: packing is off unless `--packing` is given. Exit code 0 if the model was trained and
-saved."""
+`--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts anew if output_dir
+has no checkpoint. Defaults are those of TRL: packing is off unless `--packing` is given. Exit code 0 if the model was
+trained and saved."""
 
 
 @dataclass

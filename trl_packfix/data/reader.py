@@ -255,15 +255,7 @@ class TokenReader:
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    @property
-    def image_stops(self) -> None:
-        """None: tokens alone have no images."""
-        return None
-
-    @property
-    def image_values(self) -> None:
-        """None: tokens alone have no images."""
-        return None
+    image_stops = image_values = None  # tokens alone have no images
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:
         """None: the tokens are at hand."""

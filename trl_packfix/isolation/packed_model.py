@@ -122,7 +122,7 @@ class PackedModel:
         return self.isolation
 
     def _choose_another(self, error: KernelError) -> None:
-        """Attend with another attention than the one that raised; raise the error if there is none."""
+        """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
         name, reason = self.attention.name, " ".join(str(error).split())
         if name == ATTENTION_NAME or not self.enforce_flash_attention:
             raise error

@@ -10,7 +10,7 @@ from ..attention.forwards import ModelHooks
 
 
 def device_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the generator of a device; None for the CPU's, and where there is none."""
+    """The state of the random generator of a device; None on the CPU and on `meta`, where nothing is restored."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
