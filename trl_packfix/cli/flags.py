@@ -45,6 +45,12 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
         default="raise",
         help="rows that cannot be tokenised (default: raise)",
     )
+    as_trained.add_argument(
+        "--per-turn",
+        "--per_turn",
+        action="store_true",
+        help="one row per assistant turn: the history as the chat template renders it at this turn, and the turn",
+    )
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
 
 
@@ -123,6 +129,7 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         dataset_text_field=args.text_field,
         dataset_num_proc=args.num_proc,
         bad_rows=args.bad_rows,
+        per_turn=args.per_turn,
         weight_column=getattr(args, "weight_column", None),
         source_column=getattr(args, "source_column", None),
     )

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = flags.tokenisation(args)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    parts = [tokenised(load_rows(name, args.split, args.name), tokenizer, settings) for name in args.data]
+    tables = [load_rows(name, args.split, args.name) for name in args.data]
+    parts = [tokenised(table, tokenizer, settings) for table in tables]
     given = sum(map(len, parts))
     table = concatenate_datasets([without_bad_rows(part) for part in parts])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         "tokenizer": tokenizer_name,
         "vocabulary": len(tokenizer),
         "settings": vars(settings),
+        "conversations": sum(map(len, tables)) if settings.per_turn else None,
         "rows": len(table),
         "bad_rows_dropped": given - len(table),
         "documents": ledger.given.documents,
@@ -89,6 +91,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if given > len(table):
         print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are dropped")
+    if settings.per_turn:
+        without = manifest["documents_without_a_trained_token"]
+        print(
+            f"{manifest['conversations']:,} conversations, one row for each of their {len(table) - without:,} "
+            f"assistant turns; {without:,} without an assistant turn are not trained"
+        )
     print(
         f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"

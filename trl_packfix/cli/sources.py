@@ -21,6 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from ..data.collator import IGNORE_INDEX
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
+from ..data.turns import check_conversations
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Tokenisation:
     dataset_text_field: str = "text"
     dataset_num_proc: int | None = None
     bad_rows: Literal["raise", "drop"] = "raise"
+    per_turn: bool = False
     weight_column: str | None = None
     source_column: str | None = None
 
@@ -197,6 +199,8 @@ def check_split(name: str, split: str) -> None:
 def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
+    With `settings.per_turn` there is one row per assistant turn.
+
     `datasets` caches the result, so a training run with the same tokenizer and settings does not tokenise again.
 
     Args:
@@ -209,6 +213,8 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
         ValueError: rows that are not tokenised, and no tokenizer.
     """
     settings = settings or Tokenisation()
+    if settings.per_turn:
+        check_conversations(dataset, "train")
     if tokenizer is None:
         if "input_ids" not in dataset.column_names:
             raise ValueError(
@@ -285,6 +291,12 @@ def open_tables(
         found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
         if found is not None:
             check_split(name, split)
+            if settings.per_turn:
+                raise ValueError(
+                    f"`--per-turn` was given with `{name}`, a file of {len(found):,} lengths. The turns of a "
+                    "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
+                    "`--per-turn`."
+                )
             lengths.append(found)
         else:
             rows = load_rows(name, split, config)

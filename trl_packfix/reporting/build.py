@@ -5,6 +5,7 @@ import numpy as np
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
+from ..data.turns import TurnCounts
 from ..planning.costs import CostModel
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
@@ -16,13 +17,18 @@ NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batc
 
 
 def make_report(
-    planner: EpochPlanner, overlong: str, reader: Rows, unpacked_counts_first: bool = False
+    planner: EpochPlanner,
+    overlong: str,
+    reader: Rows,
+    unpacked_counts_first: bool = False,
+    turns: TurnCounts | None = None,
 ) -> PackingReport:
     """The report of a run that trains with this planner on documents of this table.
 
     Args:
         unpacked_counts_first: whether TRL's unpacked training counts the first label of each row in the divisor of the
             loss of this model.
+        turns: how conversations became the rows of the table, with `per_turn`.
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
@@ -71,6 +77,7 @@ def make_report(
         image_imbalance=(
             None if images is None or not images.any() else imbalance(schedule, images, PER_VALUE, synchronisation)
         ),
+        turns=turns,
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),
         sample=plan_sample(planner, reader),

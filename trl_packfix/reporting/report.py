@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data.documents import Ledger
+from ..data.turns import TurnCounts
 from ..isolation.report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
@@ -65,6 +66,7 @@ class PackingReport:
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
     - `num_with_images`: documents with images; None for a dataset without. `image_imbalance`: largest / mean number of
       pixel values per rank, over micro-steps or steps: the imbalance of the vision tower, which is not evened out.
+    - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
@@ -108,6 +110,7 @@ class PackingReport:
     shared: SharedPacks | None = None
     num_with_images: int | None = None
     image_imbalance: float | None = None
+    turns: TurnCounts | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
@@ -170,6 +173,8 @@ class PackingReport:
             ("micro-batch", self._micro_batch()),
             ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
         ]
+        if self.turns is not None:
+            rows.insert(0, ("conversations", self.turns.line()))
         if self.num_with_images is not None:
             balance = "" if self.world_size == 1 else f"; imbalance of the vision tower {self.image_imbalance:.3f}"
             rows.append(("images", f"in {self.num_with_images:,} of the documents{balance}"))

@@ -71,12 +71,12 @@ class Preparation:
             try:
                 made = _applied(self.steps, row)
             except Exception as error:
-                problems.append((number, _reason(row, error, self.text_field)))
+                problems.append((number, reason(row, error, self.text_field)))
             else:
                 num_good += 1
                 yield made
         if not num_good:
-            _refuse(self.name, problems[:NUM_SHOWN], len(problems), number + 1)
+            refuse(self.name, problems[:NUM_SHOWN], len(problems), number + 1)
 
 
 def prepared(
@@ -106,7 +106,7 @@ def prepared(
         kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
         dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
         if drops and not marks:
-            dataset = dataset.filter(_is_good).remove_columns(BAD_ROW)
+            dataset = dataset.filter(is_good).remove_columns(BAD_ROW)
         return prepare(dataset, args, is_formatted=False)
     if not drops:
         try:
@@ -117,16 +117,16 @@ def prepared(
             found = _with_tokens(dataset, name, args, prepare, tokens_only=True)
             bad = _bad_rows(found)
             if len(bad):
-                _refuse(name, _first(found, bad), len(bad), len(dataset))
+                refuse(name, _first(found, bad), len(bad), len(dataset))
         raise failure  # no single row was the cause
     with main_process_first():
         dataset = _with_tokens(dataset, name, args, prepare, marks)
     bad = _bad_rows(dataset)
     if len(bad):
-        row, reason = _first(dataset, bad)[0]
+        row, why = _first(dataset, bad)[0]
         logger.warning(
             "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
-            *(len(bad), len(dataset), name, bad[:NUM_SHOWN].tolist(), row, reason),
+            *(len(bad), len(dataset), name, bad[:NUM_SHOWN].tolist(), row, why),
         )
     return prepare(dataset if marks else without_bad_rows(dataset), args, is_formatted=False)
 
@@ -189,7 +189,7 @@ def _tokens(row: Any, steps: tuple[Step, ...], text_field: str) -> dict[str, Any
     try:
         made = _applied(steps, row)
     except Exception as error:
-        return {"input_ids": [], "labels": [], BAD_ROW: _reason(row, error, text_field)}
+        return {"input_ids": [], "labels": [], BAD_ROW: reason(row, error, text_field)}
     return {"input_ids": made["input_ids"], "labels": made["labels"], BAD_ROW: ""}
 
 
@@ -199,31 +199,38 @@ def _tokens_of_stream(
     made = _tokens(row, steps, text_field)
     if drops:
         return made
-    reason = made.pop(BAD_ROW)
-    if reason:
-        raise ValueError(
-            f"Row {index} of the {name} stream cannot be tokenised: {reason}. Every row must go through the chat "
-            "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes them, "
-            'or set `bad_rows="drop"`.'
-        )
+    why = made.pop(BAD_ROW)
+    if why:
+        refuse_row_of_stream(name, index, why)
     return made
 
 
-def _is_good(row: dict[str, Any]) -> bool:
+def is_good(row: dict[str, Any]) -> bool:
+    """Whether the row of a stream was tokenised."""
     return not row[BAD_ROW]
 
 
-def _refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> NoReturn:
-    row, reason = first[0]
+def refuse_row_of_stream(name: str, index: int, why: str) -> NoReturn:
+    """Raise a ValueError that names a row of a stream, and why it cannot be tokenised."""
+    raise ValueError(
+        f"Row {index} of the {name} stream cannot be tokenised: {why}. Every row must go through the chat "
+        "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes them, "
+        'or set `bad_rows="drop"`.'
+    )
+
+
+def refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> NoReturn:
+    """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
+    row, why = first[0]
     raise ValueError(
         f"{count} of {total} rows of the {name} dataset cannot be tokenised; the first are "
-        f"{[number for number, _ in first]}. Row {row}: {reason}. Every row must go through the chat template and the "
+        f"{[number for number, _ in first]}. Row {row}: {why}. Every row must go through the chat template and the "
         "tokenizer. Correct or remove these rows (`dataset.select`), set `chat_template_path` to a template that takes "
         'them, or set `bad_rows="drop"`, which drops and counts them as long as other rows remain.'
     )
 
 
-def _reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
+def reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, RuntimeError) and "assistant_only_loss" in str(error):
         # Replaces TRL's own error, which is long

@@ -42,6 +42,10 @@ class SFTConfig(trl.SFTConfig):
             What happens to rows that the tokenizer or its chat template cannot take: `"raise"` stops and names them,
             `"drop"` leaves them out and, in training, counts them in the report. It works with and without packing, and
             for tables and streams.
+        per_turn (`bool`, *optional*, defaults to `False`):
+            Train one sample per assistant turn of a conversation: the history as the chat template renders it at this
+            turn, with the loss on this turn only. For templates that strip earlier thinking. It works with and without
+            packing, for tables and streams, and splits evaluation sets, too.
         on_leak (`str`, *optional*, defaults to `"repair"`):
             What to do when the probe finds, before the first step, that documents influence each other on this model:
             `"repair"` runs the modules where information crosses on each document separately, and unpacks if that does
@@ -123,6 +127,13 @@ class SFTConfig(trl.SFTConfig):
             "help": "What happens to rows that the tokenizer or its chat template cannot take: 'raise' stops and names "
             "them, 'drop' leaves them out and counts them.",
             "choices": list(BAD_ROWS),
+        },
+    )
+    per_turn: bool = field(
+        default=False,
+        metadata={
+            "help": "Train one sample per assistant turn: the history as the chat template renders it at this turn, "
+            "with the loss on this turn only."
         },
     )
     on_leak: OnLeak = field(
@@ -263,6 +274,7 @@ def check_config(args: SFTConfig) -> None:
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
             "training reaches. Set it to the dense TFLOP/s of one device (H100 in bfloat16: 989), or leave it unset."
         )
+    _check_per_turn(args)
     if not (args.packing or args.padding_free):
         if args.overlong is not None:
             raise ValueError(
@@ -304,6 +316,29 @@ def check_config(args: SFTConfig) -> None:
                 f"`accelerator_config.{name}=True` was given with packing. Every rank reads its own packs, and one "
                 f"pack of shape (1, T) cannot be divided. Set `{name}=False`."
             )
+
+
+def _check_per_turn(args: SFTConfig) -> None:
+    """Refuse settings that train other tokens than the turn of a sample."""
+    if not args.per_turn:
+        return
+    if args.assistant_only_loss:
+        raise ValueError(
+            "`assistant_only_loss=True` was given with `per_turn=True`. Each sample trains one assistant turn already, "
+            "and for `assistant_only_loss` TRL may replace the chat template by one that keeps earlier thinking, so "
+            "that the history would not be what the model sees. Set `assistant_only_loss=False`, or `per_turn=False`."
+        )
+    if args.completion_only_loss is False:
+        raise ValueError(
+            "`completion_only_loss=False` was given with `per_turn=True`. It trains the history, too, and that of a "
+            "conversation of n turns is in up to n samples, so its first turns would be trained n times. Leave "
+            "`completion_only_loss` unset, or set `per_turn=False`."
+        )
+    if isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"):
+        raise ValueError(
+            "`dataset_kwargs={'skip_prepare_dataset': True}` was given with `per_turn=True`. Conversations are split "
+            "when the dataset is prepared, so `per_turn` would be ignored. Leave one of the two unset."
+        )
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:

@@ -21,6 +21,7 @@ from ..data.reader import TokenReader
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
+from ..data.turns import TurnCounts
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
@@ -55,6 +56,7 @@ class PackedLoading(trl.SFTTrainer):
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
         self._images: ImageData | None = None
+        self._turns: TurnCounts | None = None  # of the training set, with `per_turn`
         self._train_planner: EpochPlanner | None = None
         self.packs_images = packs_images(args, train_dataset)
         if self.packs_images:
@@ -138,7 +140,7 @@ class PackedLoading(trl.SFTTrainer):
             planner = self._train_planner = self._make_planner()
             show(f"Planned packs of {len(self._documents):,} documents; making the report")
             self.packing_report = make_report(
-                planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first
+                planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first, self._turns
             )
         dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id, self._row_values)
         collate = self._with_row_values(self._training_collator)

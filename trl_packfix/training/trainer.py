@@ -18,13 +18,14 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
 from ..data import checks as dataset_checks
 from ..data.reader import applied_masks, mask_columns
 from ..data.spans import drop_untrained
 from ..reporting.report import add_to_card
-from . import bad_rows, checks
+from . import bad_rows, checks, per_turn
 from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
 from .config import SFTConfig, adopt
 from .restart import ExactRestart
@@ -96,6 +97,7 @@ class SFTTrainer(ExactRestart):
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
+        per_turn.check_per_turn(args, train_dataset, eval_dataset, formatting_func)
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
             checks.check_overrides(type(self))
@@ -160,6 +162,12 @@ class SFTTrainer(ExactRestart):
                     dataset, dataset_name, self._tokenizer, args, is_formatted=formatting_func is not None
                 )
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
+        if args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
+            marks = packing and is_training_set
+            dataset, counts = per_turn.split_turns(
+                dataset, dataset_name, args, processing_class, marks, is_training_set
+            )
+            self._turns = counts if is_training_set else self._turns
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.

@@ -1,0 +1,431 @@
+"""One sample per assistant turn: what generation sees at each turn, the turn after it, and nothing twice."""
+
+import json
+import logging
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset, IterableDataset, load_from_disk
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from support.models import build_tiny_model, build_tokenizer
+from support.rounding import tolerance, weight_difference
+from support.runs import config, documents_of, start_weights, trainer, weights
+
+from trl_packfix import SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.data.turns import Conversation
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def tokenizer_with(template):
+    tokenizer = build_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+TOKENIZERS = {name: tokenizer_with(name) for name in ("qwen3", "qwen3_6")}
+CHATML = build_tokenizer()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, thinking=None):
+    return {"role": "assistant", "content": text} | ({} if thinking is None else {"reasoning_content": thinking})
+
+
+def chat(num_turns, name="", thinks=True):
+    """Thought k and answer k of each turn, as T1., A1., ... with the name of the conversation."""
+    found = []
+    for k in range(1, num_turns + 1):
+        found += [user(f"{name}Q{k}."), answer(f"{name}A{k}.", f"{name}T{k}." if thinks else None)]
+    return found
+
+
+def chats(num=10, **kwargs):
+    sizes = np.random.default_rng(0).integers(1, 5, num)
+    return Dataset.from_list(
+        [{"messages": chat(int(size), f"c{i}", **kwargs), "id": i} for i, size in enumerate(sizes)]
+    )
+
+
+def turns_of(data):
+    return [(row, k) for row in data for k, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+
+
+def by_hand(row, k, tokenizer):
+    """(tokens, labels) of a turn: what generation gets as its prompt, then the rest of the rendered conversation."""
+    messages = [{key: v for key, v in message.items() if v is not None} for message in row["messages"]]
+    prompt = tokenizer.apply_chat_template(messages[:k], add_generation_prompt=True, return_dict=False)
+    tokens = tokenizer.apply_chat_template(messages[: k + 1], return_dict=False)
+    assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
+    return tokens, [-100] * len(prompt) + tokens[len(prompt) :]
+
+
+def pairs(table):
+    return [(row["input_ids"], row["labels"]) for row in table]
+
+
+# One conversation
+
+
+@st.composite
+def conversations(draw):
+    """Rounds of a question, up to three tool calls with their results, and an answer; each turn may think."""
+    messages = [{"role": "system", "content": "SYS"}] if draw(st.booleans()) else []
+    for number in range(draw(st.integers(1, 4))):
+        messages.append(user(f"Q{number}."))
+        for _ in range(draw(st.integers(0, 3))):
+            thinking = f"<T{len(messages)}>" if draw(st.booleans()) else None
+            messages += [answer("", thinking) | {"tool_calls": [CALL]}, {"role": "tool", "name": "add", "content": "R"}]
+        if draw(st.booleans()) or number == 0:
+            messages.append(answer(f"<A{len(messages)}>", f"<T{len(messages)}>" if draw(st.booleans()) else None))
+        else:
+            break  # without an answer, only at its end
+    return messages
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_6"])
+@hypothesis_settings(max_examples=40)
+@given(messages=conversations())
+def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, messages):
+    tokenizer = TOKENIZERS[template]
+    conversation = Conversation.from_row({"messages": messages, "tools": TOOLS})
+    assert conversation.turns == [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for turn in conversation.turns:
+        sample = conversation.sample(turn, tokenizer)
+        trained = [token for token in sample["labels"] if token != -100]
+        first = len(sample["labels"]) - len(trained)
+        prompt = tokenizer.apply_chat_template(
+            messages[:turn], tools=json.loads(TOOLS), add_generation_prompt=True, return_dict=False
+        )
+        assert sample["input_ids"][:first] == prompt and sample["input_ids"][first:] == trained
+        said = tokenizer.decode(trained)
+        for mark in ("A", "T"):  # of this turn and of no other
+            marks = [f"<{mark}{i}>" for i in conversation.turns if f"<{mark}{i}>" in said]
+            assert marks == [f"<{mark}{turn}>"] * (f"<{mark}{turn}>" in json.dumps(messages[turn]))
+        assert said.endswith("<|im_end|>\n") and "Q" not in said
+
+
+@pytest.fixture(scope="module")
+def rows_of_trl(tmp_path_factory):
+    """TRL's own preparation of rows with a prompt and a completion, as a function of them and of a tokenizer."""
+    args = config(tmp_path_factory.mktemp("trl"), packing=False, max_length=None)
+    row = {"prompt": [user("a")], "completion": [answer("b")]}
+    stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=Dataset.from_list([row]), processing_class=CHATML)
+    return lambda rows, tokenizer: pairs(
+        stock._prepare_dataset(Dataset.from_list(rows), tokenizer, args, False, None, "train")
+    )
+
+
+@pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template, rows_of_trl, caplog):
+    """Every template that TRL has, with thinking: ours is TRL's row, or the prompt is not its beginning."""
+    tokenizer, messages = tokenizer_with(template), chat(3)
+    conversation = Conversation.from_row({"messages": messages})
+    rows = [{"prompt": messages[:k], "completion": [messages[k]]} for k in conversation.turns]
+    ours, problems = [], []
+    for turn in conversation.turns:
+        try:
+            sample = conversation.sample(turn, tokenizer)
+            ours.append((sample["input_ids"], sample["labels"]))
+        except Exception as error:
+            problems.append(error)
+    if problems:
+        assert not ours, "a template renders all turns of this conversation alike"
+        assert all("the template ends the prompt of" in str(error) for error in problems) or template.startswith(
+            "llava"
+        )
+        return
+    assert rows_of_trl(rows, tokenizer) == ours and len(ours) == 3
+    assert "is not a prefix" not in caplog.text
+
+
+def test_thinking_is_kept_in_the_turn_and_stripped_before_it():
+    tokenizer, conversation = TOKENIZERS["qwen3"], Conversation.from_row({"messages": chat(3)})
+    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)["input_ids"]) for turn in conversation.turns]
+    assert [[f"T{k}." in text for k in (1, 2, 3)] for text in texts] == np.eye(3, dtype=bool).tolist()
+    assert [[f"A{k}." in text for k in (1, 2, 3)] for text in texts] == np.tri(3, dtype=bool).tolist()
+    whole = tokenizer.decode(conversation.untrained(tokenizer)["input_ids"])
+    assert "T1." not in whole and "T3." in whole  # so a whole conversation trains the thoughts of the last turn only
+
+
+def test_forms_of_rows():
+    messages = chat(2)
+    plain = Conversation.from_row({"messages": messages})
+    turned = [{"from": each["role"], "value": each["content"]} for each in messages]
+    assert [m["content"] for m in Conversation.from_row({"conversations": turned}).messages] == [
+        m["content"] for m in messages
+    ]
+    split = Conversation.from_row({"prompt": messages[:3], "completion": messages[3:]})
+    assert plain.turns == [1, 3] and split.turns == [3] and split.messages == plain.messages
+    assert split.sample(3, CHATML) == plain.sample(3, CHATML)
+    greeting = Conversation.from_row({"messages": [answer("hello"), *chat(1)]})
+    said = CHATML.decode(greeting.sample(0, CHATML)["input_ids"])
+    assert said == "<|im_start|>assistant\nhello<|im_end|>\n" and greeting.turns == [0, 2]
+    row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ValueError, match=r"the prompt of `messages\[3\]` with .*continues with .*T2"):
+        Conversation.from_row(row).sample(3, TOKENIZERS["qwen3"])  # it thinks although its prompt says that it does not
+
+
+# Through the trainer
+
+
+def run_per_turn(folder, data, template="qwen3", trainer_kwargs=None, **settings):
+    args = config(folder, **({"max_length": 512, "per_turn": True} | settings))
+    return SFTTrainer(
+        build_tiny_model(),
+        args,
+        train_dataset=data,
+        processing_class=tokenizer_with(template),
+        **(trainer_kwargs or {}),
+    )
+
+
+def test_training_and_evaluation_have_each_turn_once(tmp_path):
+    data = chats()
+    expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(data)]
+    assert len(expected) > len(data) + 5
+    silent = Dataset.from_list([{"messages": [user("only a question")], "id": 99}])
+    given = Dataset.from_list([*data.to_list(), *silent.to_list()])
+    sets = {"table": data, "stream": data.to_iterable_dataset()}
+    for packing in (True, False):
+        run = run_per_turn(tmp_path, given, packing=packing, trainer_kwargs={"eval_dataset": sets})
+        assert pairs(run.eval_dataset["table"]) == pairs(run.eval_dataset["stream"]) == expected
+        if packing:
+            loader = run.get_train_dataloader()
+            found = sorted(document for batch in loader for document in documents_of(batch))
+            assert found == sorted(expected)
+            report, ledger = run.packing_report, run.packing_report.ledger
+            assert ledger.given.documents == len(expected) + 1 and ledger.kept.documents == len(expected)
+            assert ledger.dropped["untrained"].documents == 1 and ledger.dropped["untrained"].tokens > 20
+            assert dict(report.lines())["conversations"] == (
+                f"11, one document for each of their {len(expected)} assistant turns; 1 without an assistant turn"
+            )
+            assert report.to_dict()["turns"]["samples"] == len(expected)
+        else:
+            assert pairs(run.train_dataset) == expected
+        assert run.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
+    assert run.evaluate(data, metric_key_prefix="new")["new_loss"] == run.evaluate(sets)["eval_table_loss"]
+
+
+def test_weights_and_sources_go_to_each_turn(tmp_path):
+    data = chats(4)
+    data = data.add_column("share", [0.5, 1.0, 2.0, 4.0]).add_column("origin", ["a", "b", "a", "b"])
+    run = run_per_turn(tmp_path, data, weight_column="share", source_column="origin", num_train_epochs=1)
+    expected = [data[row["id"]]["share"] for row, _ in turns_of(data)]
+    assert run._row_values.weights.tolist() == expected and len(set(expected)) == 4
+    run.train()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    labels = [sum(label != -100 for label in by_hand(row, k, TOKENIZERS["qwen3"])[1]) for row, k in turns_of(data)]
+    counts = {"a": 0, "b": 0}
+    for (row, _), count in zip(turns_of(data), labels, strict=True):
+        counts[data[row["id"]]["origin"]] += count
+    assert {name: sum(e.get(f"trained_tokens/{name}", 0) for e in logged) for name in counts} == counts
+
+
+def sgd_step(samples, order):
+    """The weights after one step of SGD on the mean loss of all trained tokens, one sample at a time."""
+    model = build_tiny_model()
+    total = sum(label != -100 for _, labels in samples for label in labels)
+    for tokens, labels in [samples[i] for i in order]:
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum")
+        (loss / total).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.5 * parameter.grad
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_gradient_is_that_of_the_turns_alone(tmp_path):
+    data, tokenizer = chats(6), TOKENIZERS["qwen3"]
+    samples = [by_hand(row, k, tokenizer) for row, k in turns_of(data)]
+    order = range(len(samples))
+    expected = sgd_step(samples, order)
+    rounding = weight_difference(sgd_step(samples, order[::-1]), expected, start_weights())
+    settings = {"learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    settings |= {"per_device_train_batch_size": 32, "num_train_epochs": 1, "max_length": 256}
+    run = run_per_turn(tmp_path, data, **settings)
+    run.train()
+    assert run.state.global_step == 1
+    assert weight_difference(weights(run), expected, start_weights()) <= tolerance(rounding)
+    # The same answers after histories that keep their thoughts, as `assistant_only_loss` trains them, are others.
+    kept = tokenizer_with("qwen3_training")
+    other = sgd_step([by_hand(row, k, kept) for row, k in turns_of(data)], order)
+    assert weight_difference(other, expected, start_weights()) > 1e-2
+
+
+def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says_so(tmp_path, caplog):
+    data = chats(6, thinks=False)
+    with caplog.at_level(logging.WARNING):
+        run = run_per_turn(tmp_path, data, template=None, packing=False)
+        assert "of the first 6 conversations of the train dataset" in caplog.text
+        caplog.clear()
+        whole = run_per_turn(tmp_path, data, template=None, packing=False, per_turn=False, assistant_only_loss=True)
+        run_per_turn(tmp_path, chats(6), packing=False)
+        assert "renders each turn as the beginning" not in caplog.text
+    found = [[token for token in labels if token != -100] for _, labels in pairs(run.train_dataset)]
+    newline = CHATML("\n")["input_ids"]  # the template has it behind the turn, outside its generation markers
+    assert all(each[-1:] == newline for each in found)
+    answers = [token for each in found for token in each[:-1]]
+    assert answers == [token for _, labels in pairs(whole.train_dataset) for token in labels if token != -100]
+    assert len(answers) > 50
+
+
+# Turns that cannot be rendered
+
+
+BAD = [user("x"), answer("<think>\nthoughts\n</think>\n\nno"), user("y"), answer("yes")]
+
+
+def rows_with_bad(num=8):
+    """In rows 2 and 5 the first turn thinks, although `enable_thinking` is False for all."""
+    rows = chats(num, thinks=False).to_list()
+    rows[2]["messages"] = rows[5]["messages"] = BAD
+    for row in rows:
+        row["messages"] = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
+        row["chat_template_kwargs"] = {"enable_thinking": False}
+    return rows
+
+
+def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
+    data = Dataset.from_list(rows_with_bad())
+    said = r"2 of 8 rows of the {} dataset cannot be tokenised; the first are \[2, 5\]\. Row 2: .*`messages\[1\]`"
+    with pytest.raises(ValueError, match=said.format("train")):
+        run_per_turn(tmp_path, data)
+    good = data.select([0, 1, 3])
+    with pytest.raises(ValueError, match=said.format("eval")):
+        run_per_turn(tmp_path, good, trainer_kwargs={"eval_dataset": data})
+    run = run_per_turn(tmp_path, data, bad_rows="drop")
+    assert "2 turns in 2 of 8 conversations of the train dataset cannot be rendered and are dropped" in caplog.text
+    num = len(turns_of(data))
+    run.get_train_dataloader()
+    ledger, report = run.packing_report.ledger, run.packing_report
+    assert ledger.dropped["bad_row"].documents == 2 and ledger.kept.documents == num - 2
+    assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
+    unpacked = run_per_turn(tmp_path, data, bad_rows="drop", packing=False)
+    stream = run_per_turn(tmp_path, data.to_iterable_dataset(), bad_rows="drop", packing=False, max_steps=1)
+    assert pairs(unpacked.train_dataset) == pairs(stream.train_dataset) and len(unpacked.train_dataset) == num - 2
+    with pytest.raises(ValueError, match=r"2 of 2 rows of the train dataset .*Row 0: `messages` is None"):
+        data = Dataset.from_list([{"messages": None}, {"messages": [user(None), answer("a")]}])
+        run_per_turn(tmp_path, data, template=None, bad_rows="drop")
+
+
+@pytest.mark.slow
+def test_streams_are_split_while_they_are_read(tmp_path):
+    read = []
+
+    def rows():
+        for row in chats(200).to_list():
+            read.append(row["id"])
+            yield row
+
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
+    run = run_per_turn(tmp_path, IterableDataset.from_generator(rows), **settings)
+    assert max(read) < 10, "a stream is read before training"
+    batches = [documents_of(batch) for batch in islice(run.get_train_dataloader(), 3)]
+    expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats(200))]
+    assert all(document in expected for batch in batches for document in batch) and sum(map(len, batches)) > 4
+    run.train()
+    resumed = run_per_turn(tmp_path / "resumed", IterableDataset.from_generator(rows), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights(run), weights(resumed)) and run.state.global_step == 4
+    assert resumed.packing_report.ledger == run.packing_report.ledger
+    bad = IterableDataset.from_generator(lambda: iter(rows_with_bad()))
+    with pytest.raises(ValueError, match=r"Row 2 of the train stream cannot be tokenised: .*`messages\[1\]`"):
+        run_per_turn(tmp_path, bad, max_steps=1).train()
+
+
+# Refusals
+
+MESSAGES = Dataset.from_list([{"messages": chat(1)}] * 2)
+GIVEN = {
+    "assistant_only_loss": (MESSAGES, {"assistant_only_loss": True}, r"`assistant_only_loss=True`.*keeps earlier"),
+    "history": (MESSAGES, {"completion_only_loss": False}, r"`completion_only_loss=False`.*trained n times.*unset"),
+    "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave one"),
+    "text": (
+        Dataset.from_dict({"text": ["a"]}),
+        {},
+        r"train dataset has the columns \['text'\].*no conversations.*Give",
+    ),
+    "prompts of text": (
+        Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}),
+        {},
+        r"Its rows are no conversations",
+    ),
+    "prompts alone": (Dataset.from_dict({"prompt": [chat(1)]}), {}, r"Its rows are no conversations"),
+    "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, r"it is tokenised.*Give the conversations.*--per-turn"),
+    "images": (
+        MESSAGES.add_column("image", [None] * 2),
+        {},
+        r"Images belong to a whole row \(`image`\).*Set `per_turn",
+    ),
+    "roles": (
+        Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]),
+        {},
+        r"none of the 1 conversations .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename the role",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_has_no_turns_is_refused(name, tmp_path):
+    data, settings, said = GIVEN[name]
+    with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{said}|{said.partition('.*')[0]}.*`per_turn=True`.*"):
+        trainer(tmp_path, data, per_turn=True, **settings)
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
+        kwargs = {"eval_dataset": Dataset.from_dict({"text": ["a"]})}
+        trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs=kwargs)
+    with pytest.raises(ValueError, match=r"`formatting_func=str`. It makes one text.*Leave `formatting_func` unset"):
+        trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs={"formatting_func": str})
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("turns")
+    tokenizer_with("qwen3").save_pretrained(folder / "tokenizer")
+    rows = [*chats().to_list(), {"messages": [user("only a question")], "id": 99}]
+    Dataset.from_list(rows).to_json(folder / "chats.jsonl")
+    return folder
+
+
+def test_prepare_and_plan_count_conversations_and_turns(workplace, tmp_path, capsys):
+    num = len(turns_of(chats()))
+    words = [str(workplace / "chats.jsonl"), "--tokenizer", str(workplace / "tokenizer"), "--per-turn"]
+    assert main(["prepare", *words, "--output", str(tmp_path / "table"), "--json"]) == 0
+    said = capsys.readouterr()
+    manifest = json.loads(said.out)
+    assert manifest["conversations"] == 11 and manifest["rows"] == num + 1 and manifest["settings"]["per_turn"]
+    assert manifest["documents_without_a_trained_token"] == 1 and manifest["bad_rows_dropped"] == 0
+    assert f"11, one document for each of their {num} assistant turns; 1 without an assistant turn" in said.err
+    assert main(["plan", *words, "--max-length", "512", "--json"]) == 0
+    ledger = json.loads(capsys.readouterr().out)["plans"][0]["ledger"]
+    assert ledger["given"]["documents"] == num + 1 and ledger["dropped"]["untrained"]["documents"] == 1
+    table = load_from_disk(tmp_path / "table")
+    assert table.column_names == ["input_ids", "labels"]
+    run = run_per_turn(tmp_path, table, per_turn=False)  # trained like any prepared table
+    found = sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+    assert found == sorted(by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats()))
+    assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
+    assert f"11 conversations, one row for each of their {num} assistant turns; 1 without" in capsys.readouterr().out
+    (tmp_path / "lengths.txt").write_text("5\n6\n")
+    assert main(["plan", str(tmp_path / "lengths.txt"), "--per-turn"]) == 2
+    assert "a file of 2 lengths. The turns of a conversation are not known" in capsys.readouterr().err

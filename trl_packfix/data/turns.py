@@ -1,0 +1,163 @@
+"""One sample per assistant turn: the conversation as the chat template renders it at this turn.
+
+Templates that strip earlier thinking (Qwen3, GPT-OSS) render a conversation anew at every assistant turn. What the
+model saw when it wrote a turn is then not the beginning of the whole conversation as it is rendered. A sample is:
+
+    prompt      template(messages before the turn, add_generation_prompt=True)     not trained
+    completion  what template(messages up to the turn) has after the prompt        trained
+
+This is how TRL tokenises a row with the prompt `messages[:k]` and the completion `[messages[k]]`, if the prompt is the
+beginning of both together. Otherwise TRL trains the row after another context than generation sees; here it is refused.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml, prepare_multimodal_messages
+
+from .collator import IGNORE_INDEX
+from .images import IMAGES
+
+COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
+NUM_SHOWN = 60  # characters of a rendered prompt that a message shows
+
+
+@dataclass(frozen=True)
+class TurnCounts:
+    """What became of the conversations of a table.
+
+    Attributes:
+        conversations: rows given.
+        samples: assistant turns that became a sample.
+        without_turn: conversations without an assistant turn. Each is one document without a trained token.
+        bad: turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`).
+    """
+
+    conversations: int
+    samples: int
+    without_turn: int
+    bad: int
+
+    def line(self) -> str:
+        """One line of a report.
+
+        >>> TurnCounts(1200, 14054, 3, 0).line()
+        '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
+        """
+        text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
+        text += f"; {self.without_turn:,} without an assistant turn" if self.without_turn else ""
+        return text + (f"; {self.bad:,} turns cannot be rendered and are dropped" if self.bad else "")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row, and what its chat template gets beside them.
+
+    Attributes:
+        messages: with `role` and `content`, in the form that TRL gives to the template.
+        first: number of messages in the prompt of the row. Its assistant turns are not trained.
+        arguments: `tools`, and the row's `chat_template_kwargs`.
+    """
+
+    messages: list[dict[str, Any]]
+    first: int
+    arguments: dict[str, Any]
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> "Conversation":
+        """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it."""
+        row = maybe_convert_to_chatml(dict(row))
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        arguments: dict[str, Any] = {"tools": tools}
+        arguments.update(row.get("chat_template_kwargs") or ())
+        if "prompt" in row:
+            return cls(row["prompt"] + row["completion"], len(row["prompt"]), arguments)
+        return cls(row["messages"], 0, arguments)
+
+    @property
+    def turns(self) -> list[int]:
+        """Indices of the messages that the assistant wrote, without those of the prompt."""
+        return [i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == "assistant"]
+
+    def sample(self, turn: int, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, list[int]]:
+        """The sample of one assistant turn: `input_ids`, and `labels` that are -100 before the turn.
+
+        Args:
+            turn: index of its message.
+
+        Raises:
+            ValueError: the prompt as generation sees it is not the beginning of the rendered conversation.
+        """
+        prompt = self._tokens(turn, tokenizer, add_generation_prompt=True)
+        tokens = self._tokens(turn + 1, tokenizer)
+        if tokens[: len(prompt)] != prompt:
+            seen, given = (_decoded(ids, prompt, tokens, tokenizer) for ids in (prompt, tokens))
+            raise ValueError(
+                f"the template ends the prompt of `messages[{turn}]` with {seen!r}, and with this turn it continues "
+                f"with {given!r} there"
+            )
+        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]}
+
+    def untrained(self, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, list[int]]:
+        """The whole conversation without a trained token: `input_ids`, and `labels` that are -100."""
+        tokens = self._tokens(len(self.messages), tokenizer)
+        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
+
+    def _tokens(
+        self, stop: int, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """The first `stop` messages through the chat template, shape (T,)."""
+        messages = self.messages[:stop]
+        if isinstance(tokenizer, ProcessorMixin):
+            messages = prepare_multimodal_messages(messages)
+        made: Any = tokenizer.apply_chat_template(
+            [messages],  # a batch of one: alone, an empty history is an error
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=add_generation_prompt,
+            **self.arguments,
+        )
+        return list(made["input_ids"][0])
+
+
+def _decoded(ids: list[int], one: list[int], other: list[int], tokenizer: Any) -> str:
+    """The text of `ids` from the first token on in which `one` and `other` differ."""
+    same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+    return tokenizer.decode(ids[same:])[:NUM_SHOWN]
+
+
+def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
+    """Refuse a dataset that has no conversations to be split at assistant turns.
+
+    Raises:
+        ValueError: images, tokenised rows, or rows that hold no messages.
+    """
+    given = f"`per_turn=True` was given, and the {name} dataset has the columns"
+    columns = get_dataset_column_names(dataset)
+    if "input_ids" in columns:
+        raise ValueError(
+            f"{given} {columns}: it is tokenised. Where the turns of a conversation are is not known from tokens. Give "
+            "the conversations themselves; or set `per_turn=False`, if `trl-packfix prepare --per-turn` has already "
+            "made one row of each turn."
+        )
+    images = [column for column in columns if column in IMAGES]
+    if images:
+        raise ValueError(
+            f"{given} {columns}. Images belong to a whole row (`{images[0]}`), and which of them were seen at a turn "
+            "is not known. Set `per_turn=False`, or remove the column of images if the text alone is to be trained."
+        )
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        return  # TRL refuses a transform
+    texts = ["prompt", "completion"] if "prompt" in columns else ["messages", "conversations"]
+    found = [column for column in texts if column in columns]
+    row = next(iter(dataset.select_columns(found))) if found else {}
+    # A malformed row is found later, with its number.
+    if not found or ("prompt" in columns and len(found) < 2) or any(isinstance(row[column], str) for column in found):
+        raise ValueError(
+            f"{given} {columns}. Its rows are no conversations, so they have no turns. Give `messages` (or "
+            "`conversations`), or `prompt` and `completion` as lists of messages; or set `per_turn=False`."
+        )

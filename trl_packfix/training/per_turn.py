@@ -1,0 +1,208 @@
+"""Split the conversations of a dataset into one sample per assistant turn, and count them (`per_turn=True`)."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import get_dataset_column_names
+
+from ..compat import main_process_first
+from ..data.checks import check_rows
+from ..data.reader import BAD_ROW, TokenReader, bad_rows
+from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations
+from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
+from .config import SFTConfig
+
+logger = logging.getLogger(__name__)
+
+CONVERSATION, TURN = "packfix_conversation", "packfix_turn"  # columns while counting: the row, the message; -1 for none
+NUM_AT_ONCE = 16  # conversations in memory: their samples have many times their tokens
+NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
+
+
+def check_per_turn(args: SFTConfig, train_dataset: Any, eval_dataset: Any, formatting_func: Any) -> None:
+    """Refuse datasets without conversations, before the model is loaded. Does nothing without `per_turn`.
+
+    Raises:
+        ValueError: a formatting function, a dataset without rows, or what `check_conversations` refuses.
+    """
+    if not args.per_turn:
+        return
+    if formatting_func is not None:
+        function = getattr(formatting_func, "__name__", formatting_func)
+        raise ValueError(
+            f"`per_turn=True` was given with `formatting_func={function}`. It makes one text of each row, in which "
+            "turns are not known. Leave `formatting_func` unset, or set `per_turn=False`."
+        )
+    eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    for name, dataset in [("train", train_dataset), *eval_sets.items()]:
+        if dataset is not None:
+            check_rows(dataset, name)
+            check_conversations(dataset, name)
+
+
+def split_turns(
+    dataset: Dataset | IterableDataset,
+    name: str,
+    args: SFTConfig,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    marks: bool,
+    is_training_set: bool,
+) -> tuple[Dataset | IterableDataset, TurnCounts | None]:
+    """One tokenised row per assistant turn, with the other columns of its conversation; and the counts of a table.
+
+    Args:
+        name: of the dataset, for messages.
+        marks: with `bad_rows="drop"`, keep turns that cannot be rendered as rows without tokens, with the reason in the
+            column `BAD_ROW`, so that they are counted.
+        is_training_set: whether to say that the template strips nothing.
+
+    Raises:
+        ValueError: turns cannot be rendered (`bad_rows="raise"`), or no turn can; no conversation has a turn.
+    """
+    columns = get_dataset_column_names(dataset)
+    others = [column for column in columns if column not in COLUMNS]
+    kwargs: dict[str, Any] = {"tokenizer": processing_class, "others": others}
+    drops = args.bad_rows == "drop"
+    if isinstance(dataset, IterableDataset):
+        kwargs |= {"name": name, "drops": drops}
+        dataset = dataset.map(
+            _rows_of_stream, with_indices=True, batched=True, batch_size=1, fn_kwargs=kwargs, remove_columns=columns
+        )
+        return (dataset.filter(is_good).remove_columns(BAD_ROW) if drops and not marks else dataset), None
+    if dataset.format["type"] == "custom":
+        return dataset, None  # TRL refuses a transform
+    numbers = {CONVERSATION: Value("int64"), TURN: Value("int64")}
+    with main_process_first():
+        found = dataset.map(
+            _rows,
+            with_indices=True,
+            batched=True,
+            batch_size=NUM_AT_ONCE,
+            fn_kwargs=kwargs,
+            remove_columns=columns,
+            features=Features({column: dataset.features[column] for column in others} | TOKENS | numbers),
+            num_proc=args.dataset_num_proc,
+            desc=f"Tokenizing each assistant turn of {name} dataset",
+        )
+    counts = _counted(dataset, found, name, drops)
+    if args.process_index == 0 and not args.disable_tqdm:
+        print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
+    if is_training_set:
+        _say_if_nothing_is_stripped(found, name)
+    found = found.remove_columns(list(numbers))
+    return (found if marks and counts.bad else without_bad_rows(found)), counts
+
+
+def _rows(
+    batch: Any, indices: list[int], tokenizer: PreTrainedTokenizerBase | ProcessorMixin, others: list[str]
+) -> dict[str, list[Any]]:
+    """The samples of some conversations, as columns: one row per assistant turn, or one for a conversation without."""
+    columns: dict[str, list[Any]] = {name: [] for name in (*others, *TOKENS, CONVERSATION, TURN)}
+    for i, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+        row = dict(zip(batch.keys(), values, strict=True))
+        for turn, sample in _samples(row, tokenizer):
+            made = {column: row[column] for column in others} | sample | {CONVERSATION: i, TURN: turn}
+            for column, value in made.items():
+                columns[column].append(value)
+    return columns
+
+
+def _samples(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Turn and sample, -1 for a whole conversation; a bad one has no tokens, and the reason in the column `BAD_ROW`."""
+    try:
+        conversation = Conversation.from_row(row)
+        turns = conversation.turns or [-1]
+    except Exception as error:
+        yield -1, _columns([], [], reason(row, error, text_field=""))
+        return
+    for turn in turns:
+        try:
+            sample = conversation.untrained(tokenizer) if turn < 0 else conversation.sample(turn, tokenizer)
+        except Exception as error:
+            yield turn, _columns([], [], reason(row, error, text_field=""))
+        else:
+            yield turn, _columns(sample["input_ids"], sample["labels"])
+
+
+def _columns(tokens: list[int], labels: list[int], why: str = "") -> dict[str, Any]:
+    # Arrays, because lists of Python's integers would need many times the memory
+    return {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64), BAD_ROW: why}
+
+
+def _rows_of_stream(batch: Any, indices: list[int], name: str, drops: bool, **kwargs: Any) -> dict[str, list[Any]]:
+    made = _rows(batch, indices, **kwargs)
+    del made[CONVERSATION], made[TURN]
+    for column in ("input_ids", "labels"):
+        made[column] = [values.tolist() for values in made[column]]
+    if drops:
+        return made
+    for why in made.pop(BAD_ROW):
+        if why:
+            refuse_row_of_stream(name, indices[0], why)
+    return made
+
+
+def _counted(dataset: Dataset, found: Dataset, name: str, drops: bool) -> TurnCounts:
+    """Count the samples, and refuse or name the turns that cannot be rendered."""
+    bad = bad_rows(found)
+    assert bad is not None  # `_rows` makes the column
+    conversations, turns = (_numbers(found, column) for column in (CONVERSATION, TURN))
+    counts = TurnCounts(
+        conversations=len(dataset),
+        samples=int((~bad & (turns >= 0)).sum()),
+        without_turn=int((~bad & (turns < 0)).sum()),
+        bad=int(bad.sum()),
+    )
+    if counts.bad:
+        rows, where = np.unique(conversations[bad], return_index=True)
+        first = np.flatnonzero(bad)[where][:NUM_SHOWN]
+        reasons = list(zip(rows[:NUM_SHOWN].tolist(), found.select(first).with_format(None)[BAD_ROW], strict=True))
+        if not drops or not counts.samples:
+            refuse(name, reasons, len(rows), len(dataset))
+        logger.warning(
+            "%d turns in %d of %d conversations of the %s dataset cannot be rendered and are dropped; the first are in "
+            "rows %s. Row %d: %s.",
+            *(counts.bad, len(rows), len(dataset), name, [row for row, _ in reasons], *reasons[0]),
+        )
+    if not counts.samples:
+        roles = sorted({message["role"] for message in Conversation.from_row(dataset[0]).messages})
+        raise ValueError(
+            f"`per_turn=True` was given, and none of the {len(dataset)} conversations of the {name} dataset has a "
+            f"message of the role `assistant` to train (roles of row 0: {', '.join(roles)}). Each assistant turn makes "
+            "one sample, so there would be none. Rename the role, or set `per_turn=False`."
+        )
+    return counts
+
+
+def _numbers(found: Dataset, column: str) -> np.ndarray:
+    return found.select_columns(column).with_format("arrow")[:][column].to_numpy()
+
+
+def _say_if_nothing_is_stripped(found: Dataset, name: str) -> None:
+    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing."""
+    found = found.select(range(int(np.searchsorted(_numbers(found, CONVERSATION), NUM_COMPARED))))
+    reader, conversations = TokenReader(found), _numbers(found, CONVERSATION)
+    lengths = reader.lengths
+    same = (conversations[1:] == conversations[:-1]) & (lengths[1:] > 0) & (lengths[:-1] > 0)
+    pairs = np.flatnonzero(same).tolist()
+    for i in pairs:
+        length = int(lengths[i])
+        one, other = (reader.read(row, 0, min(length, int(lengths[row])))["input_ids"] for row in (i, i + 1))
+        if not np.array_equal(one, other):
+            return
+    if len(pairs):
+        last = np.append(conversations[1:] != conversations[:-1], True)
+        logger.warning(
+            "`per_turn=True` was given, and the chat template renders each turn as the beginning of the next in all of "
+            "the first %d conversations of the %s dataset. Their samples have %.1f times the tokens of the "
+            "conversations and train the same answers. Set `per_turn=False` and `assistant_only_loss=True`, if all "
+            "conversations are like this.",
+            *(len(np.unique(conversations)), name, lengths.sum() / lengths[last].sum()),
+        )
