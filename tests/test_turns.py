@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -284,6 +285,41 @@ def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says
     assert len(answers) > 50
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_turns_without_an_end_are_said(is_stream, tmp_path, caplog):
+    """GLM renders what ends a turn in front of the next message; the template that TRL trains with does not."""
+    silent = Dataset.from_list([{"messages": [user("only a question")]}])
+    data = Dataset.from_list([*silent.to_list(), *chats(3).remove_columns("id").to_list()])
+    data = data.to_iterable_dataset() if is_stream else data
+    for template, is_said in (("glm4moe", True), ("glm4moe_training", False), ("qwen3", False)):
+        tokenizer = tokenizer_with(template)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+        caplog.clear()
+        args = config(tmp_path, max_length=512, per_turn=True, max_steps=1)
+        SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
+        assert ("without an end-of-turn token: the first one ends in '" in caplog.text) == is_said
+        assert ("</think>\\nc0A1.'" in caplog.text) == is_said
+
+
+def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_the_last_turn():
+    """What docs/per_turn.md says to do."""
+    if not (TEMPLATES / "deepseek_r1_distill.jinja").exists():
+        pytest.skip("this version of TRL does not have the template")
+    page = (Path(__file__).parents[1] / "docs" / "per_turn.md").read_text()
+    before, after = re.findall(r"`({% if '</think>' in content.*?%})`", page)
+    tokenizer = tokenizer_with("deepseek_r1_distill")
+    messages = chat(2, thinks=False)
+    for k in (1, 3):
+        messages[k]["content"] = f"<think>\nT{k // 2 + 1}.\n</think>\n\n{messages[k]['content']}"
+    conversation = Conversation.from_row({"messages": messages})
+    with pytest.raises(ValueError, match=r"the prompt of `messages\[1\]` with '<think>"):
+        conversation.sample(1, tokenizer)
+    assert tokenizer.chat_template.count(before) == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace(before, after)
+    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)["input_ids"]) for turn in conversation.turns]
+    assert "T1." in texts[0] and "T1." not in texts[1] and "A1." in texts[1] and "T2." in texts[1]
+
+
 # Turns that cannot be rendered
 
 
@@ -328,7 +364,7 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     read = []
 
     def rows():
-        for row in chats(200).to_list():
+        for row in chats(60).to_list():
             read.append(row["id"])
             yield row
 
@@ -336,7 +372,7 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     run = run_per_turn(tmp_path, IterableDataset.from_generator(rows), **settings)
     assert max(read) < 10, "a stream is read before training"
     batches = [documents_of(batch) for batch in islice(run.get_train_dataloader(), 3)]
-    expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats(200))]
+    expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats(60))]
     assert all(document in expected for batch in batches for document in batch) and sum(map(len, batches)) > 4
     run.train()
     resumed = run_per_turn(tmp_path / "resumed", IterableDataset.from_generator(rows), **settings)

@@ -11,6 +11,7 @@ beginning of both together. Otherwise TRL trains the row after another context t
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from .collator import IGNORE_INDEX
 from .images import IMAGES
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
-NUM_SHOWN = 60  # characters of a rendered prompt that a message shows
+NUM_SHOWN = 60  # characters of a rendered turn that a message shows
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,23 @@ def _decoded(ids: list[int], one: list[int], other: list[int], tokenizer: Any) -
     """The text of `ids` from the first token on in which `one` and `other` differ."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
     return tokenizer.decode(ids[same:])[:NUM_SHOWN]
+
+
+def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
+    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow the token.
+
+    Args:
+        tokenizer: a tokenizer, or a processor that has one.
+    """
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    special = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    trained = [label for label in labels if label != IGNORE_INDEX]
+    for token in reversed(trained):
+        if token in special:
+            return None
+        if tokenizer.decode([token]).strip():
+            break
+    return tokenizer.decode(trained)[-NUM_SHOWN:]
 
 
 def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:

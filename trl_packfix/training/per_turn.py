@@ -13,7 +13,7 @@ from trl.data_utils import get_dataset_column_names
 from ..compat import main_process_first
 from ..data.checks import check_rows
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
-from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations
+from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
 from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
 
@@ -59,7 +59,7 @@ def split_turns(
         name: of the dataset, for messages.
         marks: with `bad_rows="drop"`, keep turns that cannot be rendered as rows without tokens, with the reason in the
             column `BAD_ROW`, so that they are counted.
-        is_training_set: whether to say that the template strips nothing.
+        is_training_set: whether to say that turns do not end, or that the template strips nothing.
 
     Raises:
         ValueError: turns cannot be rendered (`bad_rows="raise"`), or no turn can; no conversation has a turn.
@@ -73,6 +73,8 @@ def split_turns(
         dataset = dataset.map(
             _rows_of_stream, with_indices=True, batched=True, batch_size=1, fn_kwargs=kwargs, remove_columns=columns
         )
+        if is_training_set:
+            _say_if_turns_do_not_end(dataset, name, processing_class)
         return (dataset.filter(is_good).remove_columns(BAD_ROW) if drops and not marks else dataset), None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
@@ -93,6 +95,7 @@ def split_turns(
     if args.process_index == 0 and not args.disable_tqdm:
         print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
     if is_training_set:
+        _say_if_turns_do_not_end(found, name, processing_class)
         _say_if_nothing_is_stripped(found, name)
     found = found.remove_columns(list(numbers))
     return (found if marks and counts.bad else without_bad_rows(found)), counts
@@ -183,6 +186,21 @@ def _counted(dataset: Dataset, found: Dataset, name: str, drops: bool) -> TurnCo
 
 def _numbers(found: Dataset, column: str) -> np.ndarray:
     return found.select_columns(column).with_format("arrow")[:][column].to_numpy()
+
+
+def _say_if_turns_do_not_end(
+    found: Dataset | IterableDataset, name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+) -> None:
+    """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message."""
+    first = next((row["labels"] for row in found.take(NUM_COMPARED) if max(row["labels"], default=-1) >= 0), None)
+    end = None if first is None else unended(first, tokenizer)
+    if end is not None:
+        logger.warning(
+            "`per_turn=True` was given, and the chat template renders the assistant turns of the %s dataset without an "
+            "end-of-turn token: the first one ends in %r. The model would not learn to stop. Set `chat_template_path` "
+            "to a template that ends every turn, such as TRL's training template for this model.",
+            *(name, end),
+        )
 
 
 def _say_if_nothing_is_stripped(found: Dataset, name: str) -> None:
