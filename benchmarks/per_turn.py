@@ -1,7 +1,8 @@
 """One sample per assistant turn: how many samples and tokens conversations become, and what preparing them costs.
 
-    python benchmarks/per_turn.py --data DIR                       # 10 CPU minutes
+    python benchmarks/per_turn.py --data DIR                       # 4 CPU minutes
     python benchmarks/per_turn.py --data DIR --num 50              # the first 50 conversations of each set
+    python benchmarks/per_turn.py --data DIR --compare             # the same turns prepared by TRL, too
     python benchmarks/per_turn.py --data DIR --csv per_turn.csv
 
 Conversations of taubench_airline_gpt4o.jsonl, sgd_tools_train1200.jsonl and oasst1_en_val_threads.jsonl in --data, with
@@ -13,7 +14,8 @@ whole        tokens of the conversations, with TRL's training template of Qwen3,
 samples      tokens of the samples of `per_turn=True`; `ratio` = samples / whole
 trained      tokens with a label, of the samples and (`assistant_only_loss=True`) of the whole conversations
 seen         share of the assistant turns whose history in the whole conversation is what generation sees at this turn
-CPU s        to tokenise: `per_turn=True`, TRL on the same rows as `prompt` and `completion`, TRL on the conversations
+CPU s        to tokenise: `per_turn=True`; TRL on the conversations; and with --compare TRL on one row per turn, with a
+             `prompt` and a `completion`. These rows must have the same tokens and labels in number.
 """
 
 import argparse
@@ -103,13 +105,13 @@ def share_seen(samples: Dataset, whole: Dataset, rows: Dataset) -> float:
     return float(np.mean(same))
 
 
-def measure(data: Path, name: str, num: int | None, thinking: int, tokenizer: PreTrainedTokenizerBase) -> Row:
+def measure(
+    data: Path, name: str, num: int | None, thinking: int, compares: bool, tokenizer: PreTrainedTokenizerBase
+) -> Row:
     rows = conversations(data, name, num, thinking)
     samples, seconds = prepared(trl_packfix, rows, tokenizer, per_turn=True)
-    stock, seconds_of_prompts = prepared(trl, as_prompts(rows), tokenizer)
     whole, seconds_of_whole = prepared(trl, rows, tokenizer, assistant_only_loss=True)
-    assert count(samples) == count(stock), "the samples are TRL's rows"
-    return {
+    row = {
         "set": name,
         "thinking": thinking,
         "conversations": len(rows),
@@ -121,9 +123,13 @@ def measure(data: Path, name: str, num: int | None, thinking: int, tokenizer: Pr
         "trained whole": count(whole).trained_tokens,
         "seen": round(share_seen(samples, whole, rows), 3),
         "CPU s": round(seconds, 1),
-        "CPU s prompts": round(seconds_of_prompts, 1),
         "CPU s whole": round(seconds_of_whole, 1),
     }
+    if compares:
+        stock, seconds_of_prompts = prepared(trl, as_prompts(rows), tokenizer)
+        assert count(samples) == count(stock), "the samples are not TRL's rows"
+        row["CPU s prompts"] = round(seconds_of_prompts, 1)
+    return row
 
 
 def main() -> None:
@@ -132,6 +138,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=[*SETS], default=[*SETS])
     parser.add_argument("--thinking", nargs="+", type=int, default=[0, 100], metavar="WORDS")
     parser.add_argument("--num", type=int, help="conversations of each set (default: all)")
+    parser.add_argument("--compare", action="store_true", help="prepare the same turns with TRL, too")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -142,17 +149,17 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.data / "smollm2_tokenizer")
     tokenizer.chat_template = TEMPLATE
     table, found = Table(), []
-    for name in args.sets:
-        for thinking in args.thinking:
-            found.append(measure(args.data, name, args.num, thinking, tokenizer))
+    for thinking in args.thinking:
+        for name in args.sets:
+            found.append(measure(args.data, name, args.num, thinking, args.compare, tokenizer))
             print(found[-1], flush=True)
+            if args.csv:
+                write_csv(args.csv, found)
     for column in found[0]:
         table.add_column(column, justify="right")
     for row in found:
         table.add_row(*(f"{value:,}" if isinstance(value, int | float) else value for value in row.values()))
     Console(width=160).print(table)
-    if args.csv:
-        write_csv(args.csv, found)
 
 
 if __name__ == "__main__":

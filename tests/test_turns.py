@@ -219,6 +219,8 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
             assert pairs(run.train_dataset) == expected
         assert run.train_dataset["id"][: len(expected)] == [row["id"] for row, _ in turns_of(data)]
     assert run.evaluate(data, metric_key_prefix="new")["new_loss"] == run.evaluate(sets)["eval_table_loss"]
+    with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
+        run.evaluate(Dataset.from_dict({"text": ["a"]}))
 
 
 def test_weights_and_sources_go_to_each_turn(tmp_path):
@@ -462,6 +464,16 @@ def test_prepare_and_plan_count_conversations_and_turns(workplace, tmp_path, cap
     assert found == sorted(by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats()))
     assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
     assert f"11 conversations, one row for each of their {num} assistant turns; 1 without" in capsys.readouterr().out
+    Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")
+    words.insert(1, str(tmp_path / "bad.jsonl"))
+    bad = len(turns_of(rows_with_bad()))
+    assert main(["plan", *words, "--bad-rows", "drop", "--max-length", "512", "--json"]) == 0
+    ledger = json.loads(capsys.readouterr().out)["plans"][0]["ledger"]
+    assert ledger["given"]["documents"] == num + 1 + bad and ledger["dropped"]["bad_row"]["documents"] == 2
+    assert main(["prepare", *words, "--bad-rows", "drop", "--output", str(tmp_path / "two"), "--json"]) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert manifest["conversations"] == 19 and manifest["bad_rows_dropped"] == 2
+    assert manifest["rows"] == num + 1 + bad - 2
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert main(["plan", str(tmp_path / "lengths.txt"), "--per-turn"]) == 2
     assert "a file of 2 lengths. The turns of a conversation are not known" in capsys.readouterr().err

@@ -62,8 +62,10 @@ def split_turns(
         is_training_set: whether to say that turns do not end, or that the template strips nothing.
 
     Raises:
-        ValueError: turns cannot be rendered (`bad_rows="raise"`), or no turn can; no conversation has a turn.
+        ValueError: rows are no conversations; turns cannot be rendered (`bad_rows="raise"`), or no turn can; no
+            conversation has a turn.
     """
+    check_conversations(dataset, name)  # that of `evaluate` was not given before
     columns = get_dataset_column_names(dataset)
     others = [column for column in columns if column not in COLUMNS]
     kwargs: dict[str, Any] = {"tokenizer": processing_class, "others": others}
@@ -98,7 +100,7 @@ def split_turns(
         _say_if_turns_do_not_end(found, name, processing_class)
         _say_if_nothing_is_stripped(found, name)
     found = found.remove_columns(list(numbers))
-    return (found if marks and counts.bad else without_bad_rows(found)), counts
+    return (found if marks and drops else without_bad_rows(found)), counts
 
 
 def _rows(
