@@ -1,6 +1,6 @@
 """One sample per assistant turn: how many samples and tokens conversations become, and what preparing them costs.
 
-    python benchmarks/per_turn.py --data DIR                       # 4 CPU minutes
+    python benchmarks/per_turn.py --data DIR                       # about 6 CPU minutes
     python benchmarks/per_turn.py --data DIR --num 50              # the first 50 conversations of each set
     python benchmarks/per_turn.py --data DIR --compare             # the same turns prepared by TRL, too
     python benchmarks/per_turn.py --data DIR --csv per_turn.csv
