@@ -142,7 +142,8 @@ def test_the_wheel_has_every_module(wheel):
 
 def link_requirements(folder: Path) -> None:
     """Link what `pip install trl_packfix` installs into a folder: its requirements and theirs, without any extra."""
-    todo = [Requirement(text) for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    todo = [Requirement(text) for text in project["dependencies"]]
     done: set[tuple[str, str]] = set()
     while todo:
         one = todo.pop()
