@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl_packfix import check_isolation
 from trl_packfix.attention import choice as choosing
 from trl_packfix.attention.choice import choose_attention, head_dim
+from trl_packfix.attention.forwards import _flash_attentions
 from trl_packfix.attention.kernels import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.isolation import packed_model as packing
@@ -212,6 +213,20 @@ def test_what_the_report_calls_flash_is_flash(tiny_model, machine):
     machine(problem="torch 2.11 is built for ROCm, where its varlen kernels are not tested")
     with pytest.warns(UserWarning, match="ROCm"):
         assert not choose_attention(tiny_model("llama"), **BF16).is_flash
+
+
+def test_boundaries_are_given_to_the_attention_of_the_text_only():
+    """The attention of the towers of phi4_multimodal and deepseek_ocr2 says that it is causal. With the boundaries of
+    a pack of text, the kernel would read beyond the patches of the image."""
+    vision = pytest.importorskip("support.vision")  # needs Pillow
+    model = vision.build_model("llava")
+    for module in model.model.vision_tower.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = True
+    assert _flash_attentions(model) == []
+    model.config.get_text_config()._attn_implementation_internal = PLAYED
+    found = {name for name, module in model.named_modules() if module in _flash_attentions(model)}
+    assert found == {f"model.language_model.layers.{i}.self_attn" for i in range(2)}
 
 
 # Several ranks

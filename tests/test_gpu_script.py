@@ -14,8 +14,8 @@ pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).parent / "gpu" / "run.sh"
 
 
-def run(folder, *flags, python=sys.executable):
-    env = os.environ | {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": ""}
+def run(folder, *flags, python=sys.executable, visible=""):
+    env = os.environ | {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": visible}
     done = subprocess.run([SCRIPT, "--out", folder, *flags], env=env, capture_output=True, text=True, timeout=900)
     path = folder / "steps.csv"
     rows = list(csv.DictReader(path.open())) if path.exists() else []
@@ -54,3 +54,61 @@ def test_it_ends_at_its_limit(tmp_path):
 def test_an_unknown_flag_shows_the_usage(tmp_path):
     done, rows = run(tmp_path, "--fast")
     assert done.returncode == 2 and "[--quick]" in done.stderr and not rows
+
+
+@pytest.fixture
+def played_gpu(tmp_path):
+    """An interpreter that says that there is a GPU, and runs nothing: for the branches of the script itself."""
+    path = tmp_path / "python"
+    path.write_text(
+        """#!/bin/sh
+case "$*" in *is_available*|*find_spec*) exit 0 ;; esac
+echo "visible: $CUDA_VISIBLE_DEVICES"
+case "$*" in *shapes.py*) sleep 30 ;; esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("visible, first, flag", [("4,5", "4", False), ("GPU-8932f937", "GPU-8932f937", True)])
+def test_one_gpu_of_several_is_used(visible, first, flag, played_gpu, tmp_path):
+    """With several, every training fails: the Trainer would wrap the model in DataParallel. `--num_gpus` would take
+    the first GPU of the machine, whatever is visible, and the launcher reads numbers only."""
+    done, rows = run(tmp_path, "--steps", "0 4", python=played_gpu, visible=visible)
+    assert done.returncode == 0 and [row["state"] for row in rows] == ["passed", "passed"], done.stdout
+    assert f"visible: {first}\n" in (tmp_path / "0_environment.log").read_text()
+    log = (tmp_path / "4_zero3.log").read_text()
+    assert f"visible: {first}\n" in log and ("--num_gpus" in log) == flag
+
+
+def test_a_step_that_runs_at_the_limit_has_not_failed(played_gpu, tmp_path):
+    done, rows = run(tmp_path, "--quick", "--steps", "2 6", "--limit", "7", python=played_gpu, visible="0")
+    assert done.returncode == 1 and [(row["name"], row["state"]) for row in rows] == [("shapes", "no time")]
+    done, rows = run(tmp_path, "--quick", "--steps", "6", "--limit", "7", python=played_gpu, visible="0")
+    assert done.returncode == 0 and [(row["name"], row["state"]) for row in rows] == [("compile", "skipped")]
+
+
+FIRST_LOOK = """
+import os, sys
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print("visible:", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Importing())
+import MODULE
+"""
+
+
+@pytest.mark.parametrize("module", ["conftest", "throughput_gpu"])
+def test_tests_and_the_benchmark_see_one_gpu_when_torch_is_imported(module):
+    root = Path(__file__).parents[1]
+    folders = [str(root / name) for name in ("tests", "benchmarks", ".")]
+    env = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK")}
+    env |= {"CUDA_VISIBLE_DEVICES": "4,5", "PYTHONPATH": os.pathsep.join(folders)}
+    code = FIRST_LOOK.replace("MODULE", module)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "visible: 4\n", done.stdout + done.stderr

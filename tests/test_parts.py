@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
@@ -64,3 +65,15 @@ def test_a_pack_that_does_not_divide_is_refused():
     whole = PackedDataCollator()(list(documents([3, 2], 0)))
     with pytest.raises(ValueError, match=r"A pack of 5 tokens .* 2 parts.*not a multiple.*`pad_to_multiple_of=2`"):
         cut_part(whole, 2, 0)
+
+
+def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
+    """From other memory the host would wait for the copy to a GPU. Pinning needs a GPU, so only the calls are seen."""
+    part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), 2, 0)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
+    found = pin_memory(part)["pack_part"]
+    own = part["pack_part"]
+    assert {id(own.next_document), id(own.trained)} <= {id(tensor) for tensor in pinned}
+    assert torch.equal(found.trained, own.trained) and found.trained is not own.trained
+    assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)

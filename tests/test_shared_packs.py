@@ -20,7 +20,8 @@ from support.runs import texts, trainer
 from torch import nn
 
 from trl_packfix import IsolationReport, PackingLeakError, SFTTrainer
-from trl_packfix.attention.exchange import group_of, head_ranges, make_groups
+from trl_packfix.attention import exchange
+from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
 from trl_packfix.attention.forwards import PackedForward, entered
 from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
@@ -76,6 +77,34 @@ def test_every_head_is_computed_once_with_the_keys_that_it_reads(heads, kv_heads
     for queries, keys in ranges:
         read = {head * kv_heads // heads for head in range(queries.start, queries.stop)}
         assert read == set(range(keys.start, keys.stop))
+
+
+@pytest.mark.parametrize("heads, kv_heads", shared_packs.HEADS)
+def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device(heads, kv_heads, monkeypatch):
+    """For such a copy the host would wait for the GPU, in every layer. Four ranks are played one after the other."""
+    degree, num_tokens, sent = 4, 3, {}
+    monkeypatch.setattr(exchange, "group_of", lambda degree: None)
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: member)
+
+    def exchanged(flat, send, receive, group):
+        sent[member] = flat.split(send)
+        # What all send is known in the second round
+        return torch.cat([sent[j][member] for j in sent]) if len(sent) == degree else flat.new_empty(sum(receive))
+
+    monkeypatch.setattr(exchange._Exchange, "apply", exchanged)
+    query, key, value = (torch.randn(1, n, degree * num_tokens, 4) for n in (heads, kv_heads, kv_heads))
+    found = {}
+    for member in [*range(degree)] * 2:
+        part = slice(member * num_tokens, (member + 1) * num_tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "tensor", None)  # it would copy from the host
+            found[member] = HeadExchange(heads, kv_heads, degree).to_heads(
+                *(x[:, :, part] for x in (query, key, value))
+            )
+    assert torch.equal(torch.cat([each[0] for each in found.values()], dim=1), query)
+    for i, whole in ((1, key), (2, value)):
+        read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in found.values()]
+        assert torch.equal(torch.cat(read, dim=1), whole.repeat_interleave(heads // kv_heads, dim=1))
 
 
 def test_fewer_heads_than_ranks_are_refused():

@@ -4,11 +4,14 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import trl_packfix
 
@@ -137,14 +140,37 @@ def test_the_wheel_has_every_module(wheel):
     }
 
 
+def link_requirements(folder: Path) -> None:
+    """Link what `pip install trl_packfix` installs into a folder: its requirements and theirs, without any extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    todo = [Requirement(text) for text in project["dependencies"]]
+    done: set[tuple[str, str]] = set()
+    while todo:
+        one = todo.pop()
+        for extra in {"", *one.extras} - {extra for name, extra in done if name == one.name}:
+            done.add((one.name, extra))
+            try:
+                found = metadata.distribution(one.name)
+            except metadata.PackageNotFoundError:  # not for this machine
+                continue
+            needs = [Requirement(text) for text in found.requires or []]
+            todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+            for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+                if not (folder / top).exists():
+                    (folder / top).symlink_to(found.locate_file(top))
+
+
 @pytest.mark.processes
-def test_every_module_of_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
-    """Empty of this package: the libraries come from this environment, through a path in which no `.pth` counts."""
+def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_installed(wheel, tmp_path):
+    """A module that imports anything else breaks a fresh installation, and no test in the environment of the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
     subprocess.run(install, check=True)
-    libraries = Path(pytest.__file__).parents[1]
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    link_requirements(libraries)
+    assert (libraries / "trl").exists() and not (libraries / "pytest").exists()
     names = [f"trl_packfix.{name}".removesuffix(".__init__") for name in MODULES if name != "__main__"]
     code = f"import importlib, trl_packfix as p\nfor name in {names}: importlib.import_module(name)\nprint(p.__file__)"
     run = subprocess.run(

@@ -14,9 +14,10 @@
 #   7 throughput    benchmarks/throughput_gpu.py, in the time that remains
 #   8 flash-attn    1 and 3 again on the name flash_attention_2, where flash-attn is installed
 #
-# A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn, no time) is "skipped", with the reason. Without a GPU
-# the sizes are tiny and the tests of CUDA are skipped: that tests this script, and nothing else. No network is needed.
-# PYTHON names the interpreter. Exit status: 0, or 1 after a failure.
+# A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn, no time) is "skipped", with the reason. Of
+# several GPUs the first that CUDA_VISIBLE_DEVICES names is used. Without a GPU the sizes are tiny and the tests of CUDA
+# are skipped: that tests this script, and nothing else. No network is needed. PYTHON names the interpreter. Exit
+# status: 0, or 1 after a failure or when a step was running at the limit ("no time").
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -41,6 +42,11 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS
 export TORCH_EXTENSIONS_DIR="$out/extensions" PYTHONUNBUFFERED=1
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     gpu=1
+    # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses.
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    cores=$(nproc 2>/dev/null || echo 1) # the references of the kernels are computed on the CPU
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores < 8 ? cores : 8))}"
 else
     gpu=0
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -84,10 +90,11 @@ step() { # number name command... [-- command...]
         part=()
         [ $code = 0 ] || break
     done
-    if [ $code != 0 ]; then
-        local reason="exit status $code; see ${log##*/}"
-        [ $code != 124 ] || reason="the limit of $limit s is reached"
-        note "$number" "$name" FAILED $((SECONDS - started)) "$reason"
+    if [ $code != 0 ] && [ "$(remaining)" -lt 2 ]; then # ended by `timeout`: what ran may be right and slow
+        note "$number" "$name" "no time" $((SECONDS - started)) "the limit of $limit s is reached"
+        exit 1
+    elif [ $code != 0 ]; then
+        note "$number" "$name" FAILED $((SECONDS - started)) "exit status $code; see ${log##*/}"
         tail -n 25 "$log"
         exit 1
     fi
@@ -97,6 +104,9 @@ step() { # number name command... [-- command...]
     [[ -z $summary || $summary == *passed* ]] || state=skipped
     note "$number" "$name" $state $((SECONDS - started)) "$summary"
 }
+
+# As Triton looks for it
+has_compiler() { [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null; }
 
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 
@@ -108,6 +118,9 @@ lora=(--use_peft --lora_target_modules all-linear --learning_rate 2e-4)
 max_steps=$([ $quick = 1 ] || [ $gpu = 0 ] && echo 2 || echo 5)
 
 wanted 0 && step 0 environment "$python" tests/gpu/workplace.py "$out"
+if [ $gpu = 1 ] && ! has_compiler; then
+    echo "No C compiler: Triton needs one, and on CUDA TRL's loss runs on Triton. Install gcc or set CC; else step 3 fails."
+fi
 
 if wanted 1; then
     select=()
@@ -131,7 +144,10 @@ fi
 
 if wanted 4; then
     if has deepspeed; then
-        script=(--num_gpus=1)
+        # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES, which may name another GPU than the first; without
+        # it the launcher reads numbers there.
+        script=()
+        [ $gpu = 1 ] && [[ $CUDA_VISIBLE_DEVICES =~ ^[0-9]+$ ]] || script=(--num_gpus=1)
         [ $gpu = 1 ] || script+=(tests/on_cpu.py)
         export DS_ACCELERATOR
         [ $gpu = 1 ] && unset DS_ACCELERATOR || DS_ACCELERATOR=cpu
@@ -154,8 +170,10 @@ if wanted 5; then
 fi
 
 if wanted 6; then
-    if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+    if ! has_compiler; then
         skip 6 compile "no C compiler for inductor"
+    elif [ "$(remaining)" -lt $((quick ? 45 : 90)) ]; then
+        skip 6 compile "less time remains of $limit s than a compilation may need"
     else
         backend=()
         [ $gpu = 1 ] || backend=(--torch_compile_backend eager)

@@ -51,7 +51,9 @@ def trained(folder, model_type="llama", lora=False, data=None, attn_implementati
         "max_steps": 3,
         "use_cpu": not ON_GPU,
     }
-    defaults |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "bf16": True}
+    # With 0.1 three steps on random adapters of gemma3 magnify rounding: unpacked bf16 training is 0.6 from fp32
+    learning_rate = 0.01 if lora else 0.1
+    defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
     torch.manual_seed(0)
     run = trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
     start = weights(run).cpu()

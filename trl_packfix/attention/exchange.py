@@ -103,8 +103,10 @@ class HeadExchange:
         reads = [head // self._queries_per_key - self._key_heads.start for head in _numbers(self.heads)]
         per_key = len(reads) // key.shape[1]
         if reads != [i // max(per_key, 1) for i in range(len(reads))]:
-            index = torch.tensor(reads, device=key.device)
-            key, value = key.index_select(1, index), value.index_select(1, index)
+            # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
+            first = self.heads.start - self._key_heads.start * self._queries_per_key
+            one_each = slice(first, first + len(reads))
+            key, value = (x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in (key, value))
         return query, key, value
 
     def to_tokens(self, out: Tensor) -> Tensor:

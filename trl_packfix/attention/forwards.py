@@ -279,13 +279,19 @@ class PackedForwardGuard(ModelHooks):
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
-    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know."""
-    if "flash" not in (text_config(model)._attn_implementation or ""):
+    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know.
+
+    Only those of the text part: some vision towers say that they are causal, and the boundaries are not theirs.
+    """
+    text = text_config(model)
+    if "flash" not in (text._attn_implementation or ""):
         return []
     return [
         module
         for module in model.modules()
-        if getattr(module, "is_causal", False) and inspect.getfullargspec(module.forward).varkw is not None
+        if getattr(module, "is_causal", False)
+        and getattr(module, "config", text) is text
+        and inspect.getfullargspec(module.forward).varkw is not None
     ]
 
 

@@ -3,16 +3,18 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from .collator import IGNORE_INDEX, READ, PackedDataCollator
 from .images import RowProcessor
+
+if TYPE_CHECKING:
+    from PIL import Image  # text is trained without it, and nothing that is required installs it
 
 SMALL = (56, 56)  # width and height in pixels: two by two patches of Qwen-VL
 
@@ -62,11 +64,13 @@ class ImageExamples:
         self.layout = self._learn_layout()
         self._collate = PackedImageCollator(layout=self.layout, rope_index=rope_index)
 
-    def image(self, width: int, height: int) -> Image.Image:
+    def image(self, width: int, height: int) -> "Image.Image":
         """Random pixels."""
+        from PIL import Image
+
         return Image.fromarray(self._random.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
-    def document(self, images: list[Image.Image], text: str = "a") -> dict[str, Any]:
+    def document(self, images: "list[Image.Image]", text: str = "a") -> dict[str, Any]:
         """The document of a row with these images before this text."""
         if self.processor.chat_template is None:
             token = getattr(self.processor, "image_token", "<image>")
@@ -79,9 +83,9 @@ class ImageExamples:
         document = self.document([self.image(*SMALL)])
         return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
 
-    def joined(self, parts: Sequence[Tensor | Image.Image]) -> dict[str, Any]:
+    def joined(self, parts: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
         """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
-        pieces = [self._cut_out(part) if isinstance(part, Image.Image) else {"input_ids": part} for part in parts]
+        pieces = [{"input_ids": part} if isinstance(part, Tensor) else self._cut_out(part) for part in parts]
         lengths = [len(piece["input_ids"]) for piece in pieces]
         document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(each["input_ids"]) for each in pieces])}
         for name in self.layout.tokens:
@@ -107,7 +111,7 @@ class ImageExamples:
         batch = {name: value for name, value in document.items() if name not in READ}
         return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
 
-    def _cut_out(self, image: Image.Image) -> dict[str, Any]:
+    def _cut_out(self, image: "Image.Image") -> dict[str, Any]:
         document = self.document([image])
         start, stop = self.process.image_span(document)
         cut = {name: document[name][:, start:stop] for name in self.layout.tokens & document.keys()}

@@ -49,6 +49,10 @@ class PackPart:
         next_document, trained = moved
         return replace(self, next_document=next_document, trained=trained)
 
+    def pin_memory(self) -> "PackPart":
+        """The same in pinned memory; loaders call it. From other memory the host would wait for the copy to a GPU."""
+        return replace(self, next_document=self.next_document.pin_memory(), trained=self.trained.pin_memory())
+
 
 @dataclass(frozen=True)
 class PartOf:
