@@ -82,8 +82,13 @@ def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
     return [name for name, value in rope.items() if isinstance(value, dict)]
 
 
-def gather_lm_head_with_model(model: PreTrainedModel) -> None:
+def gather_lm_head_with_model(adapted: nn.Module, model: PreTrainedModel) -> None:
     """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
+
+    Args:
+        adapted: PEFT's wrapper of the model, or the model itself. It is registered there, too, because peft below 0.21
+            calls `model.forward`, which skips DeepSpeed's hooks on the model.
+        model: the transformers model.
 
     DeepSpeed detects this at the first fused forward, but not if forwards that call the head came before, as those of
     the probe do. It then prefetches the head while TRL gathers it, and DeepSpeed 0.19 stops with "Cannot partition a
@@ -96,7 +101,8 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     import deepspeed
 
     for parameter in head.parameters(recurse=False):
-        deepspeed.zero.register_external_parameter(model, parameter)
+        for module in {adapted, model}:
+            deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:

@@ -105,7 +105,7 @@ class PackedModel:
         Raises KernelError if no attention kernel computes this model.
         """
         self.attend()
-        gather_lm_head_with_model(base_model(self.model))
+        gather_lm_head_with_model(self.model, base_model(self.model))
         try:
             found = self._check(wrapped)
         except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
