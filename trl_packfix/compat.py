@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
+import peft
 import trl
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -72,6 +75,22 @@ def main_process_first() -> Iterator[None]:
         yield
 
 
+def run_hooks_inside_adapters(model: nn.Module) -> None:
+    """Let PEFT's wrapper call the model inside it with the hooks of that model, as peft does from 0.21 on.
+
+    peft 0.20 calls `forward` of the model inside. So no hook on it runs, neither ours, which read the boundaries of a
+    pack, nor DeepSpeed's, which gather its parameters. Adapters with a `forward` of their own (AdaLoRA) stay as they
+    are. Can be removed with support for peft below 0.21.
+    """
+    adapters = getattr(model, "base_model", None)
+    if Version(peft.__version__) < Version("0.21") and getattr(type(adapters), "forward", None) is BaseTuner.forward:
+        adapters.forward = MethodType(_call_with_hooks, adapters)
+
+
+def _call_with_hooks(adapters: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+    return adapters.model(*args, **kwargs)
+
+
 def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
     """The layer types of rotary parameters that are given per layer type; empty if all layers share them.
 
@@ -82,13 +101,8 @@ def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
     return [name for name, value in rope.items() if isinstance(value, dict)]
 
 
-def gather_lm_head_with_model(adapted: nn.Module, model: PreTrainedModel) -> None:
+def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
-
-    Args:
-        adapted: PEFT's wrapper of the model, or the model itself. It is registered there, too, because peft below 0.21
-            calls `model.forward`, which skips DeepSpeed's hooks on the model.
-        model: the transformers model.
 
     DeepSpeed detects this at the first fused forward, but not if forwards that call the head came before, as those of
     the probe do. It then prefetches the head while TRL gathers it, and DeepSpeed 0.19 stops with "Cannot partition a
@@ -101,8 +115,7 @@ def gather_lm_head_with_model(adapted: nn.Module, model: PreTrainedModel) -> Non
     import deepspeed
 
     for parameter in head.parameters(recurse=False):
-        for module in {adapted, model}:
-            deepspeed.zero.register_external_parameter(module, parameter)
+        deepspeed.zero.register_external_parameter(model, parameter)
 
 
 def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
