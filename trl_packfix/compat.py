@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from types import MethodType
 from typing import Any
 
@@ -51,6 +52,16 @@ def router_loss_coefficient(trainer: Any) -> float:
     Can be removed with support for TRL below that.
     """
     return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
+
+
+def training_every_token(collate: Any) -> Any:
+    """A copy of TRL's vision collator for rows in which every token is trained.
+
+    It can train the answers alone (`assistant_only_loss`) in later versions, but not in TRL 1.9, which refuses that
+    setting for vision-language models. Can be removed with support for 1.9.
+    """
+    names = {field.name for field in fields(collate)} & {"completion_only_loss", "assistant_only_loss"}
+    return replace(collate, **dict.fromkeys(names, False))
 
 
 def end_training(trainer: Any) -> None:
