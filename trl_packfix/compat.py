@@ -94,7 +94,7 @@ def run_hooks_inside_adapters(model: nn.Module) -> None:
     pack, nor DeepSpeed's, which gather its parameters. Adapters with a `forward` of their own (AdaLoRA) stay as they
     are. Can be removed with support for peft below 0.21.
     """
-    adapters = getattr(model, "base_model", None)
+    adapters: Any = getattr(model, "base_model", None)
     if Version(peft.__version__) < Version("0.21") and getattr(type(adapters), "forward", None) is BaseTuner.forward:
         adapters.forward = MethodType(_call_with_hooks, adapters)
 
