@@ -24,8 +24,6 @@ def build(kind, model, folder, **settings):
     settings = {"max_steps": 2, "learning_rate": 1e-2, "packing": "unpacked" not in kind and kind != "stock"} | settings
     if not kind.startswith("stock"):
         return trainer(folder, texts(12), model, **settings)
-    if Version("1.15") > TRL and model.config.model_type in ("mpt", "mamba"):
-        settings["loss_type"] = "nll"  # the default loss, in chunks, reads what these do not have
     args = config(folder, trl.SFTConfig, **settings)
     return trl.SFTTrainer(model, args, train_dataset=texts(12), processing_class=build_tokenizer())
 
@@ -48,6 +46,9 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
     own, start = model.config._attn_implementation, copy.deepcopy(model.state_dict())
     settings = checkpointing(reentrant)
     kinds = ["packed", *KINDS]
+    if Version("1.15") > TRL and model_type in ("mpt", "mamba"):
+        # TRL cannot train these: its loss in chunks reads what they do not have, and stays on the model
+        kinds = [kind for kind in kinds if not kind.startswith("stock")]
     runs = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
     for kind, run in zip(kinds, runs, strict=True):
         assert model.config._attn_implementation == own
