@@ -155,7 +155,7 @@ def main() -> None:
             learning_rate=2e-2 if args.tiny else 5e-4,
             lr_scheduler_type="cosine",
             warmup_steps=2,
-            activation_checkpointing=False,
+            gradient_checkpointing=False,
             bf16=multiplies_bf16(),
             use_cpu=not torch.cuda.is_available(),
             eval_on_start=True,

@@ -21,7 +21,7 @@ FORMS = {
         {"messages": PROMPT + ANSWER},
         {"messages": NO_CONTENT},
         {},
-        r"`messages\[0\]` \(user\) has no `content`; UndefinedError: ",
+        r"`messages\[0\]` \(user\) has no `content`; (Undefined|Type)Error: ",
     ),
     "conversations": (
         {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}]},

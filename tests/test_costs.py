@@ -188,7 +188,7 @@ def met_parameters(config, num_tokens: int = 8) -> float:
 
 # Types that no tiny config can be made of here, or that are no model of text.
 NOT_BUILT = """blt diffusion_gemma evolla gemma4_assistant gemma4_unified_assistant granite4_vision molmo2 musicgen
-    musicgen_melody nemotron_h_omni pi0""".split()
+    musicgen_melody nemotron_h_omni pi0 vision-encoder-decoder""".split()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build_tiny_model
+from support.versions import enable_checkpointing
 from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +81,7 @@ def pack(lengths, device="meta", **settings):
 def test_no_read_on_the_host(model_type, checkpointing, as_on_cuda):
     model = prepared(model_type)
     if checkpointing is not None:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, checkpointing)
         model.enable_input_require_grads()
     with Calls() as calls:
         logits = model(**pack([1, 40, 7, 100])).logits

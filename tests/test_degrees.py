@@ -404,10 +404,11 @@ def test_parts_end_to_end_are_the_packs(table):
 
 def test_a_loader_goes_on_after_skipped_batches(table):
     whole, cut = loaders(table)[3], loaders(table)[3]
-    for loader in (whole, cut):
-        loader.set_epoch(1)
+    rest = skip_first_batches(cut, 3)
+    for loader in (whole, rest):
+        loader.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
     expected = [batch["input_ids"].tolist() for batch in whole]
-    assert [batch["input_ids"].tolist() for batch in skip_first_batches(cut, 3)] == expected[3:]
+    assert [batch["input_ids"].tolist() for batch in rest] == expected[3:]
     assert any("pack_part" in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
 
 

@@ -1,7 +1,11 @@
 """Log-probability, entropy and rank of labels in chunks, against plain logits and against TRL's fused LM head."""
 
+from types import MethodType
+
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from support.versions import scores_tokens
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -112,3 +116,31 @@ def test_scores_are_those_of_trl(model_type, dtype):
 
 def test_versions_without_the_head_get_ours():
     assert not compat.scores_tokens("1.9.0") and not compat.scores_tokens("1.15.0") and compat.scores_tokens("1.16.0")
+
+
+@pytest.fixture
+def bf16():
+    AcceleratorState._reset_state()
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "under autocast"])
+def test_the_head_is_added_again_only_if_another_covers_it(is_wrapped, bf16):
+    model = model_of("llama")
+    ids, labels = labels_of(model)
+    add_token_scores(model)
+    if is_wrapped:
+        bf16.prepare_model(model)
+    ours = model.forward
+    add_token_scores(model)
+    assert model.forward == ours
+
+    def of_trl_below_1_15(self, input_ids, labels=None, **kwargs):
+        return ours(input_ids) if labels is None else "a loss"
+
+    model.forward = MethodType(of_trl_below_1_15, model)
+    assert model(ids, labels=labels, fused_lm_head=True) == "a loss"
+    add_token_scores(model)
+    assert model(ids, labels=labels, fused_lm_head=True).log_probs.shape == (len(ids), ids.shape[1] - 1)
+    assert model(ids, labels=labels) == "a loss"

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from support.equivalence import Case, assert_packed_equals_unpacked
 from support.models import build_tiny_model
 from support.runs import texts, trainer
+from support.versions import current_models
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix import check_isolation
@@ -144,11 +145,12 @@ def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeyp
     assert not packed.repaired and not packed.is_unpacked
 
 
-TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "kimi_linear", "bart"]
+TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "bart"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(model) for model in TRAINED] + [
+    pytest.param(Case("kimi_linear"), marks=current_models),
     Case("falcon", "lora"), Case("jamba", "lora"), Case("bloom", "lora", accumulation=4), Case("rwkv"),
     *(Case(model, checkpointing=True, reentrant=reentrant)
       for model in ("falcon", "mamba") for reentrant in (False, True)),
@@ -353,6 +355,7 @@ def test_kernels_that_take_boundaries_get_them_from_the_batch(monkeypatch):
 
 
 @pytest.mark.slow
+@current_models
 def test_a_kernel_that_never_hears_of_boundaries_is_caught_and_repaired(monkeypatch):
     from transformers.models.kimi_linear import modeling_kimi_linear
 

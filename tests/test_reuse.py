@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import trl
+from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, texts, trainer, weights
-from support.versions import enable_checkpointing
+from support.versions import TRL, enable_checkpointing, is_checkpointing
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, check_isolation
@@ -45,6 +46,9 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
     own, start = model.config._attn_implementation, copy.deepcopy(model.state_dict())
     settings = checkpointing(reentrant)
     kinds = ["packed", *KINDS]
+    if Version("1.15") > TRL and model_type in ("mpt", "mamba"):
+        # TRL cannot train these: its loss in chunks reads what they do not have, and stays on the model
+        kinds = [kind for kind in kinds if not kind.startswith("stock")]
     runs = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
     for kind, run in zip(kinds, runs, strict=True):
         assert model.config._attn_implementation == own
@@ -79,7 +83,7 @@ def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant,
     runs[1].add_callback(Enable())
     for run in runs:
         run.train()
-    assert runs[1].model.is_activation_checkpointing and not runs[0].model.is_activation_checkpointing
+    assert is_checkpointing(runs[1].model) and not is_checkpointing(runs[0].model)
     torch.testing.assert_close(*map(weights, runs), rtol=1e-5, atol=1e-6)
 
 

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
-from support.versions import scores_tokens
+from support.versions import scores_tokens, selects_checkpoints
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import ModelConfig, get_peft_config
 
@@ -175,6 +175,7 @@ KEEP_WEIGHTS = {
         "hub_revision": "main",
     },
 }
+NEEDS = {"selective checkpointing": selects_checkpoints}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def restored():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("group", KEEP_WEIGHTS)
+@pytest.mark.parametrize("group", [pytest.param(name, marks=NEEDS.get(name, ())) for name in KEEP_WEIGHTS])
 def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
     """To the bit, packed, with every setting of the group at another value than its default."""
     settings = KEEP_WEIGHTS[group]

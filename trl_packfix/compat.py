@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import MethodType
 from typing import Any
 
+import datasets
+import peft
 import trl
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -50,6 +55,16 @@ def router_loss_coefficient(trainer: Any) -> float:
     return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
 
 
+def training_every_token(collate: Any) -> Any:
+    """A copy of TRL's vision collator for rows in which every token is trained.
+
+    It can train the answers alone (`assistant_only_loss`) in later versions, but not in TRL 1.9, which refuses that
+    setting for vision-language models. Can be removed with support for 1.9.
+    """
+    names = {field.name for field in fields(collate)} & {"completion_only_loss", "assistant_only_loss"}
+    return replace(collate, **dict.fromkeys(names, False))
+
+
 def end_training(trainer: Any) -> None:
     """Finish the trackers and destroy the process group, at the very end of a script.
 
@@ -70,6 +85,22 @@ def main_process_first() -> Iterator[None]:
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():
         yield
+
+
+def run_hooks_inside_adapters(model: nn.Module) -> None:
+    """Let PEFT's wrapper call the model inside it with the hooks of that model, as peft does from 0.21 on.
+
+    peft 0.20 calls `forward` of the model inside. So no hook on it runs, neither ours, which read the boundaries of a
+    pack, nor DeepSpeed's, which gather its parameters. Adapters with a `forward` of their own (AdaLoRA) stay as they
+    are. Can be removed with support for peft below 0.21.
+    """
+    adapters: Any = getattr(model, "base_model", None)
+    if Version(peft.__version__) < Version("0.21") and getattr(type(adapters), "forward", None) is BaseTuner.forward:
+        adapters.forward = MethodType(_call_with_hooks, adapters)
+
+
+def _call_with_hooks(adapters: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+    return adapters.model(*args, **kwargs)
 
 
 def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
@@ -119,7 +150,12 @@ def state_is_exact(dataset: IterableDataset) -> bool:
     It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch. datasets has
     no public function that detects either. Can be removed when datasets saves the buffers.
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
+
+    Below datasets 5.1 a restart from it loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`. In 5.0 the
+    state after a restart stays that of its beginning, too.
     """
+    if Version(datasets.__version__) < Version("5.1"):
+        return False
     if dataset._formatting is not None and dataset._formatting.is_table:
         return False
     sources = [dataset._ex_iterable]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import trl
 from datasets import Dataset
+from packaging.version import Version
 from peft import LoraConfig
 from transformers import PrinterCallback
 
@@ -21,6 +22,7 @@ from trl_packfix.survey import zoo
 
 from .models import build_tiny_model, build_tokenizer
 from .rounding import tolerance
+from .versions import TRL
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
 ZOO = ("mamba2", "kimi_linear")  # with sizes of their own
@@ -90,6 +92,9 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         "padding_free": {"max_length": None, "padding_free": True},
         "regrouped": {"max_length": MAX_LENGTH},
     }[trainer]
+    if package is trl and Version("1.15") > TRL:
+        # The default loss, in chunks, reads what mpt, mamba, rwkv and jamba do not have
+        settings |= {"loss_type": "nll"}
     batch_size, accumulation = case.micro_batches(trainer)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..compat import run_hooks_inside_adapters
 from .models import base_model, text_config
 from .rows import DocumentRows, Group
 
@@ -219,6 +220,7 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     config's default if none is given), more than one row, or boundaries that contradict each other. This works with
     every attention implementation. Call `remove()` on the result to end it.
     """
+    run_hooks_inside_adapters(model)
     guard = PackedForwardGuard(base_model(model))
     guard.install()
     return guard

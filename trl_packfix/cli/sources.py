@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
@@ -157,7 +156,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
         check_split(name, split)
         try:
             return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
-        except (DatasetGenerationError, pa.ArrowInvalid, StopIteration) as error:
+        except (DatasetGenerationError, ValueError, StopIteration) as error:
             # A StopIteration without a message means that `datasets` found no first row.
             reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
             raise ValueError(

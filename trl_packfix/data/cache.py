@@ -131,5 +131,6 @@ def _read_or_compute(
         logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
         remove(path)
     arrays = make()
-    is_cached = write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    # without `allow_pickle=False`, which numpy below 2.1 takes for one more array
+    is_cached = write_atomically(path, lambda file: np.savez(file, **arrays))
     return read(arrays, path if is_cached else None)

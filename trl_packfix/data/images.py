@@ -16,6 +16,7 @@ import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, Value
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from ..compat import training_every_token
 from .collator import IGNORE_INDEX
 from .reader import BAD_ROW, bad_rows
 
@@ -57,7 +58,7 @@ class RowProcessor:
 
     def without_masks(self) -> "RowProcessor":
         """The same for rows in which every token is trained."""
-        return RowProcessor(replace(self._collate, completion_only_loss=False, assistant_only_loss=False))
+        return RowProcessor(training_every_token(self._collate))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""

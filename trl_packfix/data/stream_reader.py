@@ -136,11 +136,13 @@ class StreamReader(torch.utils.data.IterableDataset):
             # Readers take turns, and this one was one turn ahead when the state was saved.
             yield Chunk([], Ledger(), number, state)
         is_exact = state_is_exact(dataset)
-        dataset.load_state_dict(state.position)
+        position = state.position if is_exact else None
+        dataset.load_state_dict(position)
         # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
         batches = dataset.iter(batch_size=CHUNK)
-        if not is_exact and state.chunks:
-            # The dataset's state has no shuffle buffer: read the earlier examples of this pass again.
+        if position is None and state.chunks:
+            # The dataset's state is not exact, or was not where the run was saved: read the earlier examples of this
+            # pass again.
             next(islice(batches, state.chunks - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:

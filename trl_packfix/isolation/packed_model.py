@@ -14,7 +14,7 @@ from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
-from ..compat import gather_lm_head_with_model
+from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters
 from .check import check_isolation
 from .image_probe import ImageProbe, ImageSource
 from .image_unpacking import UnpackedImages
@@ -66,6 +66,7 @@ class PackedModel:
         self.shares_packs = shares_packs
         self.images = images
         self.attends = False
+        run_hooks_inside_adapters(model)
         self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
         self._choose()
 

@@ -4,6 +4,7 @@ From 1.16 on, TRL's fused LM head gives these numbers on every device, and this 
 (`compat.scores_tokens`). T tokens, H hidden size, V vocabulary.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -46,8 +47,12 @@ class TokenScores(ModelOutput):
 def add_token_scores(model: PreTrainedModel) -> None:
     """Let `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]; other calls are as before.
 
-    TRL replaces `forward` of the model in the same way, so that engines wrap what computes the loss.
+    TRL replaces `forward` of the model in the same way, so that engines wrap what computes the loss. A trainer of TRL
+    that is built later replaces ours with one that ignores `fused_lm_head`, so this is called again before training. It
+    does nothing where ours is the outermost.
     """
+    if _scores_tokens(inspect.unwrap(model.forward, stop=_scores_tokens)):
+        return
     forward, text = model.forward, model.config.get_text_config()
 
     def forward_with_scores(
@@ -82,7 +87,13 @@ def add_token_scores(model: PreTrainedModel) -> None:
 
     # `generate` checks its arguments against the signature of the model's forward
     forward_with_scores.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    forward_with_scores.scores_tokens = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward_with_scores, model)
+
+
+def _scores_tokens(forward: Any) -> bool:
+    """Whether this is our forward; under autocast, accelerate wraps it."""
+    return getattr(forward, "scores_tokens", False)
 
 
 def _transforms(text: Any) -> tuple[float, float | None]:

@@ -97,8 +97,7 @@ class PackedObjective(PackedLoading):
         self._check_logits(args, compute_loss_func)
         super().__init__(args=args, compute_loss_func=compute_loss_func, **kwargs)
         self.compute_loss_func = compute_loss_func  # TRL below 1.15 replaces it for `loss_type="dft"`
-        if not scores_tokens():
-            add_token_scores(base_model(self.model))
+        self._add_token_scores()
         self.router_aux_loss_coef = router_loss_coefficient(self)
         self._check_router_loss()
         if _settings_of_documents(args) and not self._owns_objective:
@@ -163,6 +162,14 @@ class PackedObjective(PackedLoading):
         return (self.packs_images or not self._is_vision_dataset) and self.get_sp_size() == 1
 
     # The loss
+
+    def _add_token_scores(self) -> None:
+        if not scores_tokens():
+            add_token_scores(base_model(self.model))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._add_token_scores()  # again, because a trainer of TRL may have been built on this model since
+        return super()._prepare_for_training(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Removed before any `compute_loss`, because a model does not take them. DeepSpeed would round weights to bf16.
