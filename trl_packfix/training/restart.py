@@ -95,9 +95,9 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
                 "random numbers (dropout) and rounding differ."
             )
         return
-    if fixed or "family" in changed.get("share_prefixes", ()):  # "off" and "pack" plan the same steps
+    if fixed or "family" in changed.get("share_prefixes", ()):
         remedy = "Set them back"
-    elif changed:
+    elif changed.keys() - {"share_prefixes"}:  # "off" and "pack" plan the same steps
         slots = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
             f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "
