@@ -155,7 +155,7 @@ class EpochPlanner:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What is planned as one, with `share_prefixes="family"`; not for `minibatch`, where it depends on the step."""
+        """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
         assert self.documents.tokens is not None
         return make_pieces(
             self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity, self.capacity
@@ -264,30 +264,36 @@ class EpochPlanner:
     def _schedule(self, epoch: int) -> Schedule:
         if not self.shares_families:
             return self._schedule_units(epoch)
-        pieces, schedule = self._schedule_pieces(epoch)
-        rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
+        pieces = self.pieces_of(epoch)
+        schedule = self._schedule_pieces(epoch, pieces) if self._traits.keeps_steps else self._schedule_units(epoch)
+        rng = np.random.default_rng((self.seed, epoch, len(pieces))) if self.shuffle else None
         order, offsets = pieces.documents(schedule.order, schedule.offsets, rng)
         num_skipped = len(self.documents) - len(order)
         return replace(schedule, order=order, offsets=offsets, num_skipped=num_skipped)
 
-    def _schedule_pieces(self, epoch: int) -> tuple[Pieces, Schedule]:
-        """The pieces of an epoch, and their schedule."""
+    def pieces_of(self, epoch: int) -> Pieces:
+        """The pieces of an epoch; with `minibatch` they are those of its steps."""
         if not self._traits.keeps_steps:
-            return self.pieces, self._schedule_units(epoch)
+            return self.pieces
         assert self.documents.tokens is not None
-        lengths, order = self.documents.lengths, self._unpacked_order(epoch)
+        tokens = self.documents.tokens.within(self._unpacked_steps(epoch))
         # Pieces of at most `max_length` rows fit into the slots of a step as its documents do.
+        return make_pieces(tokens, self.documents.lengths, self.cost_model, self.max_length, self.capacity)
+
+    def _schedule_pieces(self, epoch: int, pieces: Pieces) -> Schedule:
+        """The schedule of the pieces of `minibatch`."""
+        step = self._unpacked_steps(epoch)[pieces.order[pieces.offsets[:-1]]]
+        by_step = np.argsort(step, kind="stable")
+        bounds = np.searchsorted(step[by_step], np.arange(self.num_steps + 1))
+        return schedule_steps(pieces.rows, by_step, bounds, replace(self.steps, costs=pieces.costs))
+
+    def _unpacked_steps(self, epoch: int) -> Int64Array:
+        """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it."""
         per_step = self.batch_size * self.accumulation * self.world_size
-        step = np.full(len(lengths), -1)
-        reached = order[: self.num_steps * per_step]
+        reached = self._unpacked_order(epoch)[: self.num_steps * per_step]
+        step = np.full(len(self.documents), -1)
         step[reached] = np.arange(len(reached)) // per_step
-        tokens = self.documents.tokens.within(step)
-        pieces = make_pieces(tokens, lengths, self.cost_model, self.max_length, self.capacity)
-        of_piece = step[pieces.order[pieces.offsets[:-1]]]
-        by_step = np.argsort(of_piece, kind="stable")
-        bounds = np.searchsorted(of_piece[by_step], np.arange(self.num_steps + 1))
-        settings = replace(self.steps, costs=pieces.costs)
-        return pieces, schedule_steps(pieces.rows, by_step, bounds, settings)
+        return step
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:
         num = len(self.documents)

@@ -214,6 +214,14 @@ class Pieces:
     def num_families(self) -> int:
         return len(np.unique(self.family[self.order]))
 
+    def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The inverse of `documents`: the pieces that these documents are, and `offsets` into the pieces."""
+        number = np.empty(len(self.family), dtype=np.int64)
+        number[self.order] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        piece = number[documents]
+        begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
+        return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
+
     def documents(
         self, pieces: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:

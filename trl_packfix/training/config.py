@@ -12,11 +12,11 @@ from ..data.checks import check_choice, check_count, check_max_length, check_ove
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.balance import Balance
+from ..planning.prefixes import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
-SharePrefixes = Literal["off", "pack", "family"]
 OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(get_args, (Overlong, Balance, OnLeak, Weighting, BadRows))
 SHARE_PREFIXES = get_args(SharePrefixes)
 
