@@ -89,7 +89,8 @@ class EpochPlanner:
 
     def __post_init__(self) -> None:
         if self.shares_families:
-            self._check_families()
+            assert not self._traits.cuts_blocks and self.tokens_per_rank is None, "the config refuses these"
+            assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         if self.tokens_per_rank is not None:
             possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model.heads)
             self._first_degrees = possible if self.degrees is None else self.degrees
@@ -140,26 +141,11 @@ class EpochPlanner:
         """Whether documents that begin alike are planned as one."""
         return self.share_prefixes == "family"
 
-    def _check_families(self) -> None:
-        if self._traits.cuts_blocks or self.tokens_per_rank is not None:
-            other = f"packing_strategy={self.strategy!r}"
-            reason = "It cuts all documents, in the order of the table, where a block of `max_length` tokens ends"
-            if self.tokens_per_rank is not None:
-                other = f"tokens_per_rank={self.tokens_per_rank}"
-                reason = "Packs that several ranks share are planned by the lengths of documents"
-            raise ValueError(
-                f'`share_prefixes="family"` was given with `{other}`. {reason}, so documents that begin alike cannot '
-                'be planned as one. Set `share_prefixes` to "off", or leave the other setting at its default.'
-            )
-        assert self.documents.tokens is not None, "documents are not sorted by their tokens"
-
     @cached_property
     def pieces(self) -> Pieces:
         """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
         assert self.documents.tokens is not None
-        return make_pieces(
-            self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity, self.capacity
-        )
+        return make_pieces(self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity, self.capacity)
 
     @property
     def _lengths(self) -> Int64Array:

@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from ..planning.arrays import Int64Array
 from ..planning.prefixes import TokenOrder, sort_by_tokens
 from .documents import Documents
 from .reader import TokenReader
 
 
-def token_order(reader: Any, documents: Documents) -> TokenOrder:
-    """The documents sorted by their tokens. Tokens are read up to the first difference of neighbours.
+def token_order(reader: Any, documents: Documents, chosen: Int64Array | None = None) -> TokenOrder:
+    """The documents, or the `chosen` ones by number, sorted by their tokens, read up to the first difference of two.
 
     A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token. Such
     documents come last, with nothing in common.
@@ -20,17 +21,18 @@ def token_order(reader: Any, documents: Documents) -> TokenOrder:
     """
     if not isinstance(reader, TokenReader):
         raise ValueError(
-            f"`share_prefixes=\"family\"` was given for {len(documents)} documents, of which only lengths are known, or "
+            f'`share_prefixes="family"` was given for {len(documents)} documents, of which only lengths are known, or '
             "which have images. Documents that begin alike are found by their tokens, and those of two images are the "
-            "same. Give tokenised documents without images, or set `share_prefixes=\"off\"`."
+            'same. Give tokenised documents without images, or set `share_prefixes="off"`.'
         )
     row, start, stop = documents.row, documents.start, documents.stop
-    may_share = reader.labels_are_tokens(row, start, stop)
-    numbers, others = np.flatnonzero(may_share), np.flatnonzero(~may_share)
+    chosen = np.arange(len(documents)) if chosen is None else chosen
+    may_share = reader.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
+    numbers, others = chosen[may_share], chosen[~may_share]
 
     def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
-        chosen = numbers[places]
-        return reader.read_block(row[chosen], start[chosen] + first, stop[chosen], width)
+        wanted = numbers[places]
+        return reader.read_block(row[wanted], start[wanted] + first, stop[wanted], width)
 
     found = sort_by_tokens(documents.lengths[numbers], read)
     return TokenOrder(

@@ -8,9 +8,9 @@ lays only the rest, its *run*, into the pack:
 A position is shared if its own token and the next are the same, so every row has one next token. The beginning of the
 second document therefore ends one token early, and C has two rows.
 
-Documents next to each other that share at least half of the longer one are a *family*. For `share_prefixes="family"` a
-family, cut where it would not fit into a pack, is planned as one: a *piece*. Its rows are sum(length) - sum(shared), and
-its cost is sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its positions.
+Documents next to each other that share at least half of the longer one are a *family*. With `share_prefixes="family"` a
+family is planned as one, or in several *pieces* if it does not fit into a pack. The rows of a piece are sum(length) -
+sum(shared). Its cost is sum(cost(length)) - sum(cost(shared)), because that of a document is a sum over its positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ class TokenOrder:
 
 
 def _range_minima(values: Int64Array, first: Int64Array, stop: Int64Array) -> Int64Array:
-    """The smallest of `values[first[i]:stop[i]]`, none of them empty: minima of 1, 2, 4, ... values, two of which meet."""
+    """The smallest of `values[first[i]:stop[i]]`, from the minima of 1, 2, 4, ... values, of which two cover it."""
     found = np.empty(len(first), dtype=np.int64)
     level = np.frexp(stop - first)[1] - 1
     for i in range(int(level.max(initial=-1)) + 1):
@@ -222,6 +222,12 @@ class Pieces:
         begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
 
+    def costs_of_documents(self) -> Float64Array:
+        """The cost of each piece at its first document and 0 at the others, by number, for sums over packs."""
+        costs = np.zeros(len(self.family))
+        costs[self.order[self.offsets[:-1]]] = self.costs
+        return costs
+
     def documents(
         self, pieces: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
@@ -240,9 +246,7 @@ class Pieces:
         return order[at], ends[offsets]
 
 
-def make_pieces(
-    tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, max_rows: int, capacity: int
-) -> Pieces:
+def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, max_rows: int, capacity: int) -> Pieces:
     """Families of documents, cut where one would have more than `max_rows` rows or too many keys.
 
     Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
@@ -288,7 +292,7 @@ def make_pieces(
 def _cuts(
     lengths: Int64Array, shared: Int64Array, begins: npt.NDArray[np.bool_], max_rows: int, max_keys: int
 ) -> list[int]:
-    """Places at which families are cut, so that each part has at most so many rows and keys, if it has two documents."""
+    """Places at which families are cut, so that parts of several documents have at most so many rows and keys."""
     own = lengths - shared
     # A document of which at most its last row is left has no run, and looks up nothing.
     rows, keys = (np.concatenate([[0], np.cumsum(each)]) for each in (own, np.where(own > 1, lengths, 0)))

@@ -68,6 +68,7 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | Im
         "gradient_accumulation_steps": planner.accumulation,
         "world_size": planner.world_size,
         "tokens_per_rank": planner.tokens_per_rank,
+        "share_prefixes": planner.share_prefixes,
     }
 
 
@@ -80,9 +81,11 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
     Raises:
         ValueError: they differ; the message names the settings that changed.
     """
-    before = state["settings"]
+    before = {"share_prefixes": "off"} | state["settings"]  # checkpoints of earlier versions do not have this entry
     changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
+    if "family" not in changed.get("share_prefixes", ()):
+        fixed.pop("share_prefixes", None)  # "pack" has the steps of "off"
     if state["engine"] == "deepspeed" and "world_size" in changed:
         fixed["world_size"] = changed["world_size"]  # ZeRO saves one shard per rank
     if not fixed and step_hash(planner, state["epoch"]) == state["step_hash"]:
