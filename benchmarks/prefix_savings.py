@@ -16,7 +16,8 @@ Documents longer than the capacity are dropped. `rows` are tokens that the model
 epoch; `rows/tokens` is what is left of the tokens of the documents, and `FLOPs` the same by the cost model of a Llama
 with 7B parameters. `planned` are the rows by which pieces are packed: two pieces of a pack may begin alike, too. `keys`
 are the keys that all packs look up, over their rows, and `most keys` those of one pack over the capacity. A step has 8
-packs; `families` are the families of documents of a step, and with "off" its documents are counted. Chats of one assistant turn have no `turns`.
+packs; `families` are the families of documents of a step, and with "off" its documents are counted. Chats of one
+assistant turn have no `turns`.
 
 --num plans that many documents on 8 ranks. `plain` have nothing in common, `system` a beginning of 200 tokens, `turns`
 are samples of chats with 8 turns behind such a beginning, in the order of the table and `shuffled`. CPU seconds are

@@ -69,7 +69,10 @@ def cached_documents(
 
     def make() -> Arrays:
         documents = make_documents(reader, **settings)
-        tokens = token_order(reader, documents) if sorts_tokens else None
+        tokens = None
+        if sorts_tokens:
+            assert isinstance(reader, TokenReader), "tokens of images cannot be compared, and the trainer refuses them"
+            tokens = token_order(reader, documents)
         return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
 
     decisive = settings | ({"sorts_tokens": True} if sorts_tokens else {})

@@ -196,7 +196,7 @@ class PackingReport:
                 f"(accumulation {self.accumulation}, ranks {self.world_size})",
             )
         )
-        if self.prefixes is not None and (text := self._prefixes_text(self.prefixes)) is not None:
+        if (text := self.prefixes_text()) is not None:
             rows.append(("common prefixes", text))
         rows.append(("against unpacked", self._against_unpacked()))
         if self.unpacked_loss != 1:
@@ -233,8 +233,11 @@ class PackingReport:
             )
         return rows
 
-    def _prefixes_text(self, prefixes: PrefixSavings) -> str | None:
+    def prefixes_text(self) -> str | None:
         """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            return None
         documents = prefixes.num_documents or self.num_documents
         families = f"{documents:,} documents in {prefixes.num_families:,} families"
         if prefixes.setting == "family":
