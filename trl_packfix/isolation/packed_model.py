@@ -15,7 +15,7 @@ from ..attention.kernels import KernelError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model
-from .check import check_isolation
+from .check import check_isolation, check_prefixes
 from .image_probe import ImageProbe, ImageSource
 from .image_unpacking import UnpackedImages
 from .probe import Probe
@@ -25,6 +25,9 @@ from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
+# What other implementations of attention do not do
+EXCHANGES = "does not exchange tokens between the ranks that share a pack"
+LOOKS_UP = "does not look up the keys that documents share"
 
 
 class PackedModel:
@@ -39,6 +42,7 @@ class PackedModel:
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
+        shares_prefixes: whether documents share prefixes.
         images: makes documents with images for the probe, if packs have any.
 
     Attributes:
@@ -57,13 +61,14 @@ class PackedModel:
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
+        shares_prefixes: bool = False,
         images: ImageSource | None = None,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
-        self.shares_packs = shares_packs
+        self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
         self.attends = False
         self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
@@ -76,7 +81,7 @@ class PackedModel:
             self.dtype,
             device_type=self.device_type,
             refusals=self._refusals,
-            shares_packs=self.shares_packs,
+            needs_varlen=self._needs_varlen,
         )
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
@@ -162,8 +167,20 @@ class PackedModel:
         self._proved_degrees[degree] = found
         return found
 
+    def prove_prefixes(self, wrapped: nn.Module) -> str | None:
+        """Probe packs whose documents share prefixes; `prove` must have passed. All ranks must call it.
+
+        Returns why documents must be packed whole, or None if they may share.
+        """
+        reason = self._cannot_share()
+        if reason is not None:
+            return reason
+        found = check_prefixes(wrapped, self.max_length)
+        agreed((found.isolated, found.equal))
+        return None if found.isolated and found.equal else found.summary()
+
     def _cannot_share(self) -> str | None:
-        """Why ranks cannot share packs with this model as it was proved on one rank; None if they may."""
+        """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
