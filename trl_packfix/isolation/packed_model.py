@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..attention.choice import choose_attention, own_attention, set_attention
+from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError
 from ..attention.models import base_model
@@ -75,19 +75,29 @@ class PackedModel:
         self._choose()
 
     def _choose(self) -> None:
-        self.attention = choose_attention(
-            self.model,
-            self.enforce_flash_attention,
-            self.dtype,
-            device_type=self.device_type,
-            refusals=self._refusals,
-            needs_varlen=self._needs_varlen,
-        )
+        needs_varlen = self._needs_varlen
+        if needs_varlen == LOOKS_UP:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loses_flash = self._choice(None).is_flash and not self._choice(needs_varlen).is_flash
+            if loses_flash:
+                needs_varlen = None  # flash attention gains more than shared prefixes
+        self.attention = self._choice(needs_varlen)
         self.isolation: IsolationReport | None = None
         self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
         self._proved_degrees: dict[int, IsolationReport] = {}
+
+    def _choice(self, needs_varlen: str | None) -> AttentionChoice:
+        return choose_attention(
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            refusals=self._refusals,
+            needs_varlen=needs_varlen,
+        )
 
     @property
     def is_proved(self) -> bool:

@@ -135,8 +135,8 @@ def _page(rows: Sequence[Row]) -> str:
         *[f"- {text}" for text in summary(rows).splitlines()],
         f"- {Counter(row.shared for row in rows)['yes']} causal types can be shared by two ranks (`tokens_per_rank`): "
         "`python benchmarks/sequence_parallel.py --types --page docs`. The others are refused with the reason.",
-        f"- {Counter(row.prefixes for row in rows)['yes']} types can share prefixes (`share_prefixes`): the judge finds "
-        "documents that begin alike equal to themselves alone, too. Documents of the others are packed whole.",
+        f"- Documents of {Counter(row.prefixes for row in rows)['yes']} types can share prefixes (`share_prefixes`), "
+        "and are then equal to themselves alone, too. Those of the others are packed whole.",
         "",
         "| verdict | meaning |",
         "|---|---|",
