@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .models import base_model, text_config
+from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
 
 # The entries of a packed batch that hold boundaries, except position_ids
@@ -75,6 +76,14 @@ class PackedForward:
     def bounds(self) -> list[int]:
         """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
         return bounds_on_host(self.cu_seq_lens_q)
+
+    @cached_property
+    def shared(self) -> SharedRuns | None:
+        """The runs of documents that share prefixes; None if none do."""
+        if self.kv_index is None:
+            return None
+        bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
+        return SharedRuns(bounds, longest, self.kv_index)
 
     @property
     def lengths(self) -> list[int]:

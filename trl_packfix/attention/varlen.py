@@ -38,6 +38,7 @@ from .kernels import (
     kernel_head_dim,
     math_in_tiles,
 )
+from .prefixes import attend_shared
 
 # Must not contain "flash", "sdpa" or "flex_attention": transformers runs other code for such names.
 ATTENTION_NAME = "packfix_varlen"
@@ -115,7 +116,9 @@ def varlen_attention(
         s_aux = None if s_aux is None else s_aux[exchange.heads]
     num_tokens = query.shape[2]
     options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
-    if _runs_flash(query, value, softcap, dropout):
+    if running is not None and running.shared is not None:
+        out = attend_shared(query, key, value, running.shared, chunk=chunk, dropout=dropout, softcap=softcap, **options)
+    elif _runs_flash(query, value, softcap, dropout):
         cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
         if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
             bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
