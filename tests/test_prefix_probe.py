@@ -7,14 +7,14 @@ import torch
 from support.models import build_tiny_model
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention.forwards import PREFIXES
+from trl_packfix.attention.forwards import PREFIXES, packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.isolation import prefix_probe
 from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge
+from trl_packfix.survey.judge import Judge, with_prefixes
 
 
 def packed_model(model, **settings):
@@ -87,7 +87,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     packed.prove(model)
 
     def detach_shared(module, args, output):
-        running = attention_forwards()[-1] if attention_forwards() else None
+        running = packed_forwards[-1] if packed_forwards else None
         if running is None or running.kv_index is None:
             return output
         first = int(running.cu_seq_lens_q[1])
@@ -101,24 +101,22 @@ def test_the_probe_sees_keys_without_a_gradient():
     assert found.max_gradient > 1e-2 and not found.isolated
 
 
-def attention_forwards():
-    from trl_packfix.attention.forwards import packed_forwards
-
-    return packed_forwards
-
-
-@pytest.mark.parametrize(
-    "model_type, reason",
-    [("mamba", "repaired"), ("bloom", "repaired"), ("roberta", "alone"), ("jamba", "alone|move each other|refuses")],
-)
-def test_models_whose_documents_are_packed_whole(model_type, reason):
+@pytest.mark.parametrize("model_type", ["mamba", "bloom"])
+def test_documents_of_a_repaired_model_are_packed_whole(model_type):
     model = zoo.build_model(model_type)
     packed = packed_model(model)
     packed.prove(model)
-    assert packed.is_proved
-    found = packed.prove_prefixes(model)
-    assert found is not None
-    assert any(part in found for part in reason.split("|")), found
+    assert packed.is_proved and packed.repaired
+    assert packed.prove_prefixes(model).startswith("these modules are repaired")
+    assert not check_prefixes(model, 64).isolated  # and not without a reason
+
+
+def test_documents_under_other_attention_are_packed_whole():
+    model = zoo.build_model("llama")
+    with pytest.warns(UserWarning, match="enforce_flash_attention=False"):
+        packed = packed_model(model, enforce_flash_attention=False)
+    packed.prove(model)
+    assert "'sdpa'" in packed.prove_prefixes(model)
 
 
 def test_the_judge_sees_a_lost_prefix(monkeypatch):
@@ -131,7 +129,6 @@ def test_the_judge_sees_a_lost_prefix(monkeypatch):
     monkeypatch.setattr(
         "trl_packfix.survey.judge.with_prefixes", lambda documents: lost_prefix(with_prefixes(documents))
     )
-    from trl_packfix.survey.judge import with_prefixes
 
     assert judge.judge_prefixes(model).error > 1e-2
 
