@@ -77,6 +77,7 @@ class PrefixCollator(PackedDataCollator):
         keeps_last_rows (`bool`, defaults to `False`):
             Keep the row of a document of which only the last token is left. No document is trained on its output, but
             a router sees its token.
+        shares (`bool`, defaults to `True`): False collates every document whole, as `PackedDataCollator`.
 
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -87,8 +88,11 @@ class PrefixCollator(PackedDataCollator):
 
     min_shared: int = MIN_SHARED
     keeps_last_rows: bool = False
+    shares: bool = True
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if not self.shares:
+            return super().__call__(documents)
         tokens, labels = self._read(documents)
         may_share = [
             i

@@ -190,6 +190,28 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
             check_tokenised(dataset, name, vocab_size, packing)
 
 
+def check_share_prefixes(args: SFTConfig, train_dataset: Any, compute_loss_func: Any) -> None:
+    """Refuse what cannot work on shared rows, before the model is loaded. `SFTConfig` refuses settings that contradict.
+
+    Raises:
+        ValueError: a loss of the user, or images in packs, with `share_prefixes`.
+    """
+    if args.share_prefixes == "off":
+        return
+    setting = f"`share_prefixes={args.share_prefixes!r}`"
+    if compute_loss_func is not None:
+        raise ValueError(
+            f"{setting} was given with `compute_loss_func`. It gets one label per row, and a shared row is a target of "
+            "several documents, so it would count once and not once for each. Leave `compute_loss_func` unset, or set "
+            '`share_prefixes="off"`.'
+        )
+    if images.packs_images(args, train_dataset):
+        raise ValueError(
+            f"{setting} was given, and the dataset has images. Documents are compared by their tokens, and different "
+            'images have the same placeholder tokens. Set `share_prefixes="off"`.'
+        )
+
+
 def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: Any) -> None:
     """Refuse what cannot work on parts of packs, before the model is loaded. Does nothing without `tokens_per_rank`.
 
