@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from support.models import build_tiny_model
+from support.runs import trainer
+from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
 from trl_packfix.attention.forwards import PREFIXES, packed_forwards
@@ -13,6 +16,7 @@ from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.isolation import prefix_probe
 from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.report import PackingLeakError
 from trl_packfix.survey import zoo
 from trl_packfix.survey.judge import Judge, with_prefixes
 
@@ -131,6 +135,57 @@ def test_the_judge_sees_a_lost_prefix(monkeypatch):
     )
 
     assert judge.judge_prefixes(model).error > 1e-2
+
+
+BEGINNING = "the same words at the beginning, "
+ALIKE = Dataset.from_dict({"text": [BEGINNING + end for end in ("one", "two", "three four", "five", "six", "seven")]})
+
+
+def rows_trained(folder, **settings):
+    """A trainer after two steps, with the rows of its batches."""
+    run = trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
+    rows = []
+    run.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    run.train()
+    return run, rows[-2:]
+
+
+def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
+    logging.set_verbosity_warning()
+    _, whole = rows_trained(tmp_path / "off")
+    run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
+    assert run.shares_prefixes and run.packed_model.prefixes_are_proved
+    assert all(a < b for a, b in zip(shared, whole, strict=True))
+    mamba = zoo.build_model("mamba")
+    mamba.resize_token_embeddings(300)
+    with caplog.at_level("WARNING"):
+        logging.get_logger("trl_packfix").propagate = True
+        run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
+    assert not run.shares_prefixes and unshared == whole
+    assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+@pytest.mark.parametrize(
+    "model, settings, reason",
+    [
+        ("mamba", {"share_prefixes": "family"}, "repaired.*planned packs do not fit"),
+        ("llama", {"share_prefixes": "pack", "on_leak": "raise", "enforce_flash_attention": False}, "'sdpa'"),
+    ],
+)
+def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, settings, reason, tmp_path):
+    model = zoo.build_model(model)
+    model.resize_token_embeddings(300)
+    with pytest.raises(PackingLeakError, match=f"`share_prefixes='{settings['share_prefixes']}'` was given.*{reason}"):
+        trainer(tmp_path, ALIKE, model=model, max_steps=1, **settings).train()
+
+
+def test_evaluation_before_training_proves_first(tmp_path):
+    run = trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
+    shared = run.evaluate()["eval_loss"]
+    assert run.packed_model.prefixes_are_proved
+    whole = trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
+    assert shared == pytest.approx(whole, rel=1e-6) and shared > 1
 
 
 @pytest.mark.parametrize("users", ["sdpa", "flash_attention_2"])

@@ -27,6 +27,7 @@ from .unpacking import UnpackedForward
 OnLeak = Literal["repair", "raise", "unpack"]
 # What other implementations of attention do not do
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
+SHARED = "where documents share prefixes,"
 LOOKS_UP = "does not look up the keys that documents share"
 
 
@@ -49,6 +50,7 @@ class PackedModel:
         attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
         isolation: the result of the last probe; None before the first.
+        prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class PackedModel:
                 needs_varlen = None  # flash attention gains more than shared prefixes
         self.attention = self._choice(needs_varlen)
         self.isolation: IsolationReport | None = None
+        self.prefixes_are_proved = False
         self._guard = PackedForwardGuard(base_model(self.model))
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
@@ -183,11 +186,12 @@ class PackedModel:
         Returns why documents must be packed whole, or None if they may share.
         """
         reason = self._cannot_share()
-        if reason is not None:
-            return reason
-        found = check_prefixes(wrapped, self.max_length)
-        agreed((found.isolated, found.equal))
-        return None if found.isolated and found.equal else found.summary()
+        if reason is None:
+            found = check_prefixes(wrapped, self.max_length)
+            agreed((found.isolated, found.equal))
+            reason = None if found.isolated and found.equal else f"{SHARED} {found.summary()}"
+        self.prefixes_are_proved = reason is None
+        return reason
 
     def _cannot_share(self) -> str | None:
         """Why neither ranks nor documents can share with this model as it was proved; None if they may."""

@@ -271,6 +271,7 @@ class PackedLoading(trl.SFTTrainer):
             args.enforce_flash_attention,
             hooks,
             shares_packs=args.tokens_per_rank is not None,
+            shares_prefixes=args.share_prefixes != "off",
             images=None if self._images is None else self._images.examples,
         )
 
