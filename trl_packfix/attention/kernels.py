@@ -16,8 +16,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +37,18 @@ FLASH_TILE, MATH_TILE = 64, 256
 # The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
 ROWS_PER_DOCUMENT = 128
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
+
+
+class FlashKernel(Protocol):
+    """A flash kernel: its forward, and its backward with a given output and log-sum-exp."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
 
 
 class KernelError(ValueError):
@@ -120,6 +131,13 @@ def attend_on_cuda(
     `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
     most 256 dimensions. Raises `KernelError` for other dtypes.
     """
+    if window is not None and window >= max_lengths[1]:
+        window = None
+    return flash_on_cuda(query, key, value, sinks, CudaKernel(cu_seq_lens, max_lengths, window, scale))
+
+
+def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
+    """`kernel` with heads padded to what CUDA kernels take, and `sinks`. Raises `KernelError` for other dtypes."""
     if query.dtype not in CUDA_DTYPES:
         raise KernelError(
             f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels support bfloat16 and float16 only. Set "
@@ -128,11 +146,8 @@ def attend_on_cuda(
     value_dim = value.shape[-1]
     head_dim = kernel_head_dim(query, value)
     assert head_dim <= MAX_CUDA_HEAD_DIM, f"heads of {head_dim} dimensions are for `attend_by_document`"
-    if window is not None and window >= max_lengths[1]:
-        window = None
     query, key, value = pad_head_dim(head_dim, query, key, value)
-    out = FlashAttention.apply(query, key, value, sinks, _CudaKernel(cu_seq_lens, max_lengths, window, scale))
-    return out[..., :value_dim]
+    return FlashAttention.apply(query, key, value, sinks, kernel)[..., :value_dim]
 
 
 def kernel_head_dim(query: Tensor, value: Tensor) -> int:
@@ -334,94 +349,96 @@ def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: dic
     return checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options)
 
 
-class FlashKernel(Protocol):
-    """A flash kernel: its forward, and its backward with a given output and log-sum-exp."""
+@dataclass(frozen=True)
+class CpuFlash:
+    """One call of the flash kernel on the CPU; `mask` is additive."""
+
+    scale: float
+    is_causal: bool
+    mask: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+        )
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, keys and values."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+        )
 
 
 class FlashCall(NamedTuple):
-    """One call of the flash kernel on the CPU; `mask` is additive.
+    """A call of a flash kernel with some of the queries and keys: slices of them, or their numbers.
 
-    Without a mask and not causal, its keys are more keys for queries that had a call before, and both are merged.
+    With `merges`, these are more keys for queries that had a call before, and both outputs are merged.
     """
 
-    queries: slice
-    keys: slice | Tensor  # a tensor holds the numbers of the keys, each once
-    is_causal: bool
-    mask: Tensor | None = None
-
-    @property
-    def merges(self) -> bool:
-        return not self.is_causal and self.mask is None
+    queries: slice | Tensor
+    keys: slice | Tensor
+    kernel: FlashKernel
+    merges: bool = False
 
 
-class CpuKernel:
-    """Flash attention on the CPU as a sequence of calls.
+class FlashCalls:
+    """A flash kernel that is a sequence of calls of others; each query is in a call that merges nothing.
 
-    Calls of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over parts
-    of them, weighted by exp(log-sum-exp). In backward each call gets the merged output and log-sum-exp, from which the
-    kernel computes the weights of all keys.
+    Outputs of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over
+    parts of them, weighted by exp(log-sum-exp). In backward each call gets the merged output and log-sum-exp, from
+    which a kernel computes the weights of its keys among all.
     """
 
-    scale: float
-    merges: bool  # whether any call does: then outputs and gradients of queries are summed in fp32, too
+    merges: bool  # whether any call does: then outputs and the gradients of queries are summed in at least fp32, too
 
-    @abstractmethod
-    def calls(self, like: Tensor) -> Iterator[FlashCall]:
+    def calls(self, like: Tensor) -> Iterable[FlashCall]:
         """All calls; masks are made with the dtype of `like`."""
+        raise NotImplementedError
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         B, H, T, D = query.shape
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(B, T, H, D, dtype=sum_dtype if self.merges else None).transpose(1, 2)
+        out = query.new_empty(B, T, H, D, dtype=sum_dtype if self.merges else query.dtype).transpose(1, 2)
         lse = query.new_empty(B, H, T, dtype=sum_dtype)
-        for call in self.calls(query):
-            rows = call.queries
-            o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, rows], key[:, :, call.keys], value[:, :, call.keys], 0.0, call.is_causal,
-                attn_mask=call.mask, scale=self.scale,
-            )  # fmt: skip
-            if call.merges:
-                both = torch.logaddexp(lse[:, :, rows], s)
-                old, new = (torch.exp(part - both).unsqueeze(-1) for part in (lse[:, :, rows], s))
-                out[:, :, rows] = out[:, :, rows] * old + o * new
-                lse[:, :, rows] = both
-            else:
-                out[:, :, rows], lse[:, :, rows] = o, s
+        for queries, keys, kernel, merges in self.calls(query):
+            o, s = kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            if merges:
+                both = torch.logaddexp(lse[:, :, queries], s)
+                old, new = (torch.exp(part - both).unsqueeze(-1) for part in (lse[:, :, queries], s))
+                o, s = out[:, :, queries] * old + o * new, both
+            out[:, :, queries], lse[:, :, queries] = o.to(out.dtype), s
         return out.to(query.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # neighbouring tiles add to the gradients of the same keys: in half precision each sum would be rounded
+        # several calls add to the gradients of the same keys: in half precision each sum would be rounded
         sum_dtype = torch.promote_types(key.dtype, torch.float32)
-        grad_query = torch.empty_like(query, dtype=sum_dtype if self.merges else None)
+        grad_query = torch.empty_like(query, dtype=sum_dtype if self.merges else query.dtype)
         grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
-        for call in self.calls(query):
-            rows, keys = call.queries, call.keys
-            g, q, o, s = grad[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows]
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, key[:, :, keys], value[:, :, keys], o, s, 0.0, call.is_causal,
-                attn_mask=call.mask, scale=self.scale,
-            )  # fmt: skip
-            if call.merges:
-                grad_query[:, :, rows] += dq
+        for queries, keys, kernel, merges in self.calls(query):
+            g, q, o, s = grad[:, :, queries], query[:, :, queries], out[:, :, queries], lse[:, :, queries]
+            dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
+            if merges:
+                _add(grad_query, queries, dq)
             else:
-                grad_query[:, :, rows] = dq
-            grad_key[:, :, keys] += dk
-            grad_value[:, :, keys] += dv
+                grad_query[:, :, queries] = dq.to(grad_query.dtype)
+            _add(grad_key, keys, dk)
+            _add(grad_value, keys, dv)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
+def _add(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
+    """Add to the given tokens of (1, heads, T, D), of which several may be the same."""
+    if isinstance(places, slice):
+        total[:, :, places] += part
+    else:
+        total.index_add_(2, places, part.to(total.dtype))
+
+
 @dataclass(frozen=True)
-class _CpuKernel(CpuKernel):
+class _CpuKernel(FlashCalls):
     """One call per document, or per tile of queries if it is longer than the window."""
 
     lengths: tuple[int, ...]
@@ -435,12 +452,12 @@ class _CpuKernel(CpuKernel):
         for length in self.lengths:
             if self.window is None or length <= self.window:
                 document = slice(start, start + length)
-                yield FlashCall(document, document, True)
+                yield FlashCall(document, document, CpuFlash(self.scale, True))
             else:
                 for first, stop, first_key in tiles(length, self.window, FLASH_TILE):
-                    keys = slice(start + first_key, start + stop)
+                    queries, keys = slice(start + first, start + stop), slice(start + first_key, start + stop)
                     mask = masks[stop - first, stop - first_key]
-                    yield FlashCall(slice(start + first, start + stop), keys, False, mask)
+                    yield FlashCall(queries, keys, CpuFlash(self.scale, False, mask))
             start += length
 
 
@@ -458,8 +475,11 @@ class WindowMasks(dict[tuple[int, int], Tensor]):
 
 
 @dataclass(frozen=True)
-class _CudaKernel:
+class CudaKernel:
     """FlashAttention-2 varlen on CUDA, all documents in one launch.
+
+    With fewer queries than keys the last query is at the position of the last key. Not causal, every query attends to
+    all keys of its document.
 
     It calls the aten operators used by `torch.nn.attention.varlen.varlen_attn`, not that function: its signature
     changed in each of torch 2.10 to 2.12, theirs did not, and its backward drops the gradient of the log-sum-exp,
@@ -470,15 +490,16 @@ class _CudaKernel:
     max_lengths: tuple[int, int]
     window: int | None
     scale: float
+    is_causal: bool = True
 
     def _options(self) -> dict[str, Any]:
         left = -1 if self.window is None else self.window - 1  # keys to the left, without the query's own
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        is_causal = self.window is None
+        is_causal = self.is_causal and self.window is None
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *self.cu_seq_lens, *self.max_lengths, 0.0, is_causal, False, **self._options()
         )
@@ -487,7 +508,7 @@ class _CudaKernel:
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
-        is_causal = self.window is None
+        is_causal = self.is_causal and self.window is None
         # without dropout the kernel reads no generator state
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         bounds = (*self.cu_seq_lens, *self.max_lengths)
@@ -508,7 +529,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: _CpuKernel | _CudaKernel
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value)
         if sinks is not None:

@@ -11,10 +11,9 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.balance import StepSettings
 from ..planning.packs import PackPlan
-from ..planning.prefixes import share_order
 from ..planning.schedule import Schedule, schedule_packs
-from .collator import IGNORE_INDEX
 from .documents import Documents
+from .prefixes import collated_order
 from .reader import Rows
 
 MAX_TOKENS = 8
@@ -49,13 +48,7 @@ def plan_sorted(documents: Documents, reader: Rows, capacity: int, world_size: i
     """
     spans = zip(documents.row.tolist(), documents.start.tolist(), documents.stop.tolist(), strict=True)
     read = [reader.read(*span) for span in spans]
-    tokens = [each["input_ids"] for each in read]
-    order, shared = share_order(tokens)
-    for place, document in enumerate(order):
-        each = read[document]
-        # The collator packs it whole, and what is sorted behind it may share less
-        if not ((each["labels"] == IGNORE_INDEX) | (each["labels"] == each["input_ids"])).all():
-            shared[place : place + 2] = [0] * len(shared[place : place + 2])
+    order, shared = collated_order([each["input_ids"] for each in read], [each["labels"] for each in read])
     plan = pack_sorted(documents.lengths, np.array(order), np.array(shared), capacity)
     settings = StepSettings(capacity=capacity, world_size=world_size, balance="none")
     return SortedSet(schedule_packs(plan, documents.lengths, -(-plan.num_packs // world_size), settings))
