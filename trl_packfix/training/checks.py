@@ -119,6 +119,13 @@ def _check_stream(args: SFTConfig) -> None:
             "documents of an epoch, and a stream is known only as far as it has been read. Set "
             '`packing_strategy="stream"`, or load the dataset without streaming.'
         )
+    if args.share_prefixes == "family":
+        raise ValueError(
+            '`share_prefixes="family"` was given with an `IterableDataset`. Documents that begin alike are found by '
+            "sorting all of them, and a stream is known only as far as it has been read. Set "
+            '`share_prefixes="pack"`, which shares among the documents of a pack, or load the dataset without '
+            "streaming."
+        )
     if args.max_steps <= 0:
         raise ValueError(
             f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "

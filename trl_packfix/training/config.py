@@ -12,11 +12,11 @@ from ..data.checks import check_choice, check_count, check_max_length, check_ove
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.balance import Balance
+from ..planning.prefixes import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
-SharePrefixes = Literal["off", "pack", "family"]
 OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(get_args, (Overlong, Balance, OnLeak, Weighting, BadRows))
 SHARE_PREFIXES = get_args(SharePrefixes)
 
@@ -336,6 +336,12 @@ def _check_share_prefixes(args: SFTConfig) -> None:
     """Refuse settings that need each token of each document in a row of its own."""
     if args.share_prefixes == "off":
         return
+    if args.share_prefixes == "family" and STRATEGIES[args.packing_strategy].cuts_blocks:
+        raise ValueError(
+            f'`share_prefixes="family"` was given with `packing_strategy={args.packing_strategy!r}`. It cuts all '
+            "documents where a block of `max_length` tokens ends, in the order of the table, so documents that begin "
+            'alike cannot be brought together. Set `share_prefixes="pack"`, or another `packing_strategy`.'
+        )
     is_smoothed = args.label_smoothing_factor > 0 and args.loss_type != "dft"
     others = {
         f"label_smoothing_factor={args.label_smoothing_factor}": (
