@@ -20,8 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .models import base_model, text_config
+from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
 
+# The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
+# "flex_attention": transformers runs other code for such names.
+ATTENTION_NAME = "packfix_varlen"
 # The entries of a packed batch that hold boundaries, except position_ids
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
@@ -58,6 +62,7 @@ class PackedForward:
         part_tokens: tokens of each part; None with degree 1.
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefixes.py`), int64, shape
             (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
+        run_lengths: rows and keys of each run on the host, (runs, 2), or None.
     """
 
     cu_seq_lens_q: Tensor
@@ -69,12 +74,21 @@ class PackedForward:
     degree: int = 1
     part_tokens: int | None = None
     kv_index: Tensor | None = None
+    run_lengths: Tensor | None = None
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def bounds(self) -> list[int]:
         """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
         return bounds_on_host(self.cu_seq_lens_q)
+
+    @cached_property
+    def shared(self) -> SharedRuns | None:
+        """The runs of documents that share prefixes; None if none do."""
+        if self.kv_index is None:
+            return None
+        bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
+        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths)
 
     @property
     def lengths(self) -> list[int]:
@@ -275,12 +289,14 @@ class PackedForwardGuard(ModelHooks):
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
-                kv_index = None if prefixes is None else prefixes.kv_index
-                running = _check_packed_batch(model, args, kwargs, kv_index)
+                running = _check_packed_batch(model, args, kwargs, prefixes)
                 running = replace(running, ignores_masks=self.ignores_masks)
                 if part is not None:
                     running = replace(running, degree=part.degree, part_tokens=part.num_tokens // part.degree)
             packed_forwards.append(running)
+            if running.kv_index is not None:
+                # A module would take the boundaries of runs for those of documents; our attention reads `running`
+                kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
         self._entered.append(is_packed)
         return args, kwargs
 
@@ -312,16 +328,23 @@ def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 
 
-def _check_packed_batch(
-    model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], kv_index: Tensor | None
-) -> PackedForward:
+def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], prefixes: Any) -> PackedForward:
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
-    running = replace(PackedForward(*(kwargs[name] for name in CU_SEQ_LENS)), kv_index=kv_index)
+    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS))
+    if prefixes is not None:
+        running = replace(running, kv_index=prefixes.kv_index, run_lengths=prefixes.run_lengths)
+        if (name := text_config(model)._attn_implementation) != ATTENTION_NAME:
+            raise ValueError(
+                f"a packed batch whose {len(prefixes.lengths)} documents share prefixes came to "
+                f"attn_implementation={name!r}: only {ATTENTION_NAME} finds the keys that a document shares, and other "
+                "attention would read keys of other documents. Set attn_implementation='sdpa', which packing replaces "
+                f"with {ATTENTION_NAME}, or share_prefixes='off'."
+            )
     for name in ("attention_mask", "past_key_values"):
         if (given := kwargs.get(name)) is not None:
             shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
@@ -345,7 +368,7 @@ def _check_packed_batch(
         )
     # On the CPU only: on a GPU the host would wait for the comparison.
     cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
-    if kv_index is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+    if prefixes is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError(
             f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack "
             "the queries and keys of a document are the same tokens. Pass the same tensor for both."

@@ -13,7 +13,7 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
     num_documents  2 2 1 1 | 1 1 1           of each row
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class SharedPrefixes:
         num_documents: documents that each row belongs to, int64, shape (R,).
         lengths: tokens of each document, int64, shape (N,).
         shared: rows that each document has from the one sorted before it, int64, shape (N,).
+        run_lengths: rows and keys of each run, int64, shape (runs, 2). It stays on the host, where attention needs it.
     """
 
     kv_index: Tensor
@@ -48,15 +49,33 @@ class SharedPrefixes:
     num_documents: Tensor
     lengths: Tensor
     shared: Tensor
+    run_lengths: Tensor | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> "SharedPrefixes":
         """The same on another device; accelerate's loaders call it, as for a tensor."""
-        names = [field.name for field in fields(self)]
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "SharedPrefixes":
         """The same in page-locked memory; torch's loaders call it, as for a tensor."""
-        return replace(self, **{field.name: getattr(self, field.name).pin_memory() for field in fields(self)})
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
+        names = [field.name for field in fields(self) if field.name != "run_lengths"]
+        return replace(self, **{name: move(getattr(self, name)) for name in names})
+
+
+def collated_order(
+    tokens: Sequence[npt.NDArray], labels: Sequence[npt.NDArray], min_shared: int = MIN_SHARED
+) -> tuple[list[int], list[int]]:
+    """As `share_order`, with the documents that share nothing because of their labels at the end."""
+    may_share = [
+        i
+        for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
+        if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
+    ]
+    places, shared = share_order([tokens[i] for i in may_share], min_shared)
+    rest = sorted(set(range(len(tokens))) - set(may_share))
+    return [may_share[place] for place in places] + rest, shared[: len(places)] + [0] * len(rest)
 
 
 @dataclass
@@ -94,17 +113,10 @@ class PrefixCollator(PackedDataCollator):
         if not self.shares:
             return super().__call__(documents)
         tokens, labels = self._read(documents)
-        may_share = [
-            i
-            for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
-            if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
-        ]
-        places, shared = share_order([tokens[i] for i in may_share], self.min_shared)
+        order, shared = collated_order(tokens, labels, self.min_shared)
         if not any(shared):
             return super().__call__(documents)
-        rest = sorted(set(range(len(tokens))) - set(may_share))
-        order = [may_share[place] for place in places] + rest
-        return self._collate(tokens, labels, order, shared + [0] * len(rest))
+        return self._collate(tokens, labels, order, shared)
 
     def _collate(
         self, tokens: list[npt.NDArray], labels: list[npt.NDArray], order: list[int], shared: list[int]
@@ -112,7 +124,7 @@ class PrefixCollator(PackedDataCollator):
         """`order` and `shared` as `share_order` gives them."""
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         most = int(lengths.sum())
-        targets = np.full(most + 1, IGNORE_INDEX, dtype=np.int64)
+        targets = np.full(most + (self.pad_to_multiple_of or 1), IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(most, dtype=np.int64)
         shared_of = np.zeros(len(tokens), dtype=np.int64)
         runs: list[npt.NDArray] = []
@@ -172,5 +184,6 @@ class PrefixCollator(PackedDataCollator):
                 num_documents=torch.from_numpy(np.pad(num_documents[:num_rows], (0, padding))),
                 lengths=torch.from_numpy(lengths),
                 shared=torch.from_numpy(shared_of),
+                run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }

@@ -205,17 +205,17 @@ def check_share_prefixes(args: SFTConfig, train_dataset: Any, compute_loss_func:
     """
     if args.share_prefixes == "off":
         return
-    setting = f"`share_prefixes={args.share_prefixes!r}`"
     if compute_loss_func is not None:
         raise ValueError(
-            f"{setting} was given with `compute_loss_func`. It gets one label per row, and a shared row is a target of "
-            "several documents, so it would count once and not once for each. Leave `compute_loss_func` unset, or set "
-            '`share_prefixes="off"`.'
+            f"`share_prefixes={args.share_prefixes!r}` was given with `compute_loss_func`. It gets one label per row, "
+            "and a shared row is a target of several documents, so it would count once and not once for each. Leave "
+            '`compute_loss_func` unset, or set `share_prefixes="off"`.'
         )
     if images.packs_images(args, train_dataset):
         raise ValueError(
-            f"{setting} was given, and the dataset has images. Documents are compared by their tokens, and different "
-            'images have the same placeholder tokens. Set `share_prefixes="off"`.'
+            f"`share_prefixes={args.share_prefixes!r}` was given, and the dataset has images. Documents are compared "
+            "by their tokens, and different images have the same placeholder tokens. Set "
+            '`share_prefixes="off"`.'
         )
 
 

@@ -32,6 +32,7 @@ from ..data.images import ImageRows
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
+from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
@@ -39,6 +40,7 @@ from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
+from .prefixes import prove_prefixes
 from .targets import Targets, targets_of
 from .totals import source_metrics, sum_dtype, sums_by_source
 
@@ -165,6 +167,8 @@ class ExactEvaluation(PackedObjective):
             with self.packed_model.attending(), self.compute_loss_context_manager():
                 if self.packed_model.isolation is None:
                     self.packed_model.prove(self.model)
+            if self.shares_prefixes and self.packed_model.is_proved and not self.packed_model.prefixes_are_proved:
+                prove_prefixes(self, self.model)
         return self.packed_model.is_proved
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
@@ -241,12 +245,23 @@ class ExactEvaluation(PackedObjective):
             else:
                 collate = PaddedCollator(self._padded_collator)
             return self._make_loader(rows, sampler, self._with_row_values(collate, values))
-        training = self._train_planner
-        planner = EpochPlanner(
+        shares = self.shares_prefixes and self._is_exact  # a loss of the user has one label per row
+        planner = self._evaluation_planner(reader, documents, shares)
+        collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size, shares), values)
+        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
+
+    def _evaluation_planner(
+        self, reader: TokenReader | ImageRows, documents: Documents, shares: bool
+    ) -> EpochPlanner | SortedSet:
+        args, training = self.args, self._train_planner
+        max_length = args.max_length or int(documents.lengths.max())
+        if shares:
+            return plan_sorted(documents, reader, args.eval_batch_size * max_length, args.world_size)
+        return EpochPlanner(
             documents,
             "bfd",
             batch_size=args.eval_batch_size,
-            max_length=args.max_length or int(documents.lengths.max()),
+            max_length=max_length,
             world_size=args.world_size,
             shuffle=False,
             cost_model=self._cost_model,
@@ -255,8 +270,6 @@ class ExactEvaluation(PackedObjective):
             speeds=speeds(args),
             degrees=None if training is None else training.degrees,  # at which the model is proved
         )
-        collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size), values)
-        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column

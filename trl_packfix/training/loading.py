@@ -112,7 +112,7 @@ class PackedLoading(trl.SFTTrainer):
         checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
         self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
-        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size)
+        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         if not isinstance(self.train_dataset, IterableDataset):
             self._reader = self._read(self.train_dataset, "train")
             with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
@@ -185,13 +185,14 @@ class PackedLoading(trl.SFTTrainer):
     def _training_collator(self) -> Callable:
         if self.args.pad_documents_to_multiple_of is None:
             return self.data_collator
-        return self._make_packed_collator(self._train_batch_size)  # lowered by `auto_find_batch_size`
+        # lowered by `auto_find_batch_size`
+        return self._make_packed_collator(self._train_batch_size, self.shares_prefixes)
 
-    def _make_packed_collator(self, batch_size: int) -> PackedDataCollator:
+    def _make_packed_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
         args, pad_token_id = self.args, self._tokenizer.pad_token_id
         if self._images is not None:
             return self._images.packed_collator(args, pad_token_id, self.accelerator)
-        if self.shares_prefixes:
+        if shares:
             # A router sees every token, also one on whose output no document is trained
             return PrefixCollator(args.pad_to_multiple_of, pad_token_id, keeps_last_rows=self.aux_loss_enabled)
         if args.pad_documents_to_multiple_of is None:
@@ -283,6 +284,7 @@ class PackedLoading(trl.SFTTrainer):
             args.enforce_flash_attention,
             hooks,
             shares_packs=args.tokens_per_rank is not None,
+            shares_prefixes=args.share_prefixes != "off",
             images=None if self._images is None else self._images.examples,
         )
 
