@@ -469,9 +469,13 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
 )
 def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path, caplog):
     plans = {name: report(name)[1] for name in (before, now)}
-    args = SFTConfig(tmp_path, packing=True, max_length=256, use_cpu=True, bf16=False, report_to=[])
+    common = {"packing": True, "max_length": 256, "use_cpu": True, "bf16": False, "report_to": []}
+
+    def settings_with(name):
+        return settings_of(SFTConfig(tmp_path, share_prefixes=name, **common), plans[name], READER)
+
     state = {
-        "settings": settings_of(args, plans[before], READER),
+        "settings": settings_with(before),
         "engine": "none",
         "epoch": 0,
         "step_hash": step_hash(plans[before], 0),
@@ -480,12 +484,11 @@ def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path
     }
     if before == "off":
         del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
-    now_settings = settings_of(args, plans[now], READER)
     if refused:
         with pytest.raises(ValueError, match=f"`share_prefixes` was '{before}' and is '{now}'.*Set them back"):
-            check_same_batches("checkpoint-2", state, now_settings, plans[now])
+            check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
     else:
-        check_same_batches("checkpoint-2", state, now_settings, plans[now])
+        check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
         assert f"`share_prefixes` was '{before}' and is '{now}'" in caplog.text
 
 
