@@ -5,10 +5,14 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model, build_tokenizer
+from support.prefixes import forest
+from support.rounding import tolerance, weight_difference
+from support.runs import trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.data import ahead, epochs, savings
@@ -469,9 +473,13 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
 )
 def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path, caplog):
     plans = {name: report(name)[1] for name in (before, now)}
-    args = SFTConfig(tmp_path, packing=True, max_length=256, use_cpu=True, bf16=False, report_to=[])
+    common = {"packing": True, "max_length": 256, "use_cpu": True, "bf16": False, "report_to": []}
+
+    def settings_with(name):
+        return settings_of(SFTConfig(tmp_path, share_prefixes=name, **common), plans[name], READER)
+
     state = {
-        "settings": settings_of(args, plans[before], READER),
+        "settings": settings_with(before),
         "engine": "none",
         "epoch": 0,
         "step_hash": step_hash(plans[before], 0),
@@ -480,12 +488,11 @@ def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path
     }
     if before == "off":
         del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
-    now_settings = settings_of(args, plans[now], READER)
     if refused:
         with pytest.raises(ValueError, match=f"`share_prefixes` was '{before}' and is '{now}'.*Set them back"):
-            check_same_batches("checkpoint-2", state, now_settings, plans[now])
+            check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
     else:
-        check_same_batches("checkpoint-2", state, now_settings, plans[now])
+        check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
         assert f"`share_prefixes` was '{before}' and is '{now}'" in caplog.text
 
 
@@ -499,3 +506,62 @@ def test_wrapped_and_streams_are_refused(tmp_path):
         ValueError, match='with an `IterableDataset`. Documents that begin alike .* Set `share_prefixes="pack"`'
     ):
         SFTTrainer(build_tiny_model(), args, train_dataset=stream, processing_class=build_tokenizer())
+
+
+# Training
+
+SGD = {
+    "optim": "sgd",
+    "learning_rate": 0.2,
+    "lr_scheduler_type": "constant",
+    "max_length": 96,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "weight_column": "share",
+}
+
+
+def trained(folder, **settings):
+    found = trainer(folder, forest(), **SGD | settings)
+    start = weights(found)
+    return found, start
+
+
+def logged(found, name):
+    return [entry[name] for entry in found.state.log_history if name in entry]
+
+
+def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
+    """`minibatch` keeps the documents of each step, so only rounding may differ."""
+    after = {}
+    for name, more in {
+        "off": {},
+        "rounding": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "family": {"share_prefixes": "family"},
+    }.items():
+        found, start = trained(tmp_path, packing_strategy="minibatch", max_steps=5, **more)
+        found.train()
+        after[name] = weights(found)
+    rounding = weight_difference(after["rounding"], after["off"], start)
+    assert weight_difference(after["family"], after["off"], start) <= tolerance(rounding)
+    assert np.mean(logged(found, "computed_share")) < 0.85
+    assert logged(found, "documents_per_step") == [8] * 5
+    assert found.packing_report.prefixes.rows == pytest.approx(np.mean(logged(found, "computed_share")), abs=0.05)
+
+
+def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path):
+    settings = {"share_prefixes": "family", "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"per_device_train_batch_size": 1, "max_length": 96}
+    whole, _ = trained(tmp_path, **settings)
+    whole.train()
+    per_epoch = whole.state.max_steps // 2
+    assert per_epoch > 4 and per_epoch % 3 and np.mean(logged(whole, "computed_share")) < 0.85
+    planner = whole._train_planner
+    assert sorted(planner.schedule(1).order.tolist()) == list(range(40))
+    again, _ = trained(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(weights(again), weights(whole))
+    with pytest.raises(ValueError, match="`share_prefixes` was 'family' and is 'pack'.*Set them back"):
+        trained(tmp_path, **settings | {"share_prefixes": "pack"})[0].train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+        )

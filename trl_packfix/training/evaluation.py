@@ -40,6 +40,7 @@ from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
+from .prefixes import prove_prefixes
 from .targets import Targets, targets_of
 from .totals import source_metrics, sum_dtype, sums_by_source
 
@@ -166,6 +167,8 @@ class ExactEvaluation(PackedObjective):
             with self.packed_model.attending(), self.compute_loss_context_manager():
                 if self.packed_model.isolation is None:
                     self.packed_model.prove(self.model)
+            if self.shares_prefixes and self.packed_model.is_proved and not self.packed_model.prefixes_are_proved:
+                prove_prefixes(self, self.model)
         return self.packed_model.is_proved
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:

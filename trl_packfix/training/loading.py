@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import trl
 from datasets import IterableDataset
@@ -158,7 +157,6 @@ class PackedLoading(trl.SFTTrainer):
             checks.synchronisation(self.accelerator),
             batch_size=self._train_batch_size,  # lowered by `auto_find_batch_size`
             writes_cache=self.args.local_process_index == 0,
-            shares_prefixes=self.shares_prefixes,
         )
 
     @cached_property
@@ -213,16 +211,6 @@ class PackedLoading(trl.SFTTrainer):
 
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
-        planner = self._train_planner
-        if not shares and planner is not None and planner.shares_families:
-            tokens = planner.documents.lengths[planner.schedule(0).order]
-            most = int(np.diff(np.concatenate([[0], np.cumsum(tokens)])[planner.schedule(0).offsets]).max())
-            raise ValueError(
-                f'`share_prefixes="family"` was given, and on this model packs cannot share the beginnings of their '
-                f"documents. The packs are planned by the rows that sharing leaves, at most {planner.capacity:,}; with "
-                f"all tokens of its documents the largest has {most:,}, and might not fit into memory. Set "
-                '`share_prefixes="off"`.'
-            )
         self._shares_prefixes = shares
         if isinstance(self.data_collator, PrefixCollator):
             self.data_collator.shares = shares
@@ -284,6 +272,7 @@ class PackedLoading(trl.SFTTrainer):
             args.enforce_flash_attention,
             hooks,
             shares_packs=args.tokens_per_rank is not None,
+            shares_prefixes=args.share_prefixes != "off",
             images=None if self._images is None else self._images.examples,
         )
 

@@ -18,7 +18,6 @@ def make_planner(
     synchronisation: Synchronisation,
     batch_size: int,
     writes_cache: bool = True,
-    shares_prefixes: bool = True,
 ) -> EpochPlanner:
     """The planner of a run with this config.
 
@@ -29,7 +28,6 @@ def make_planner(
         batch_size: documents of `max_length` that a pack holds. It is `per_device_train_batch_size`, or less where
             `auto_find_batch_size` has lowered it.
         writes_cache: whether this process caches plans of many documents.
-        shares_prefixes: False where the model cannot share the prefixes that `share_prefixes` of the config names.
     """
     return EpochPlanner(
         documents,
@@ -46,7 +44,7 @@ def make_planner(
         cost_model=cost_model,
         tokens_per_rank=config.tokens_per_rank,
         speeds=speeds(config),
-        share_prefixes=config.share_prefixes if shares_prefixes else "off",
+        share_prefixes=config.share_prefixes,
         writes_cache=writes_cache,
     )
 
