@@ -357,7 +357,9 @@ def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, c
     cuda(flash_attn=True)
     model = tiny_model("llama")
     model.config._attn_implementation_internal = users
-    choice = attention.choose_attention(model, **BF16, shares_packs=True)
+    choice = attention.choose_attention(
+        model, **BF16, needs_varlen="does not exchange tokens between the ranks that share a pack"
+    )
     assert choice.name == ATTENTION_NAME and choice.is_flash
     assert (f"{users} does not exchange tokens" in choice.reason) is ("flash" in users)
 
@@ -366,7 +368,9 @@ def test_ranks_that_share_packs_attend_by_document_where_no_kernel_serves(cuda, 
     cuda(flash_attn=True, problem="torch 2.9.1 is older than 2.10")
     for model, problem in ((tiny_model("llama"), "older than 2.10"), (tiny_model("gemma2"), "softcapping=50.0")):
         with pytest.warns(UserWarning, match=problem):
-            choice = attention.choose_attention(model, **BF16, shares_packs=True)
+            choice = attention.choose_attention(
+                model, **BF16, needs_varlen="does not exchange tokens between the ranks that share a pack"
+            )
         assert choice.name == ATTENTION_NAME and not choice.is_flash
 
 

@@ -17,6 +17,7 @@ from trl_packfix.isolation import check as isolation
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.randomness import DrawWatcher
 from trl_packfix.isolation.thresholds import thresholds
+from trl_packfix.survey import zoo
 
 
 def judged(model, **kwargs):
@@ -175,6 +176,13 @@ def test_half_precision_does_not_hide_a_leak_through_length(factor):
     parameters["long_factor"] = [1.0] * 4
     report = judged(build_tiny_model("llama", **settings), max_length=200)
     assert report.isolated and report.equal and not report.leaks
+
+
+@current_models
+def test_layers_without_rotary_embedding_have_no_threshold():
+    config = zoo.build_model("beam").config
+    assert config.rope_parameters["full_attention"] is None
+    assert thresholds(config, 1024, 2)[0].keys() == {"sliding_window"}
 
 
 def test_thresholds_beyond_max_length_are_named_and_not_tested():

@@ -109,7 +109,7 @@ def choose_attention(
     *,
     device_type: str | None = None,
     refusals: dict[str, str] | None = None,
-    shares_packs: bool = False,
+    needs_varlen: str | None = None,
 ) -> AttentionChoice:
     """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
 
@@ -121,8 +121,8 @@ def choose_attention(
         dtype: the dtype that reaches the kernel: that of autocast or of the engine, if it differs from the weights'.
         device_type: "cuda", "cpu", "mps", ...: where the model will train, if it is not there yet.
         refusals: implementations that cannot compute this model, with the reason; they are not chosen.
-        shares_packs: whether ranks share packs (sequence parallelism). Only packfix_varlen exchanges tokens between
-            them, so it is chosen instead of the user's flash attention.
+        needs_varlen: what only packfix_varlen does and this run needs, as the end of a sentence ("does not exchange
+            tokens between ..."); it is then chosen instead of the user's flash attention.
 
     Raises ValueError if no kernel fits; the message says what to change.
     """
@@ -148,7 +148,7 @@ def choose_attention(
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype, refusals or {}, shares_packs)
+        return _choose_on_cuda(model, previous, dtype, refusals or {}, needs_varlen)
     return AttentionChoice(ATTENTION_NAME, False, previous, f"no flash kernel on {device_type!r}: {BY_DOCUMENT}")
 
 
@@ -228,7 +228,7 @@ def _layer_configs(config: Any) -> Any:
 
 
 def _choose_on_cuda(
-    model: PreTrainedModel, previous: str, dtype: torch.dtype, refusals: dict[str, str], shares_packs: bool
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, refusals: dict[str, str], needs_varlen: str | None
 ) -> AttentionChoice:
     config = text_config(model)
     old_gpu = capability_problem()
@@ -241,7 +241,7 @@ def _choose_on_cuda(
     has_sinks = _has_sinks(model)
     kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
-    if "flash" in previous and not drops_sinks and previous not in refusals and not shares_packs:
+    if "flash" in previous and not drops_sinks and previous not in refusals and needs_varlen is None:
         return AttentionChoice(previous, True, previous, "the user's choice")
     if drops_sinks:
         warnings.warn(
@@ -252,12 +252,12 @@ def _choose_on_cuda(
         )
     widest = head_dim(config)
     refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
-    if shares_packs and "flash" in previous:
-        refused += f"; {previous} does not exchange tokens between the ranks that share a pack"
+    if needs_varlen is not None and "flash" in previous:
+        refused += f"; {previous} {needs_varlen}"
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
-    if is_flash_attn_2_available() and fits_fa2 and not refused and not shares_packs:
+    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
         problem = _setting_problem(model, "flash_attention_2", previous)
         if problem is None:
             reason = "flash-attn is installed and the model supports it"

@@ -21,13 +21,19 @@ from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
 from .models import base_model, text_config
+from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
 
+# The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
+# "flex_attention": transformers runs other code for such names.
+ATTENTION_NAME = "packfix_varlen"
 # The entries of a packed batch that hold boundaries, except position_ids
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 # The entry of a batch that is a part of a pack (`data/parts.py`); the guard takes it out, and no model sees it
 PACK_PART = "pack_part"
+# The entry of a batch that says which rows documents share (`data/prefixes.py`); the guard takes it out, too
+PREFIXES = "shared_prefixes"
 
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
@@ -55,6 +61,9 @@ class PackedForward:
         degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
             holds a part of its tokens.
         part_tokens: tokens of each part; None with degree 1.
+        kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefixes.py`), int64, shape
+            (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
+        run_lengths: rows and keys of each run on the host, (runs, 2), or None.
     """
 
     cu_seq_lens_q: Tensor
@@ -65,12 +74,22 @@ class PackedForward:
     ignores_masks: bool = False
     degree: int = 1
     part_tokens: int | None = None
+    kv_index: Tensor | None = None
+    run_lengths: Tensor | None = None
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def bounds(self) -> list[int]:
         """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
         return bounds_on_host(self.cu_seq_lens_q)
+
+    @cached_property
+    def shared(self) -> SharedRuns | None:
+        """The runs of documents that share prefixes; None if none do."""
+        if self.kv_index is None:
+            return None
+        bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
+        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths)
 
     @property
     def lengths(self) -> list[int]:
@@ -84,8 +103,13 @@ class PackedForward:
     def documents(self, budget: float) -> "DocumentBatches":
         """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack.
 
-        Raises ValueError if this rank holds only a part of the pack.
+        Raises ValueError if this rank holds only a part of the pack, or if documents share prefixes.
         """
+        if self.kv_index is not None:
+            raise ValueError(
+                f"a repaired module got a pack of {len(self.lengths)} runs whose documents share prefixes: it runs on "
+                'whole documents, and a run is the end of one. Set share_prefixes="off".'
+            )
         if self.degree > 1:
             raise ValueError(
                 f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
@@ -259,18 +283,22 @@ class PackedForwardGuard(ModelHooks):
 
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         part = kwargs.get(PACK_PART)
-        kwargs = {name: given for name, given in kwargs.items() if name != PACK_PART}
+        prefixes = kwargs.get(PREFIXES)
+        kwargs = {name: given for name, given in kwargs.items() if name not in (PACK_PART, PREFIXES)}
         is_packed = part is not None or kwargs.get("cu_seq_lens_q") is not None
         if is_packed:
             carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
-                running = _check_packed_batch(model, args, kwargs)
+                running = _check_packed_batch(model, args, kwargs, prefixes)
                 running = replace(running, ignores_masks=self.ignores_masks)
                 if part is not None:
                     running = replace(running, degree=part.degree, part_tokens=part.num_tokens // part.degree)
             packed_forwards.append(running)
+            if running.kv_index is not None:
+                # A module would take the boundaries of runs for those of documents; our attention reads `running`
+                kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
         self._entered.append(is_packed)
         return args, kwargs
 
@@ -308,7 +336,7 @@ def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 
 
-def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> PackedForward:
+def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], prefixes: Any) -> PackedForward:
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(
@@ -316,6 +344,15 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS))
+    if prefixes is not None:
+        running = replace(running, kv_index=prefixes.kv_index, run_lengths=prefixes.run_lengths)
+        if (name := text_config(model)._attn_implementation) != ATTENTION_NAME:
+            raise ValueError(
+                f"a packed batch whose {len(prefixes.lengths)} documents share prefixes came to "
+                f"attn_implementation={name!r}: only {ATTENTION_NAME} finds the keys that a document shares, and other "
+                "attention would read keys of other documents. Set attn_implementation='sdpa', which packing replaces "
+                f"with {ATTENTION_NAME}, or share_prefixes='off'."
+            )
     for name in ("attention_mask", "past_key_values"):
         if (given := kwargs.get(name)) is not None:
             shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
@@ -339,7 +376,7 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
         )
     # On the CPU only: on a GPU the host would wait for the comparison.
     cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
-    if cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+    if prefixes is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError(
             f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack "
             "the queries and keys of a document are the same tokens. Pass the same tensor for both."

@@ -16,10 +16,10 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,18 @@ FLASH_TILE, MATH_TILE = 64, 256
 # The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
 ROWS_PER_DOCUMENT = 128
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
+
+
+class FlashKernel(Protocol):
+    """A flash kernel: its forward, and its backward with a given output and log-sum-exp."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
 
 
 class KernelError(ValueError):
@@ -95,11 +107,11 @@ def attend_on_cpu(
         return _math_documents(query, key, value, lengths, window, scale, dropout, softcap, sinks)
     # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
     value_dim = value.shape[-1]
-    query, key, value = _pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
+    query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
     if window is None and sinks is None:
         out = _sdpa_documents(query, key, value, lengths, scale, dropout)
     else:
-        out = _FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))
+        out = FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))
     return out[..., :value_dim]
 
 
@@ -119,6 +131,13 @@ def attend_on_cuda(
     `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
     most 256 dimensions. Raises `KernelError` for other dtypes.
     """
+    if window is not None and window >= max_lengths[1]:
+        window = None
+    return flash_on_cuda(query, key, value, sinks, CudaKernel(cu_seq_lens, max_lengths, window, scale))
+
+
+def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
+    """`kernel` with heads padded to what CUDA kernels take, and `sinks`. Raises `KernelError` for other dtypes."""
     if query.dtype not in CUDA_DTYPES:
         raise KernelError(
             f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels support bfloat16 and float16 only. Set "
@@ -127,11 +146,8 @@ def attend_on_cuda(
     value_dim = value.shape[-1]
     head_dim = kernel_head_dim(query, value)
     assert head_dim <= MAX_CUDA_HEAD_DIM, f"heads of {head_dim} dimensions are for `attend_by_document`"
-    if window is not None and window >= max_lengths[1]:
-        window = None
-    query, key, value = _pad_head_dim(head_dim, query, key, value)
-    out = _FlashAttention.apply(query, key, value, sinks, _CudaKernel(cu_seq_lens, max_lengths, window, scale))
-    return out[..., :value_dim]
+    query, key, value = pad_head_dim(head_dim, query, key, value)
+    return FlashAttention.apply(query, key, value, sinks, kernel)[..., :value_dim]
 
 
 def kernel_head_dim(query: Tensor, value: Tensor) -> int:
@@ -181,7 +197,7 @@ def attend_by_document(
     True
     """
     value_dim = value.shape[-1]
-    query, key, value = _pad_head_dim(kernel_head_dim(query, value), query, key, value)
+    query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     rows = _document_rows(tuple(lengths), query.device)
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
     outs = []
@@ -206,7 +222,7 @@ def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, window: int | None, sc
     if window is None or length <= window:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
     outs = []
-    for start, stop, first in _tiles(length, window, max(window, MATH_TILE)):
+    for start, stop, first in tiles(length, window, max(window, MATH_TILE)):
         visible = visible_keys(stop - start, stop - first, window, query.device)
         q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
         outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
@@ -256,7 +272,7 @@ def visible_keys(num_queries: int, num_keys: int, window: int | None, device: to
     return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
 
 
-def _pad_head_dim(head_dim: int, *tensors: Tensor) -> list[Tensor]:
+def pad_head_dim(head_dim: int, *tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors]
 
 
@@ -278,14 +294,16 @@ def _join(outs: list[Tensor]) -> Tensor:
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
 
 
-def _tiles(length: int, window: int | None, size: int) -> Iterator[tuple[int, int, int]]:
+def tiles(length: int, window: int | None, size: int, before: int = 0) -> Iterator[tuple[int, int, int]]:
     """Cut the queries of a document into tiles: (start, stop, first key that any query of the tile attends to).
 
-    >>> list(_tiles(5, window=2, size=2))
+    `before` keys come before that of the first query.
+
+    >>> list(tiles(5, window=2, size=2))
     [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
     """
     for start in range(0, length, size):
-        yield start, min(start + size, length), 0 if window is None else max(0, start - window + 1)
+        yield start, min(start + size, length), 0 if window is None else max(0, before + start - window + 1)
 
 
 def _math_documents(
@@ -310,7 +328,7 @@ def _math_tiles(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
 ) -> Iterator[Tensor]:
     """Causal attention of each row by its formula, on tiles of queries."""
-    for start, stop, first in _tiles(query.shape[2], window, MATH_TILE):
+    for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
         visible = visible_keys(stop - start, stop - first, window, query.device)
         tile = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], visible)
         yield _recomputed(tile, options)
@@ -319,7 +337,7 @@ def _math_tiles(
 def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """`math_attention` on tiles of queries: (B, H, queries, D_value). `mask` as `visible` there."""
     outs = []
-    for start, stop, _ in _tiles(query.shape[2], None, MATH_TILE):
+    for start, stop, _ in tiles(query.shape[2], None, MATH_TILE):
         visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
         outs.append(_recomputed((query[:, :, start:stop], key, value, visible), options))
     return torch.cat(outs, dim=2)
@@ -332,62 +350,136 @@ def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: dic
 
 
 @dataclass(frozen=True)
-class _CpuKernel:
-    """Flash attention on the CPU: one call per document, or per tile of queries if it is longer than the window."""
+class CpuFlash:
+    """One call of the flash kernel on the CPU; `mask` is additive."""
+
+    scale: float
+    is_causal: bool
+    mask: Tensor | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+        )
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+        )
+
+
+class FlashCall(NamedTuple):
+    """A call of a flash kernel with some of the queries and keys: slices of them, or their numbers.
+
+    With `merges`, these are more keys for queries that had a call before, and both outputs are merged.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    kernel: FlashKernel
+    merges: bool = False
+
+
+class FlashCalls:
+    """A flash kernel that is a sequence of calls of others; each query is in a call that merges nothing.
+
+    Outputs of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over
+    parts of them, weighted by exp(log-sum-exp). In backward each call gets the merged output and log-sum-exp, from
+    which a kernel computes the weights of its keys among all.
+    """
+
+    merges: bool  # whether any call does: then outputs and the gradients of queries are summed in at least fp32, too
+
+    def calls(self, like: Tensor) -> Iterable[FlashCall]:
+        """All calls; masks are made with the dtype of `like`."""
+        raise NotImplementedError
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        B, H, T, D = query.shape
+        sum_dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty(B, T, H, D, dtype=sum_dtype if self.merges else query.dtype).transpose(1, 2)
+        lse = query.new_empty(B, H, T, dtype=sum_dtype)
+        for queries, keys, kernel, merges in self.calls(query):
+            o, s = kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            if merges:
+                both = torch.logaddexp(lse[:, :, queries], s)
+                old, new = (torch.exp(part - both).unsqueeze(-1) for part in (lse[:, :, queries], s))
+                o, s = out[:, :, queries] * old + o * new, both
+            out[:, :, queries], lse[:, :, queries] = o.to(out.dtype), s
+        return out.to(query.dtype), lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # several calls add to the gradients of the same keys: in half precision each sum would be rounded
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
+        grad_query = torch.empty_like(query, dtype=sum_dtype if self.merges else query.dtype)
+        grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
+        for queries, keys, kernel, merges in self.calls(query):
+            g, q, o, s = grad[:, :, queries], query[:, :, queries], out[:, :, queries], lse[:, :, queries]
+            dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
+            if merges:
+                _add(grad_query, queries, dq)
+            else:
+                grad_query[:, :, queries] = dq.to(grad_query.dtype)
+            _add(grad_key, keys, dk)
+            _add(grad_value, keys, dv)
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _add(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
+    """Add to the given tokens of (1, heads, T, D), of which several may be the same."""
+    if isinstance(places, slice):
+        total[:, :, places] += part
+    else:
+        total.index_add_(2, places, part.to(total.dtype))
+
+
+@dataclass(frozen=True)
+class _CpuKernel(FlashCalls):
+    """One call per document, or per tile of queries if it is longer than the window."""
 
     lengths: tuple[int, ...]
     window: int | None
     scale: float
+    merges = False
 
-    def _calls(self, like: Tensor) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-        """(queries, keys, is_causal, additive mask) of each call. The masks are small, one per shape of tile."""
-        masks: dict[tuple[int, int], Tensor] = {}
+    def calls(self, like: Tensor) -> Iterator[FlashCall]:
+        masks = WindowMasks(self.window, like)
         start = 0
         for length in self.lengths:
             if self.window is None or length <= self.window:
                 document = slice(start, start + length)
-                yield document, document, True, None
+                yield FlashCall(document, document, CpuFlash(self.scale, True))
             else:
-                for first, stop, first_key in _tiles(length, self.window, FLASH_TILE):
-                    shape = (stop - first, stop - first_key)
-                    if shape not in masks:
-                        hidden = ~visible_keys(*shape, self.window, like.device)
-                        masks[shape] = like.new_zeros(shape).masked_fill_(hidden, float("-inf"))
-                    keys = slice(start + first_key, start + stop)
-                    yield slice(start + first, start + stop), keys, False, masks[shape]
+                for first, stop, first_key in tiles(length, self.window, FLASH_TILE):
+                    queries, keys = slice(start + first, start + stop), slice(start + first_key, start + stop)
+                    mask = masks[stop - first, stop - first_key]
+                    yield FlashCall(queries, keys, CpuFlash(self.scale, False, mask))
             start += length
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
-        B, H, T, D = query.shape
-        out = query.new_empty(B, T, H, D).transpose(1, 2)
-        lse = query.new_empty(B, H, T, dtype=torch.promote_types(query.dtype, torch.float32))
-        for rows, keys, is_causal, mask in self._calls(query):
-            q, k, v = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-            out[:, :, rows], lse[:, :, rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, is_causal, attn_mask=mask, scale=self.scale
-            )
-        return out, lse
 
-    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
-        # neighbouring tiles add to the gradients of the same keys: in half precision each sum would be rounded
-        sum_dtype = torch.promote_types(key.dtype, torch.float32)
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = (torch.zeros_like(x, dtype=sum_dtype) for x in (key, value))
-        for rows, keys, is_causal, mask in self._calls(query):
-            g, q, o, s = grad[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows]
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, key[:, :, keys], value[:, :, keys], o, s, 0.0, is_causal, attn_mask=mask, scale=self.scale
-            )
-            grad_query[:, :, rows] = dq
-            grad_key[:, :, keys] += dk
-            grad_value[:, :, keys] += dv
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+class WindowMasks(dict[tuple[int, int], Tensor]):
+    """Additive masks of tiles by (queries, keys). They are small, one per shape of tile."""
+
+    def __init__(self, window: int | None, like: Tensor):
+        super().__init__()
+        self.window, self.like = window, like
+
+    def __missing__(self, shape: tuple[int, int]) -> Tensor:
+        hidden = ~visible_keys(*shape, self.window, self.like.device)
+        self[shape] = self.like.new_zeros(shape).masked_fill_(hidden, float("-inf"))
+        return self[shape]
 
 
 @dataclass(frozen=True)
-class _CudaKernel:
+class CudaKernel:
     """FlashAttention-2 varlen on CUDA, all documents in one launch.
+
+    With fewer queries than keys the last query is at the position of the last key. Not causal, every query attends to
+    all keys of its document.
 
     It calls the aten operators used by `torch.nn.attention.varlen.varlen_attn`, not that function: its signature
     changed in each of torch 2.10 to 2.12, theirs did not, and its backward drops the gradient of the log-sum-exp,
@@ -398,15 +490,16 @@ class _CudaKernel:
     max_lengths: tuple[int, int]
     window: int | None
     scale: float
+    is_causal: bool = True
 
     def _options(self) -> dict[str, Any]:
         left = -1 if self.window is None else self.window - 1  # keys to the left, without the query's own
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        is_causal = self.window is None
+        is_causal = self.is_causal and self.window is None
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *self.cu_seq_lens, *self.max_lengths, 0.0, is_causal, False, **self._options()
         )
@@ -415,7 +508,7 @@ class _CudaKernel:
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
-        is_causal = self.window is None
+        is_causal = self.is_causal and self.window is None
         # without dropout the kernel reads no generator state
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         bounds = (*self.cu_seq_lens, *self.max_lengths)
@@ -426,7 +519,7 @@ class _CudaKernel:
         return tuple(x.transpose(0, 1)[None] for x in grads)
 
 
-class _FlashAttention(torch.autograd.Function):
+class FlashAttention(torch.autograd.Function):
     """A flash kernel, with sinks added exactly through its log-sum-exp.
 
     A sink is one more logit s in the softmax, without a value: it scales every weight by the factor sigmoid(lse - s).
@@ -436,7 +529,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: _CpuKernel | _CudaKernel
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value)
         if sinks is not None:

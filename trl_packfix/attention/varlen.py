@@ -26,7 +26,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .exchange import HeadExchange
-from .forwards import BOUNDARIES, FEED_A_PACK, PackedForward, bounds_on_host, in_backward, packed_forwards
+from .forwards import (
+    ATTENTION_NAME,
+    BOUNDARIES,
+    FEED_A_PACK,
+    PackedForward,
+    bounds_on_host,
+    in_backward,
+    packed_forwards,
+)
 from .kernels import (
     CUDA_DTYPES,
     MAX_CUDA_HEAD_DIM,
@@ -38,9 +46,8 @@ from .kernels import (
     kernel_head_dim,
     math_in_tiles,
 )
+from .prefixes import attend_shared, attend_shared_on_cuda
 
-# Must not contain "flash", "sdpa" or "flex_attention": transformers runs other code for such names.
-ATTENTION_NAME = "packfix_varlen"
 # Devices on which attention runs on the FlashAttention-2 kernels in torch. Tests add "meta", whose tensors have shapes
 # and no values: there any read on the host raises.
 FLASH_DEVICES = {"cuda"}
@@ -115,7 +122,13 @@ def varlen_attention(
         s_aux = None if s_aux is None else s_aux[exchange.heads]
     num_tokens = query.shape[2]
     options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
-    if _runs_flash(query, value, softcap, dropout):
+    shared = running.shared if running is not None else None
+    is_flash = _runs_flash(query, value, softcap, dropout)
+    if shared is not None and is_flash:
+        out = attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **options)
+    elif shared is not None:
+        out = attend_shared(query, key, value, shared, chunk=chunk, dropout=dropout, softcap=softcap, **options)
+    elif is_flash:
         cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
         if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
             bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
@@ -306,7 +319,8 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     if len(positions) != num_tokens or not is_start[0] or not counts_up:
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} for a pack of {num_tokens} tokens do not count 0, 1, "
-            f"2, ... within each document: no boundaries can be read from them. {FEED_A_PACK}"
+            f"2, ... within each document: no boundaries can be read from them. {FEED_A_PACK} (Documents that share "
+            "prefixes have such positions: with share_prefixes use gradient_checkpointing=True, not FSDP's.)"
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
     if len(starts) == 2 and num_tokens > 1 and not in_backward():

@@ -4,11 +4,13 @@ Every flag can also be written like the field of `SFTConfig`, so the flags of a 
 """
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from ..planning.prefixes import SharePrefixes
 from ..planning.strategies import STRATEGIES
 
 if TYPE_CHECKING:
+    from ..data.reader import Rows
     from ..planning.costs import CostModel
     from ..training.config import SFTConfig
     from .sources import Tokenisation
@@ -114,6 +116,14 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     packing.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="N")
     packing.add_argument("--overlong", choices=("truncate", "split", "drop", "raise"))
+    packing.add_argument(
+        "--share-prefixes",
+        "--share_prefixes",
+        choices=get_args(SharePrefixes),
+        default="off",
+        help="forward the common beginning of documents once: those that share a pack anyway ('pack'), or documents "
+        "brought together ('family'); needs tokens, not lengths (default: off)",
+    )
     packing.add_argument("--balance", choices=("step", "none"), default="step")
     packing.add_argument("--seed", type=int, default=42)
 
@@ -133,6 +143,21 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         weight_column=getattr(args, "weight_column", None),
         source_column=getattr(args, "source_column", None),
     )
+
+
+def check_has_tokens(args: argparse.Namespace, reader: "Rows") -> None:
+    """Refuse `--share-prefixes` for files of lengths.
+
+    Raises:
+        ValueError: only lengths are known.
+    """
+    from .sources import LengthRows
+
+    if args.share_prefixes != "off" and isinstance(reader, LengthRows):
+        raise ValueError(
+            f"`--share-prefixes {args.share_prefixes}` was given with the lengths of {len(reader):,} documents. Which "
+            "of them begin alike is known from their tokens. Give a dataset, or set `--share-prefixes off`."
+        )
 
 
 def load_model_config(args: argparse.Namespace) -> Any:
@@ -176,6 +201,7 @@ def packing_config(args: argparse.Namespace, max_length: int, strategy: Any) -> 
         overlong=args.overlong,
         balance=args.balance,
         tokens_per_rank=args.tokens_per_rank,
+        share_prefixes=args.share_prefixes,
         exchange_speeds=args.exchange_speeds,
         seed=args.seed,
         use_cpu=True,

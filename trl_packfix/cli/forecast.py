@@ -5,14 +5,15 @@ time. `recommend` picks a `max_length`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.reader import Rows
+from ..data.reader import Rows, TokenReader
 from ..data.spans import make_documents
+from ..data.token_order import token_order
 from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
@@ -88,12 +89,13 @@ def forecasts(
     for config, world_size in product(configs, world_sizes):
         policy = _policy(config)
         if documents is None or policy != made_for:
-            documents, made_for = make_documents(reader, *policy), policy
+            documents, made_for = _documents(reader, config), policy
         batch_size = config.per_device_train_batch_size
         planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
         report = make_report(planner, config.effective_overlong, reader)
         # only of the documents that the epoch reaches, like the imbalance
         flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
+        flops *= 1.0 if report.prefixes is None else report.prefixes.flops
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue
@@ -106,8 +108,16 @@ def forecasts(
 
 def planner_for(reader: Rows, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
     """The planner of a training run with this config on `world_size` ranks."""
-    documents = make_documents(reader, *_policy(config))
+    documents = _documents(reader, config)
     return make_planner(config, documents, cost_model, world_size, "micro", config.per_device_train_batch_size)
+
+
+def _documents(reader: Rows, config: SFTConfig) -> Documents:
+    documents = make_documents(reader, *_policy(config))
+    if config.share_prefixes != "family":
+        return documents
+    assert isinstance(reader, TokenReader), "lengths are refused before"
+    return replace(documents, tokens=token_order(reader, documents))
 
 
 def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
@@ -175,6 +185,8 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
             f"On {widest.world_size:,} ranks ({widest.strategy}) an epoch takes {widest.shared.time_over_bound:.2f} "
             f"times a lower bound by the model, and {widest.shared.exchange_share:.1%} of the time is the exchange."
         )
+    if (text := report.prefixes_text()) is not None:
+        reasons.append(f"Common prefixes: {text}.")
     return Recommendation(report.max_length, pick.lost, reasons)
 
 

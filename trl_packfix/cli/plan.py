@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         for strategy in args.strategy:
             flags.packing_config(args, length, strategy)  # to check the settings before tokenising
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
+    flags.check_has_tokens(args, reader)
     model = flags.load_cost_model(args)
     most = positions
     if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
@@ -94,6 +95,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found, advice.reasons, args)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
+
+
+def _prefix_cells(prefixes: Any) -> list[str]:
+    return [
+        f"{prefixes.rows:.2f}",
+        "-" if prefixes.families_per_step is None else f"{prefixes.families_per_step:,.1f}",
+    ]
 
 
 def _shared_cells(shared: Any) -> list[str]:
@@ -133,6 +141,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
         "cut",
         "lost",
         "PFLOP",
+        *(["computed", "families/step"] if args.share_prefixes != "off" else []),
         *(["exchange", "time/bound", "part", "micro-steps by degree"] if shares else []),
         *(["tokens/s", "hours"] if args.tflops else []),
     ):
@@ -153,6 +162,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
             f"{each.lost:.2%}",
             f"{each.flops / 1e15:,.3g}",
+            *(_prefix_cells(report.prefixes) if args.share_prefixes != "off" else []),
             *(_shared_cells(report.shared) if shares else []),
             *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
         )
@@ -168,4 +178,6 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             "exchange: share of the time in the exchange between ranks that share a pack; time/bound: modelled time "
             "over a\nlower bound; part: tokens of the largest part of a pack on a rank; degree: ranks that share a pack"
         )
+    if args.share_prefixes != "off":
+        print("computed: share of the tokens of the documents; families: of documents that begin alike")
     print("\nRecommended: " + "\n  ".join(reasons))

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = flags.packing_config(args, args.max_length, args.strategy)
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
+    flags.check_has_tokens(args, reader)
     planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args))
     if args.plot:
         try:

@@ -21,6 +21,7 @@ from .cache_files import PREFIX, read_arrays, remove, write_atomically
 from .documents import Documents
 from .reader import Rows, TokenReader
 from .spans import Overlong, make_documents
+from .token_order import token_order
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,12 @@ def cached_documents(
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
+    sorts_tokens: bool = False,
 ) -> Documents:
-    """`make_documents` with the same arguments, or its result from an earlier start on the same table."""
+    """`make_documents` with the same arguments, or its result from an earlier start on the same table.
+
+    With `sorts_tokens` the documents are also sorted by their tokens.
+    """
     settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": overlong,
@@ -64,9 +69,21 @@ def cached_documents(
 
     def make() -> Arrays:
         documents = make_documents(reader, **settings)
-        return replace(documents, fingerprint=_fingerprint(reader, documents)).to_arrays()
+        tokens = None
+        if sorts_tokens:
+            assert isinstance(reader, TokenReader), "tokens of images cannot be compared, and the trainer refuses them"
+            tokens = token_order(reader, documents)
+        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
 
-    return _read_or_compute(reader, "spans", settings, make, Documents.from_arrays)
+    decisive = settings | ({"sorts_tokens": True} if sorts_tokens else {})
+    return _read_or_compute(reader, "spans", decisive, make, Documents.from_arrays)
+
+
+def cached_arrays(
+    reader: CachedRows, name: str, settings: dict[str, Any], make: Callable[[], Arrays]
+) -> dict[str, np.ndarray]:
+    """What `make` computes from this table and these settings, or its result from an earlier start."""
+    return _read_or_compute(reader, name, settings, make, lambda arrays, _: arrays)
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from operator import is_
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from . import boundaries
@@ -55,21 +56,8 @@ class PackedDataCollator:
     max_length: int | None = None
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
-            _check_columns(documents)
-        tokens = [np.asarray(document["input_ids"]) for document in documents]
-        labels = [
-            np.asarray(document["labels"]) if "labels" in document else ids
-            for document, ids in zip(documents, tokens, strict=True)
-        ]
+        tokens, labels = self._read(documents)
         lengths = [len(ids) for ids in tokens]
-        for index, (length, target) in enumerate(zip(lengths, labels, strict=True)):
-            if length == 0 or len(target) != length:
-                raise ValueError(
-                    f"Document {index} of the batch has {length} tokens and {len(target)} labels. A packed document "
-                    "needs at least one token and exactly one label per token. Remove empty documents and give "
-                    "`labels` the length of `input_ids`."
-                )
         num_tokens = sum(lengths)
         padding = -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         longest = max(lengths)
@@ -104,6 +92,25 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
             "use_cache": False,
         }
+
+    @staticmethod
+    def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray], list[npt.NDArray]]:
+        """Tokens and labels of each document; the same array twice if every token is its own label."""
+        if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
+            _check_columns(documents)
+        tokens = [np.asarray(document["input_ids"]) for document in documents]
+        labels = [
+            np.asarray(document["labels"]) if "labels" in document else ids
+            for document, ids in zip(documents, tokens, strict=True)
+        ]
+        for index, (ids, target) in enumerate(zip(tokens, labels, strict=True)):
+            if len(ids) == 0 or len(target) != len(ids):
+                raise ValueError(
+                    f"Document {index} of the batch has {len(ids)} tokens and {len(target)} labels. A packed document "
+                    "needs at least one token and exactly one label per token. Remove empty documents and give "
+                    "`labels` the length of `input_ids`."
+                )
+        return tokens, labels
 
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..planning.arrays import Int64Array
+from ..planning.prefixes import TokenOrder
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Documents:
         trained: trained tokens of each document, shape (N,).
         block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
         ledger: what was cut, split and dropped.
+        tokens: the documents sorted by their tokens, for `share_prefixes="family"`; else None.
         fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
         file: their cache file, if there is one; plans are cached beside it.
     """
@@ -94,6 +96,7 @@ class Documents:
     trained: Int64Array
     ledger: Ledger
     block: Int64Array | None = None
+    tokens: TokenOrder | None = None
     fingerprint: str = ""
     file: Path | None = None
 
@@ -108,6 +111,8 @@ class Documents:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
         arrays = {name: getattr(self, name) for name in ("row", "start", "stop", "trained", "block")}
+        if self.tokens is not None:
+            arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
         arrays["fingerprint"] = np.array(self.fingerprint)
         return {name: values for name, values in arrays.items() if values is not None}
@@ -117,5 +122,7 @@ class Documents:
         """The inverse of `to_arrays`; `file` holds the arrays."""
         texts = ("ledger", "fingerprint")
         ledger, fingerprint = (str(arrays[name]) for name in texts)
-        spans = {name: values for name, values in arrays.items() if name not in texts}
-        return cls(ledger=Ledger.from_dict(json.loads(ledger)), fingerprint=fingerprint, file=file, **spans)
+        tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
+        spans = {name: arrays[name] for name in ("row", "start", "stop", "trained", "block") if name in arrays}
+        ledger_read = Ledger.from_dict(json.loads(ledger))
+        return cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **spans)

@@ -13,16 +13,19 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from ..planning.arrays import Int64Array
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
-from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from ..planning.prefixes import Pieces, SharePrefixes, make_pieces
+from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from .cache_files import PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
 from .documents import Documents
@@ -58,6 +61,8 @@ class EpochPlanner:
             later ones those of the first, since the model is proved at each of them before the first step.
         speeds: of devices and links, by which degrees are chosen.
         writes_cache: cache plans and schedules of many documents; one rank of a node is enough.
+        share_prefixes: "family" plans documents that begin alike as one; they must be sorted by their tokens. Plans are
+            the same for "off" and "pack".
     """
 
     documents: Documents
@@ -76,12 +81,16 @@ class EpochPlanner:
     tokens_per_rank: int | None = None
     degrees: tuple[int, ...] | None = None
     speeds: Speeds = field(default_factory=Speeds)
+    share_prefixes: SharePrefixes = "off"
     num_steps: int = field(init=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
     _first_degrees: tuple[int, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if self.shares_families:
+            assert not self._traits.cuts_blocks and self.tokens_per_rank is None, "the config refuses these"
+            assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         if self.tokens_per_rank is not None:
             possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model.heads)
             self._first_degrees = possible if self.degrees is None else self.degrees
@@ -92,7 +101,7 @@ class EpochPlanner:
             unit = f"{len(self.documents)} documents"
         else:
             packs = self._read_or_compute("plan", 0, self._plan)
-            self.first_plan = PackPlan(packs.order, packs.offsets, self.documents.lengths, self.capacity)
+            self.first_plan = PackPlan(packs.order, packs.offsets, self._lengths, self.capacity)
             self.num_steps = num_optimizer_steps(
                 self.first_plan.num_packs, self.accumulation, self._num_groups, self.drop_last
             )
@@ -124,7 +133,24 @@ class EpochPlanner:
             balance=self.balance,
             synchronisation=self.synchronisation,
             drop_last=self.drop_last,
+            costs=self.pieces.costs if self.shares_families and not self._traits.keeps_steps else None,
         )
+
+    @property
+    def shares_families(self) -> bool:
+        """Whether documents that begin alike are planned as one."""
+        return self.share_prefixes == "family"
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
+        assert self.documents.tokens is not None
+        return make_pieces(self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity, self.capacity)
+
+    @property
+    def _lengths(self) -> Int64Array:
+        """Rows of what is planned: of each document, or of each piece."""
+        return self.pieces.rows if self.shares_families else self.documents.lengths
 
     @property
     def parallel(self) -> SequenceParallel:
@@ -173,6 +199,8 @@ class EpochPlanner:
         names = [each.name for each in fields(self) if each.init and each.name not in ("documents", "writes_cache")]
         if self.tokens_per_rank is None:
             names = [name for name in names if name not in ("tokens_per_rank", "degrees", "speeds")]
+        if not self.shares_families:  # "pack" has the plans of "off"
+            names.remove("share_prefixes")
         return {name: getattr(self, name) for name in names}
 
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
@@ -181,7 +209,7 @@ class EpochPlanner:
             return None
         settings: dict[str, Any] = self.settings()
         if kind == "plan":
-            decisive = ("strategy", "batch_size", "max_length", "seed", "shuffle", "tokens_per_rank")
+            decisive = ("strategy", "batch_size", "max_length", "seed", "shuffle", "tokens_per_rank", "share_prefixes")
             settings = {name: settings[name] for name in decisive if name in settings}
         elif epoch == 0 and self.tokens_per_rank is not None:
             settings["degrees"] = self._first_degrees
@@ -195,7 +223,8 @@ class EpochPlanner:
         num_degrees = 0
         if self.tokens_per_rank is not None and kind == "schedule":
             num_degrees = self.num_steps * self.accumulation
-        packs = None if file is None else read_cached_packs(file, len(self.documents), num_degrees)
+        num_documents = len(self.pieces) if kind == "plan" and self.shares_families else len(self.documents)
+        packs = None if file is None else read_cached_packs(file, num_documents, num_degrees)
         if packs is None:
             packs = _packs(make(epoch))
             if file is not None and self.writes_cache:
@@ -203,7 +232,7 @@ class EpochPlanner:
         return packs
 
     def _plan(self, epoch: int) -> PackPlan:
-        lengths = self.documents.lengths
+        lengths = self._lengths
         if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
             lengths = np.minimum(lengths, self._planned_capacity)
         if self._traits.cuts_blocks:
@@ -219,10 +248,48 @@ class EpochPlanner:
         return plan_packs(lengths, self._planned_capacity, "bfd", self.seed, epoch)
 
     def _schedule(self, epoch: int) -> Schedule:
-        lengths = self.documents.lengths
+        if not self.shares_families:
+            return self._schedule_units(epoch)
+        pieces = self.pieces_of(epoch)
+        schedule = self._schedule_pieces(epoch, pieces) if self._traits.keeps_steps else self._schedule_units(epoch)
+        rng = np.random.default_rng((self.seed, epoch, len(pieces))) if self.shuffle else None
+        order, offsets = pieces.documents(schedule.order, schedule.offsets, rng)
+        num_skipped = len(self.documents) - len(order)
+        return replace(schedule, order=order, offsets=offsets, num_skipped=num_skipped)
+
+    def pieces_of(self, epoch: int) -> Pieces:
+        """The pieces of an epoch; with `minibatch` they are those of its steps."""
+        if not self._traits.keeps_steps:
+            return self.pieces
+        assert self.documents.tokens is not None
+        tokens = self.documents.tokens.within(self._unpacked_steps(epoch))
+        # Pieces of at most `max_length` rows fit into the slots of a step as its documents do.
+        return make_pieces(tokens, self.documents.lengths, self.cost_model, self.max_length, self.capacity)
+
+    def _schedule_pieces(self, epoch: int, pieces: Pieces) -> Schedule:
+        """The schedule of the pieces of `minibatch`."""
+        step = self._unpacked_steps(epoch)[pieces.order[pieces.offsets[:-1]]]
+        by_step = np.argsort(step, kind="stable")
+        bounds = np.searchsorted(step[by_step], np.arange(self.num_steps + 1))
+        return schedule_steps(pieces.rows, by_step, bounds, replace(self.steps, costs=pieces.costs))
+
+    def _unpacked_steps(self, epoch: int) -> Int64Array:
+        """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it."""
+        per_step = self.batch_size * self.accumulation * self.world_size
+        reached = self._unpacked_order(epoch)[: self.num_steps * per_step]
+        step = np.full(len(self.documents), -1)
+        step[reached] = np.arange(len(reached)) // per_step
+        return step
+
+    def _unpacked_order(self, epoch: int) -> np.ndarray:
+        num = len(self.documents)
+        return unpacked_order(num, self.seed, epoch) if self.shuffle else np.arange(num)
+
+    def _schedule_units(self, epoch: int) -> Schedule:
+        """The schedule of what is planned, documents or pieces."""
+        lengths = self._lengths
         if self._traits.keeps_steps:
-            order = unpacked_order(len(lengths), self.seed, epoch) if self.shuffle else np.arange(len(lengths))
-            return schedule_minibatches(lengths, order, self.batch_size, self.steps)
+            return schedule_minibatches(lengths, self._unpacked_order(epoch), self.batch_size, self.steps)
         assert self.first_plan is not None  # every strategy except `minibatch` has one
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self._num_groups and not self.drop_last:

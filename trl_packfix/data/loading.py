@@ -36,6 +36,7 @@ from .model_costs import make_cost_model
 from .parts import PartOf, cut_part
 from .reader import Rows, TokenReader
 from .row_values import RowValues, RowValuesCollator
+from .sorted_set import SortedSet
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
@@ -84,7 +85,7 @@ class PackedBatchSampler:
     of the sampler is the same in every epoch and on every rank.
     """
 
-    def __init__(self, planner: EpochPlanner, rank: int = 0):
+    def __init__(self, planner: EpochPlanner | SortedSet, rank: int = 0):
         self.planner = planner
         self.rank = rank
         self.epoch = 0

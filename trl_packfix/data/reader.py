@@ -15,7 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
+from numpy.lib.stride_tricks import sliding_window_view
 
+from ..planning.prefixes import END
 from .collator import IGNORE_INDEX, MASKS
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
@@ -283,6 +285,56 @@ class TokenReader:
         if not self._has_labels:
             targets = np.where(targets != 0, tokens, np.int64(IGNORE_INDEX))
         return {"input_ids": tokens, "labels": targets}
+
+    def read_block(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], width: int
+    ) -> npt.NDArray[np.uint32]:
+        """The first `width` tokens of each span, big-endian, shape (N, width); 2**32 - 1 behind the end of a span.
+
+        `start` may be at or behind `stop`.
+        """
+        block = np.full((len(row), width), END, dtype=">u4")
+        size = np.clip(stop - start, 0, width)
+        wanted = np.flatnonzero(size)
+        for values, spans, base in self._tokens.by_chunk(row[wanted]):
+            spans, first = wanted[spans], base + start[wanted[spans]]
+            whole = first + width <= len(values)
+            if whole.any():
+                block[spans[whole]] = sliding_window_view(values, width)[first[whole]]
+            for i, at in zip(spans[~whole].tolist(), first[~whole].tolist(), strict=True):
+                tokens = values[at : at + width]
+                block[i, : len(tokens)] = tokens
+        for i in np.flatnonzero((size > 0) & (size < width)).tolist():
+            block[i, size[i] :] = END
+        return block
+
+    def labels_are_tokens(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each label of a span is -100 or its own token, shape (N,).
+
+        This is one pass over tokens and labels, chunk by chunk, with the memory of `count_trained`.
+        """
+        found = np.ones(len(row), dtype=bool)
+        if not self._has_labels:
+            return found
+        assert self._targets is not None
+        if self._targets.begins != self._tokens.begins:  # chunks of other rows: span by span
+            for i, span in enumerate(zip(row.tolist(), start.tolist(), stop.tolist(), strict=True)):
+                read = self.read(*span)
+                found[i] = ((read["labels"] == IGNORE_INDEX) | (read["labels"] == read["input_ids"])).all()
+            return found
+        chunks = zip(self._tokens.by_chunk(row), self._targets.by_chunk(row), strict=True)
+        for (tokens, spans, base), (labels, _, labels_base) in chunks:
+            first, last = base + start[spans], base + stop[spans]
+            low, high = int(first.min()), int(last.max())
+            # Rows have as many labels as tokens, so all rows of a chunk are as far apart in the two columns.
+            shift = int(labels_base[0] - base[0])
+            given = labels[low + shift : high + shift]
+            wrong = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
+            np.cumsum((given != IGNORE_INDEX) & (given != tokens[low:high]), out=wrong[1:])
+            found[spans] = wrong[last - low] == wrong[first - low]
+        return found
 
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]

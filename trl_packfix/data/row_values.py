@@ -169,7 +169,8 @@ class RowValuesCollator:
         tokens = [{key: v for key, v in each.items() if key not in taken} for each in documents]
         batch = self.collate(tokens if part is None else replace(part, documents=tokens))
         bounds = batch.get("cu_seq_lens_q")
-        num = len(documents) if bounds is None else len(bounds) - 1
+        # The boundaries of shared prefixes are those of runs, not of documents
+        num = len(documents) if bounds is None or "shared_prefixes" in batch else len(bounds) - 1
         for key, name in self.keys.items():
             values = [each.get(name, 0) for each in documents]
             if key == SOURCES and self.index is not None:

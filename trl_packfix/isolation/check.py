@@ -11,11 +11,10 @@ With a degree above 1 the ranks of a group share each of these packs, as in trai
 states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +25,17 @@ from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource, image_documents
-from .probe import CannotRun, Probe, distance, exact
+from .prefix_probe import PrefixProbe
+from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
 from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts
 
-LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
 COARSE = 1e-4  # a tolerance above it means half precision
 DRAWS = 6  # random roundings to try: with a router the largest change is rare
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
-SPARE = 3  # tokens by which a document exceeds a threshold
 
 
 def check_isolation(
@@ -87,6 +85,20 @@ def check_isolation(
             return refused(probe, error)
 
 
+def check_prefixes(model: nn.Module, max_length: int | None = None) -> IsolationReport:
+    """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
+
+    `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
+    relative difference of its gradients.
+    """
+    probe = PrefixProbe(model)
+    with probe.undisturbed(), _marked(probe.inner):
+        try:
+            return judge(probe, max_length)[0]
+        except CannotRun as error:
+            return refused(probe, error)
+
+
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     """The report on a model that raises."""
     return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
@@ -103,11 +115,9 @@ def judge(
     """
     probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
-    lengths = [min(n, max_length or n) for n in LENGTHS]
-    documents: list[Any] = [probe.tokens(n) for n in lengths]
-    # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
-    changes: Sequence[tuple[int, Any]] = [(i, probe.tokens(lengths[i] + more)) for i in (0, 2) for more in (0, SPARE)]
-    if images is not None:
+    if images is None:
+        documents, changes = probe.examples(max_length)
+    else:
         documents, changes = image_documents(images, probe.tokens)
         reach = {}
     everyone = range(len(documents))
@@ -133,14 +143,14 @@ def judge(
     unequal = [(worst, Evidence(documents, alone=which))]
 
     if reach:  # one document exceeds all thresholds at once, between two short ones
-        long = [probe.tokens(7), probe.tokens(max(reach.values()) + SPARE), probe.tokens(9)]
+        long, other = probe.long_examples(max(reach.values()) + SPARE)
         together = probe.packed(long, large=True)
         for i, ids in enumerate(long):
             gap = distance(together[i : i + 1], [probe.alone(ids, large=True)], [0]) / scale
             unequal.append((gap, Evidence(long, alone=i, large=True)))
-        short = [long[0], probe.tokens(8), long[2]]
-        gap = distance(together, probe.packed(short, large=True), [0, 2]) / scale
-        seen.append((gap, Evidence(long, short, large=True)))
+        variant = [long[0], other, long[2]]
+        gap = distance(together, probe.packed(variant, large=True), [0, 2]) / scale
+        seen.append((gap, Evidence(long, variant, large=True)))
 
     gradient = None if probe.has_engine or probe.degree > 1 else probe.gradient(documents)
     if not probe.on_any_rank(gradient):  # else the result is clear
@@ -158,11 +168,12 @@ def judge(
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
     difference, odd = max(unequal, key=lambda pair: pair[0])
     moved = probe.on_any_rank(change > tolerance)
+    leaks: list[Leak] = []
     if probe.degree > 1:
         leaks = find_wrong_parts(probe, tolerance) if moved or probe.on_any_rank(difference > tolerance) else []
-    else:
-        leaks = find_leaks(probe, leak, tolerance) if moved else []
-    if not moved and tolerance > COARSE and probe.degree == 1:
+    elif probe.traces_leaks and moved:
+        leaks = find_leaks(probe, leak, tolerance)
+    elif probe.traces_leaks and tolerance > COARSE:
         leaks, leak = _origins(probe, seen, rounding)
         moved = bool(leaks)
     report = IsolationReport(

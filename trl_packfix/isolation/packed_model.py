@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..attention.choice import choose_attention, own_attention, set_attention
+from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters
-from .check import check_isolation
+from .check import check_isolation, check_prefixes
 from .image_probe import ImageProbe, ImageSource
 from .image_unpacking import UnpackedImages
 from .probe import Probe
@@ -25,6 +25,10 @@ from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
+# What other implementations of attention do not do
+EXCHANGES = "does not exchange tokens between the ranks that share a pack"
+SHARED = "where documents share prefixes,"
+LOOKS_UP = "does not look up the keys that documents share"
 
 
 class PackedModel:
@@ -39,12 +43,14 @@ class PackedModel:
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
+        shares_prefixes: whether documents share prefixes.
         images: makes documents with images for the probe, if packs have any.
 
     Attributes:
         attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
         isolation: the result of the last probe; None before the first.
+        prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
 
     def __init__(
@@ -57,13 +63,14 @@ class PackedModel:
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
+        shares_prefixes: bool = False,
         images: ImageSource | None = None,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
-        self.shares_packs = shares_packs
+        self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
         self.attends = False
         run_hooks_inside_adapters(model)
@@ -71,19 +78,30 @@ class PackedModel:
         self._choose()
 
     def _choose(self) -> None:
-        self.attention = choose_attention(
+        needs_varlen = self._needs_varlen
+        if needs_varlen == LOOKS_UP:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loses_flash = self._choice(None).is_flash and not self._choice(needs_varlen).is_flash
+            if loses_flash:
+                needs_varlen = None  # flash attention gains more than shared prefixes
+        self.attention = self._choice(needs_varlen)
+        self.isolation: IsolationReport | None = None
+        self.prefixes_are_proved = False
+        self._guard = PackedForwardGuard(base_model(self.model))
+        self._search: RepairSearch | None = None
+        self._unpacked: UnpackedForward | UnpackedImages | None = None
+        self._proved_degrees: dict[int, IsolationReport] = {}
+
+    def _choice(self, needs_varlen: str | None) -> AttentionChoice:
+        return choose_attention(
             self.model,
             self.enforce_flash_attention,
             self.dtype,
             device_type=self.device_type,
             refusals=self._refusals,
-            shares_packs=self.shares_packs,
+            needs_varlen=needs_varlen,
         )
-        self.isolation: IsolationReport | None = None
-        self._guard = PackedForwardGuard(base_model(self.model))
-        self._search: RepairSearch | None = None
-        self._unpacked: UnpackedForward | UnpackedImages | None = None
-        self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
     def is_proved(self) -> bool:
@@ -163,8 +181,21 @@ class PackedModel:
         self._proved_degrees[degree] = found
         return found
 
+    def prove_prefixes(self, wrapped: nn.Module) -> str | None:
+        """Probe packs whose documents share prefixes; `prove` must have passed. All ranks must call it.
+
+        Returns why documents must be packed whole, or None if they may share.
+        """
+        reason = self._cannot_share()
+        if reason is None:
+            found = check_prefixes(wrapped, self.max_length)
+            agreed((found.isolated, found.equal))
+            reason = None if found.isolated and found.equal else f"{SHARED} {found.summary()}"
+        self.prefixes_are_proved = reason is None
+        return reason
+
     def _cannot_share(self) -> str | None:
-        """Why ranks cannot share packs with this model as it was proved on one rank; None if they may."""
+        """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:

@@ -5,7 +5,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
 from ..data.collator import PackedDataCollator
 from ..data.parts import PackPart, cut_part
+from ..data.prefixes import SharedPrefixes
 from .randomness import DrawWatcher, device_state, set_device_state
 
 # Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
@@ -30,6 +31,11 @@ DEVICE_ERROR = re.compile(
 )
 # How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
 KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
+
+LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
+SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
+# Documents, and others to put in the place of one: (index, document). In the probe for images they are not tensors.
+Examples = tuple[list[Any], Sequence[tuple[int, Any]]]
 
 
 class CannotRun(Exception):
@@ -60,7 +66,11 @@ class Probe:
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in `autograd.grad` through it.
         degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
+        traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
+            one after the other.
     """
+
+    traces_leaks = True
 
     def __init__(self, model: Any, degree: int = 1):
         model = self.model = uncompiled(model)
@@ -83,6 +93,17 @@ class Probe:
         """A random document without special tokens, (length,), on the CPU. All ranks get the same one."""
         return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
+    def examples(self, max_length: int | None) -> Examples:
+        """Documents of text, each of at most `max_length` tokens, and changes of them."""
+        lengths = [min(n, max_length or n) for n in LENGTHS]
+        # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
+        documents = [self.tokens(n) for n in lengths]
+        return documents, [(i, self.tokens(lengths[i] + more)) for i in (0, 2) for more in (0, SPARE)]
+
+    def long_examples(self, threshold: int) -> tuple[list[Tensor], Tensor]:
+        """Three documents, the second at least as long as the threshold, and another to put in its place."""
+        return [self.tokens(7), self.tokens(threshold), self.tokens(9)], self.tokens(8)
+
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each.
 
@@ -100,12 +121,17 @@ class Probe:
 
         Also (B, n) -> (n, hidden): of several rows, the first. Raises `CannotRun` if the model raises.
         """
-        training = [module for module in self.inner.modules() if module.training]
-        self.inner.eval()  # `packfix_varlen` raises in a training forward without boundaries
         ids = (ids if ids.dim() == 2 else ids[None]).to(self.device)
+        with self.evaluating(), torch.no_grad():
+            return self._states({"input_ids": ids, "use_cache": False}, large)[0]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this context the model is in eval mode: in training `packfix_varlen` refuses a forward of a row."""
+        training = [module for module in self.inner.modules() if module.training]
+        self.inner.eval()
         try:
-            with torch.no_grad():
-                return self._states({"input_ids": ids, "use_cache": False}, large)[0]
+            yield
         finally:
             for module in training:
                 module.training = True
@@ -141,7 +167,7 @@ class Probe:
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {
-            key: value.to(self.device) if isinstance(value, Tensor | PackPart) else value
+            key: value.to(self.device) if isinstance(value, Tensor | PackPart | SharedPrefixes) else value
             for key, value in batch.items()
         }
 

@@ -62,6 +62,8 @@ class IsolationReport:
         """The result in one line."""
         if self.error is not None:
             return f"the model refuses a pack: {self.error}"
+        if not self.isolated and self.max_gradient and self.max_change <= self.tolerance and not self.leaks:
+            return f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         if not self.isolated:
             where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"

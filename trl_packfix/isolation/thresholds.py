@@ -44,8 +44,10 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
     layer_types: list[str | None] = [*nested_rope_keys(config, rope)]
     for layer_type in layer_types or [None]:
         parameters = rope if layer_type is None else rope[layer_type]
+        if parameters is None:  # layers of this type have no rotary embedding
+            continue
         for name in ROPE_LENGTHS:
-            length = (parameters or {}).get(name, vars(config).get(name))
+            length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length):
                 found[name] = length
     return found

@@ -8,7 +8,7 @@ Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ class StepSettings:
         balance: "step" deals the documents of a step by cost, so that ranks finish together; "none" keeps the packs.
         synchronisation: when ranks wait for each other, after every micro-batch or after the step.
         drop_last: leave out the last incomplete step.
+        costs: modelled cost of each document, shape (N,), where its length alone does not tell; None: `cost_model`.
     """
 
     capacity: int
@@ -45,6 +46,11 @@ class StepSettings:
     balance: Balance = "step"
     synchronisation: Synchronisation = "micro"
     drop_last: bool = False
+    costs: Float64Array | None = field(default=None, compare=False)
+
+    def costs_of(self, documents: Int64Array, lengths: Int64Array) -> Float64Array:
+        """Modelled cost of each of `documents`; `lengths` are those of all documents."""
+        return self.cost_model(lengths[documents]) if self.costs is None else self.costs[documents]
 
     @property
     def num_slots(self) -> int:
@@ -75,7 +81,7 @@ def balanced(packs: list[Int64Array], lengths: Int64Array, settings: StepSetting
         return packs
     by_rank = settings.synchronisation == "step" and accumulation > 1
     documents = np.concatenate(packs)
-    cost = settings.cost_model(lengths[documents])
+    cost = settings.costs_of(documents, lengths)
     sizes = np.array([len(pack) for pack in packs])
     pack_costs = _sums(cost, sizes)
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)

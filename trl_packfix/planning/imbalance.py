@@ -19,20 +19,31 @@ PRICES = 32  # prices of a token that the bound tries
 GROUPS = 64  # most documents considered to share a rank; where more do, they are short and even
 
 
-def rank_costs(schedule: Schedule, lengths: Int64Array, cost_model: CostModel) -> Float64Array:
-    """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost."""
-    total = np.concatenate([[0.0], np.cumsum(cost_model(lengths[schedule.order]))])
-    costs = np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
+def rank_costs(
+    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, costs: Float64Array | None = None
+) -> Float64Array:
+    """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost.
+
+    Args:
+        costs: of each document, shape (N,), where its length alone does not tell; None: those of `cost_model`.
+    """
+    each = cost_model(lengths[schedule.order]) if costs is None else costs[schedule.order]
+    total = np.concatenate([[0.0], np.cumsum(each)])
+    packs = np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
     if schedule.degrees is not None:
         degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
-        costs = np.take_along_axis(costs, ranks - ranks % degrees, axis=1) / degrees
-    return costs.reshape(-1, schedule.accumulation, schedule.world_size)
+        packs = np.take_along_axis(packs, ranks - ranks % degrees, axis=1) / degrees
+    return packs.reshape(-1, schedule.accumulation, schedule.world_size)
 
 
 def imbalance(
-    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, synchronisation: Synchronisation
+    schedule: Schedule,
+    lengths: Int64Array,
+    cost_model: CostModel,
+    synchronisation: Synchronisation,
+    costs: Float64Array | None = None,
 ) -> float:
-    """The imbalance as defined above; 1.0 with one rank.
+    """The imbalance as defined above; 1.0 with one rank. `costs` as in `rank_costs`.
 
     >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
     >>> imbalance(schedule, np.array([4, 2, 1, 3]), CostModel(per_token=1.0, per_pair=0.0), "micro")
@@ -40,27 +51,35 @@ def imbalance(
     """
     if schedule.world_size == 1:
         return 1.0
-    costs = rank_costs(schedule, lengths, cost_model)
+    packs = rank_costs(schedule, lengths, cost_model, costs)
     if synchronisation == "step":
-        costs = costs.sum(axis=1)
-    return float(costs.max(axis=-1).sum() / costs.mean(axis=-1).sum())
+        packs = packs.sum(axis=1)
+    return float(packs.max(axis=-1).sum() / packs.mean(axis=-1).sum())
 
 
 def imbalance_bound(
-    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, capacity: int, synchronisation: Synchronisation
+    schedule: Schedule,
+    lengths: Int64Array,
+    cost_model: CostModel,
+    capacity: int,
+    synchronisation: Synchronisation,
+    costs: Float64Array | None = None,
 ) -> float:
     """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it.
 
     Args:
         lengths: tokens of each document of the dataset, shape (N,).
         capacity: most tokens of a micro-batch.
+        costs: as in `rank_costs`.
     """
     micro, ranks = schedule.accumulation, schedule.world_size
     if ranks == 1:
         return 1.0  # no rank waits, and a look at every step takes a second per 50,000 of them
     least, mean = 0.0, 0.0
     for step in range(schedule.num_steps):
-        documents = _Sorted(lengths[schedule.step_documents(step)], cost_model, micro, ranks, capacity)
+        of_step = schedule.step_documents(step)
+        each = cost_model(lengths[of_step]) if costs is None else costs[of_step]
+        documents = _Sorted(lengths[of_step], each, micro, ranks, capacity)
         mean += documents.total / ranks
         least += documents.longest_rank() if synchronisation == "step" else documents.longest_micro_steps()
     return least / mean
@@ -73,10 +92,10 @@ class _Sorted:
     of the documents known to be in them, minus what all documents cheaper than p save. The best of several p is taken.
     """
 
-    def __init__(self, lengths: Int64Array, cost_model: CostModel, micro: int, ranks: int, capacity: int):
+    def __init__(self, lengths: Int64Array, costs: Float64Array, micro: int, ranks: int, capacity: int):
         self.micro, self.ranks, self.capacity = micro, ranks, capacity
-        self.lengths = -np.sort(-lengths)
-        self.costs = cost_model(self.lengths)
+        longest_first = np.argsort(-lengths, kind="stable")
+        self.lengths, self.costs = lengths[longest_first], costs[longest_first]
         self.total = float(self.costs.sum())
         price = self.costs / self.lengths
         order = np.argsort(price, kind="stable")

@@ -140,9 +140,19 @@ def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int
     accumulation, world_size = settings.accumulation, settings.world_size
     per_step = batch_size * settings.num_slots
     num_steps = num_optimizer_steps(len(order), batch_size * accumulation, world_size, settings.drop_last)
+    bounds = np.minimum(np.arange(num_steps + 1) * per_step, len(order))
+    return schedule_steps(lengths, order, bounds, settings)
+
+
+def schedule_steps(lengths: Int64Array, order: Int64Array, bounds: Int64Array, settings: StepSettings) -> Schedule:
+    """Step i has the documents `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
+
+    A step of S slots has at most S * B documents, each of at most `capacity / B` tokens, for some B.
+    """
+    world_size = settings.world_size
     filled: list[Int64Array] = []
-    for step in range(num_steps):
-        documents = order[step * per_step : (step + 1) * per_step]
+    for first, last in pairwise(bounds.tolist()):
+        documents = order[first:last]
         if settings.num_slots == 1:  # no choice to make, and there may be a million such steps
             filled.append(documents)
             continue
@@ -150,7 +160,7 @@ def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int
         if settings.balance == "step":
             packs = balanced(packs, lengths, replace(settings, accumulation=len(packs) // world_size))
         filled += _spread(packs, lengths, settings.num_slots)
-    return _schedule(filled, settings, max(len(order) - num_steps * per_step, 0))
+    return _schedule(filled, settings, len(order) - int(bounds[-1]))
 
 
 def _few_packs(documents: Int64Array, lengths: Int64Array, settings: StepSettings) -> list[Int64Array]:

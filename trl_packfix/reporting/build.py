@@ -1,9 +1,12 @@
 """Make the report of a run: count what packing did with the documents."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
+from ..data.savings import prefix_savings
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
 from ..planning.costs import CostModel
@@ -32,6 +35,12 @@ def make_report(
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
+    # what is balanced: documents, or with share_prefixes="family" pieces of several
+    units, unit_lengths, unit_costs = schedule, lengths, None
+    if planner.shares_families:
+        pieces = planner.pieces_of(0)
+        order, offsets = pieces.of(schedule.order, schedule.offsets)
+        units, unit_lengths, unit_costs = replace(schedule, order=order, offsets=offsets), pieces.rows, pieces.costs
     plan = planner.first_plan
     packed_rows = reader.seq_lengths()
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
@@ -68,10 +77,11 @@ def make_report(
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
-        imbalance=imbalance(schedule, lengths, planner.cost_model, synchronisation),
+        imbalance=imbalance(units, unit_lengths, planner.cost_model, synchronisation, unit_costs),
         imbalance_bound=None
         if shared
-        else imbalance_bound(schedule, lengths, planner.cost_model, planner.capacity, synchronisation),
+        else imbalance_bound(units, unit_lengths, planner.cost_model, planner.capacity, synchronisation, unit_costs),
+        prefixes=prefix_savings(planner, reader),
         shared=shared,
         num_with_images=None if images is None else int((images > 0).sum()),
         image_imbalance=(

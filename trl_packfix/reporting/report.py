@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data.documents import Ledger
+from ..data.savings import PrefixSavings
 from ..data.turns import TurnCounts
 from ..isolation.report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
@@ -17,6 +18,7 @@ from .sample import LengthHistogram, PlanSample
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
 
 
@@ -64,6 +66,7 @@ class PackingReport:
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
+    - `prefixes`: the share of the tokens that is computed, see `share_prefixes`; None if tokens are not known.
     - `num_with_images`: documents with images; None for a dataset without. `image_imbalance`: largest / mean number of
       pixel values per rank, over micro-steps or steps: the imbalance of the vision tower, which is not evened out.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
@@ -108,6 +111,7 @@ class PackingReport:
     imbalance: float | None = None
     imbalance_bound: float | None = None
     shared: SharedPacks | None = None
+    prefixes: PrefixSavings | None = None
     num_with_images: int | None = None
     image_imbalance: float | None = None
     turns: TurnCounts | None = None
@@ -197,6 +201,8 @@ class PackingReport:
                 f"(accumulation {self.accumulation}, ranks {self.world_size})",
             )
         )
+        if (text := self.prefixes_text()) is not None:
+            rows.append(("common prefixes", text))
         rows.append(("against unpacked", self._against_unpacked()))
         if self.unpacked_loss != 1:
             rows.append(
@@ -231,6 +237,40 @@ class PackingReport:
                 )
             )
         return rows
+
+    def prefixes_text(self) -> str | None:
+        """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            return None
+        documents = prefixes.num_documents or self.num_documents
+        families = f"{documents:,} documents in {prefixes.num_families:,} families"
+        if prefixes.setting == "family":
+            assert prefixes.families_per_step is not None
+            text = (
+                f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
+                f"{prefixes.families_per_step:,.1f} of them"
+            )
+            wanted = self.batch_size * self.accumulation * self.world_size
+            if prefixes.families_per_step < wanted:
+                text += (
+                    f", and unpacked {wanted:,} documents: for as many independent ones, raise "
+                    "gradient_accumulation_steps or per_device_train_batch_size "
+                    f"{wanted / prefixes.families_per_step:.1f} times"
+                )
+            return text
+        in_families = ""
+        if prefixes.in_families is not None and prefixes.in_families < WORTH_SHARING:
+            sample = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
+            in_families = f'"family" {prefixes.in_families:.2f} ({families}{sample})'
+        sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
+        if prefixes.setting == "pack":
+            text = f"{prefixes.rows:.2f} of the tokens are computed{sample}"
+            return text + (f"; with share_prefixes={in_families}" if in_families else "")
+        assert prefixes.in_packs is not None
+        would = [f'"pack" {prefixes.in_packs:.2f} of the tokens{sample}'] if prefixes.in_packs < WORTH_SHARING else []
+        would += [in_families] if in_families else []
+        return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
 
     def _micro_batch(self) -> str:
         if self.shared is None:
@@ -309,6 +349,8 @@ class PackingReport:
             return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
         assert self.documents_per_step is not None  # it is known for a table
         ratio = self.documents_per_step / documents
+        if self.prefixes is not None and self.prefixes.families_per_step is not None:
+            return self._families_against_unpacked(documents, steps, ratio, self.prefixes.families_per_step)
         if ratio < 1.1:  # a learning rate 1.05 times as high
             return (
                 f"about {documents:,} documents per step, {self.num_steps:,} steps per epoch instead of {steps:,}: no "
@@ -320,6 +362,17 @@ class PackingReport:
             f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
             f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
             f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}{instead}"
+        )
+
+    def _families_against_unpacked(self, documents: int, steps: int, ratio: float, families: float) -> str:
+        independent = families / documents
+        rate = "keep learning_rate"
+        if independent > 1.1:
+            rate = f"raise learning_rate about {independent**0.5:.1f} times (the square root of the families; Adam)"
+        return (
+            f"{ratio:.1f} times the documents per step, in about {families:,.1f} families (unpacked: {documents:,} "
+            f"documents), and {self.num_steps:,} steps per epoch instead of {steps:,}: {rate}, and divide settings in "
+            f'steps (warm-up, save, eval, logging) by {ratio:.1f}; share_prefixes="pack" brings no documents together'
         )
 
     def show(self, console: Console | None = None) -> None:
@@ -371,6 +424,8 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
         "image_imbalance": report.image_imbalance,
+        "rows_computed": None if report.prefixes is None else report.prefixes.rows,
+        "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
         "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from ..attention.forwards import PREFIXES
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.prefixes import PrefixCollator
 
 TOLERANCE = 1e-4  # relative, in fp32
 EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
@@ -61,6 +63,7 @@ class Judge:
             name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
+        self.alike = alike_documents(first_token, words, generator)
         self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}
         self._compute_alone(torch.float32)
 
@@ -70,14 +73,20 @@ class Judge:
         `feed` makes a batch of documents (default: `packed`). If the error in fp32 may be rounding, the comparison is
         repeated in fp64.
         """
-        feed = packed if feed is None else feed
-        found = self._compare(model, feed, torch.float32)
+        return self._judge(model, packed if feed is None else feed, self.cases)
+
+    def judge_prefixes(self, model: nn.Module) -> Judgement:
+        """The same for packs of documents that begin alike and share these beginnings."""
+        return self._judge(model, with_prefixes, self.alike)
+
+    def _judge(self, model: nn.Module, feed: Feed, cases: dict[str, list[Tensor]]) -> Judgement:
+        found = self._compare(model, feed, cases, torch.float32)
         if found.right or found.error > PLAIN:
             return found
         try:
             self._compute_alone(torch.float64)
             model.double()
-            finer = self._compare(model, feed, torch.float64)
+            finer = self._compare(model, feed, cases, torch.float64)
             return found if finer.refusal else finer
         except RuntimeError:  # a model that requires fp32 somewhere
             return found
@@ -90,16 +99,16 @@ class Judge:
             return
         self.pristine.to(dtype)
         self._alone[dtype] = {}
-        for name, documents in self.cases.items():
+        for name, documents in (self.cases | self.alike).items():
             self.pristine.zero_grad()
             logits = [self._train_on(self.pristine, alone([ids]), [ids]) for ids in documents]
             self._alone[dtype][name] = torch.cat(logits), _gradients(self.pristine)
         self.pristine.zero_grad()
 
-    def _compare(self, model: nn.Module, feed: Feed, dtype: torch.dtype) -> Judgement:
+    def _compare(self, model: nn.Module, feed: Feed, cases: dict[str, list[Tensor]], dtype: torch.dtype) -> Judgement:
         model.train()
         worst = Judgement(0.0, "", dtype=dtype)
-        for name, documents in self.cases.items():
+        for name, documents in cases.items():
             model.zero_grad()
             try:
                 logits = self._train_on(model, feed(documents), documents)
@@ -109,6 +118,8 @@ class Judge:
             alone_logits, alone_gradients = self._alone[dtype][name]
             gradients = _gradients(model)
             floor = FLOOR * max(value.abs().max().item() for value in alone_gradients.values())
+            if len(logits) < len(alone_logits):  # shared prefixes: no row for the last token of some documents
+                alone_logits = torch.cat([each[:-1] for each in alone_logits.split([*map(len, documents)])])
             gaps = {"logits": _gap(logits, alone_logits, 0.0)}
             for key, value in alone_gradients.items():
                 gaps[key] = _gap(gradients.get(key, torch.zeros_like(value)), value, floor)
@@ -120,9 +131,18 @@ class Judge:
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Tensor]) -> Tensor:
-        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V)."""
-        logits = model(**batch).logits.reshape(sum(map(len, documents)), -1)
-        targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in documents])
+        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V).
+
+        Of documents that share prefixes only those that predict a token, document after document.
+        """
+        logits = model(**batch).logits
+        if PREFIXES in batch:
+            prefixes = batch[PREFIXES]
+            each = [prefixes.target_rows[prefixes.target_documents == i] - 1 for i in range(len(documents))]
+            logits, targets = logits[0][torch.cat(each)], torch.cat([ids[1:] for ids in documents])
+        else:
+            logits = logits.reshape(sum(map(len, documents)), -1)
+            targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in documents])
         loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         loss.backward()
         return logits.detach()
@@ -138,6 +158,34 @@ def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, li
         "equal lengths": [11] * 4,
         "64 short": torch.randint(1, 7, (64,), generator=generator).tolist(),
     }
+
+
+def alike_documents(first_token: int, words: int, generator: torch.Generator) -> dict[str, list[Tensor]]:
+    """Documents that begin alike, by case: branches of branches and equal documents, and the turns of a chat."""
+
+    def drawn() -> Tensor:
+        return first_token + torch.randperm(words, generator=generator)
+
+    trunk, other = drawn(), drawn()
+    rest = [[word for word in drawn().tolist() if word not in set(trunk[:40].tolist())] for _ in range(4)]
+    ends = [torch.tensor(words) for words in rest]
+    tree = [
+        torch.cat([trunk[:30], ends[0][:5]]),
+        torch.cat([trunk[:18], ends[1][:9]]),
+        torch.cat([trunk[:30], ends[2][:11]]),
+        trunk[:25].clone(),
+        torch.cat([trunk[:30], ends[0][:5]]),
+        other[:7].clone(),
+        torch.cat([trunk[:30], ends[2][:6], ends[2][20:24]]),
+    ]
+    return {"branches": tree, "turns": [other[:n].clone() for n in (5, 9, 14, 33)]}
+
+
+def with_prefixes(documents: list[Tensor]) -> dict[str, Any]:
+    """The packed batch of `PrefixCollator`, with every common beginning shared."""
+    batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
+    del batch["labels"]
+    return batch
 
 
 def packed(documents: list[Tensor]) -> dict[str, Any]:

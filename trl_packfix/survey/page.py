@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from .sweep import VERDICTS, Row, Task
 
@@ -20,12 +21,14 @@ MEANING = {
     "refused": "training stops with an error that gives the reason",
     "no text": "the model cannot be built here, or does not accept text alone",
 }
+ERRORS = ("error", "stock_error", "prefix_error")  # columns of the CSV
 GPU = "not measured"  # the sweep runs in fp32, which no flash kernel supports
 
 
 def line(row: Row) -> str:
     """A row as one line of plain text."""
     truth = f"SILENT LEAK x{row.false_negatives}" if row.false_negatives else ""
+    truth += "SILENT PREFIXES" if row.prefixes == "SILENT" else ""
     alarm = f"false alarm x{row.false_positives}" if row.false_positives else ""
     marks = ", ".join(mark for mark in (truth, alarm) if mark)
     error = "" if row.verdict == "no text" else f"{row.error:.1e}"
@@ -63,15 +66,14 @@ def write(rows: Sequence[Row], folder: str | Path) -> None:
     with (folder / TABLE).open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {**asdict(row), "error": f"{row.error:.2e}", "stock_error": f"{row.stock_error:.2e}"} for row in rows
-        )
+        writer.writerows(asdict(row) | {name: f"{getattr(row, name):.2e}" for name in ERRORS} for row in rows)
     (folder / PAGE).write_text(_page(rows))
 
 
 def read(folder: str | Path) -> list[Row]:
     """The rows of the CSV in `folder`."""
-    numbers = {"error": float, "stock_error": float, "probes": int, "false_negatives": int, "false_positives": int}
+    numbers: dict[str, Any] = dict.fromkeys(ERRORS, float)
+    numbers |= dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
     with (Path(folder) / TABLE).open(newline="") as file:
         return [
             Row(**{key: numbers.get(key, str)(value) for key, value in row.items()}) for row in csv.DictReader(file)
@@ -133,6 +135,8 @@ def _page(rows: Sequence[Row]) -> str:
         *[f"- {text}" for text in summary(rows).splitlines()],
         f"- {Counter(row.shared for row in rows)['yes']} causal types can be shared by two ranks (`tokens_per_rank`): "
         "`python benchmarks/sequence_parallel.py --types --page docs`. The others are refused with the reason.",
+        f"- Documents of {Counter(row.prefixes for row in rows)['yes']} types can share prefixes (`share_prefixes`), "
+        "and are then equal to themselves alone, too. Those of the others are packed whole.",
         "",
         "| verdict | meaning |",
         "|---|---|",
@@ -145,8 +149,8 @@ def _page(rows: Sequence[Row]) -> str:
                 "",
                 f"## {title}",
                 "",
-                "| type | CPU | error | attention | GPU | shared by 2 ranks | stock TRL | why |",
-                "|" + "---|" * 8,
+                "| type | CPU | error | attention | GPU | shared by 2 ranks | shared prefixes | stock TRL | why |",
+                "|" + "---|" * 9,
             ]
             lines += [_cells(row) for row in group]
     return "\n".join(lines) + "\n"
@@ -156,5 +160,5 @@ def _cells(row: Row) -> str:
     # rounded as in the CSV first, so that the page can be generated again from the CSV
     error = "" if row.verdict == "no text" else f"{float(f'{row.error:.2e}'):.0e}"
     why = "; ".join(text for text in (row.repairs, row.reason) if text).replace("|", "\\|")
-    cells = (row.model_type, row.verdict, error, row.attention, GPU, row.shared, row.stock_trl, why)
+    cells = (row.model_type, row.verdict, error, row.attention, GPU, row.shared, row.prefixes, row.stock_trl, why)
     return "| " + " | ".join(cells) + " |"

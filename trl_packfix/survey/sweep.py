@@ -6,7 +6,7 @@ import resource
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
@@ -44,6 +44,10 @@ class Row:
         false_positives: probes that found a leak where the judge found none.
         repairs: the modules that run on each document separately, and how.
         shared: whether two ranks can share a pack (`tokens_per_rank`), "yes" or "no"; "" if it was not tested.
+        prefixes: whether documents may share prefixes (`share_prefixes`): "yes", "no", "SILENT" if the probe allows it
+            and the judge does not; "" if it was not tested.
+        prefix_error: largest relative difference between packs that share prefixes and each document alone, by the
+            judge; 0 if it was not tested.
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
     """
 
@@ -61,11 +65,13 @@ class Row:
     repairs: str = ""
     reason: str = ""
     shared: str = ""
+    prefixes: str = ""
+    prefix_error: float = 0.0
 
     @property
     def is_right(self) -> bool:
         """Whether it trains packed, with the results of each document alone."""
-        return self.verdict in VERDICTS[:4] and not self.false_negatives
+        return self.verdict in VERDICTS[:4] and not self.false_negatives and self.prefixes != "SILENT"
 
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self))
@@ -78,6 +84,8 @@ class _Attempt:
     attention: str = ""
     repairs: str = ""
     unpacked: bool = False
+    prefixes: str = ""
+    prefix_error: float = 0.0
 
     @property
     def proved(self) -> bool:
@@ -117,11 +125,15 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
             try:
                 packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, **settings)
                 report = packed.prove(model)
+                may_share = packed.is_proved and packed.prove_prefixes(model) is None
             except Exception as error:
                 return _Attempt(_crash(error), judge.judge(model))
             repairs = "; ".join(map(str, packed.repaired))
-            unpacked = packed.is_unpacked
-            return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
+            found = _Attempt(report, judge.judge(model), packed.attention.name, repairs, packed.is_unpacked, "no")
+            if not may_share:
+                return found
+            shared = judge.judge_prefixes(model)
+            return replace(found, prefixes="yes" if shared.right else "SILENT", prefix_error=shared.error)
 
     own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")
     attempts = [own, ours]
@@ -144,6 +156,8 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         repairs=final.repairs,
         reason="" if verdict == "native" else explained.summary,
+        prefixes=ours.prefixes,
+        prefix_error=ours.prefix_error,
     )
 
 

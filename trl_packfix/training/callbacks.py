@@ -15,6 +15,7 @@ from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
 from .groups import prove_degrees
+from .prefixes import prove_prefixes
 from .progress import shown_proof
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class BeforeFirstStep(TrainerCallback):
         isolation.raise_if_leaking(args.on_leak)
         if trainer._train_planner is not None:
             prove_degrees(trainer, trainer._train_planner)
+        if trainer.shares_prefixes:
+            prove_prefixes(trainer, trainer.model_wrapped)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {

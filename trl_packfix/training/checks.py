@@ -119,6 +119,13 @@ def _check_stream(args: SFTConfig) -> None:
             "documents of an epoch, and a stream is known only as far as it has been read. Set "
             '`packing_strategy="stream"`, or load the dataset without streaming.'
         )
+    if args.share_prefixes == "family":
+        raise ValueError(
+            '`share_prefixes="family"` was given with an `IterableDataset`. Documents that begin alike are found by '
+            "sorting all of them, and a stream is known only as far as it has been read. Set "
+            '`share_prefixes="pack"`, which shares among the documents of a pack, or load the dataset without '
+            "streaming."
+        )
     if args.max_steps <= 0:
         raise ValueError(
             f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "
@@ -188,6 +195,28 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             check_tokenised(dataset, name, vocab_size, packing)
+
+
+def check_share_prefixes(args: SFTConfig, train_dataset: Any, compute_loss_func: Any) -> None:
+    """Refuse what cannot work on shared rows, before the model is loaded. `SFTConfig` refuses settings that contradict.
+
+    Raises:
+        ValueError: a loss of the user, or images in packs, with `share_prefixes`.
+    """
+    if args.share_prefixes == "off":
+        return
+    if compute_loss_func is not None:
+        raise ValueError(
+            f"`share_prefixes={args.share_prefixes!r}` was given with `compute_loss_func`. It gets one label per row, "
+            "and a shared row is a target of several documents, so it would count once and not once for each. Leave "
+            '`compute_loss_func` unset, or set `share_prefixes="off"`.'
+        )
+    if images.packs_images(args, train_dataset):
+        raise ValueError(
+            f"`share_prefixes={args.share_prefixes!r}` was given, and the dataset has images. Documents are compared "
+            "by their tokens, and different images have the same placeholder tokens. Set "
+            '`share_prefixes="off"`.'
+        )
 
 
 def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: Any) -> None:

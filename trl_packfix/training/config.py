@@ -12,11 +12,13 @@ from ..data.checks import check_choice, check_count, check_max_length, check_ove
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.balance import Balance
+from ..planning.prefixes import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
 OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(get_args, (Overlong, Balance, OnLeak, Weighting, BadRows))
+SHARE_PREFIXES = get_args(SharePrefixes)
 
 
 SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
@@ -91,6 +93,14 @@ class SFTConfig(trl.SFTConfig):
             then share a pack, and each holds a part of it. How many, the degree, is chosen for every micro-step. With
             `packing_strategy` `"stream"` or `"bfd"` and `per_device_train_batch_size=1`. If unset, every rank has its
             own packs.
+        share_prefixes (`str`, *optional*, defaults to `"off"`):
+            Documents that begin with the same tokens (a system prompt, a prompt with several answers, the turns of one
+            chat as one sample each) forward this beginning once. `"pack"`: documents that share a pack share their
+            beginnings; batches, steps and the loss stay what they are, up to rounding. `"family"`: documents that begin
+            alike are also brought together, so that more is shared; then an optimizer step has more documents, and
+            fewer that are independent of each other. A shared token has one draw of dropout for all its documents.
+            Where the test before the first step fails, nothing is shared, and a warning says why. Evaluation in packs
+            shares, too, with the whole set sorted.
         exchange_speeds (`dict`, *optional*):
             With `tokens_per_rank`: what devices and links reach, by which degrees are chosen. `flops` of one device per
             second (default 400e12), bytes per second of an all-to-all `within` a node (300e9) and `between` nodes
@@ -205,6 +215,14 @@ class SFTConfig(trl.SFTConfig):
         },
     )
 
+    share_prefixes: SharePrefixes = field(
+        default="off",
+        metadata={
+            "help": "Documents that begin with the same tokens forward this beginning once: 'pack' where they share a "
+            "pack anyway (training stays the same up to rounding), 'family' also brings them together, 'off' never.",
+            "choices": list(SHARE_PREFIXES),
+        },
+    )
     exchange_speeds: dict[str, float] | str | None = field(
         default=None,
         metadata={
@@ -266,6 +284,7 @@ def check_config(args: SFTConfig) -> None:
         "on_leak": ON_LEAK,
         "balance": BALANCE,
         "document_weighting": WEIGHTINGS,
+        "share_prefixes": SHARE_PREFIXES,
     }
     for name, choices in known_choices.items():
         check_choice(name, getattr(args, name), choices)
@@ -286,6 +305,12 @@ def check_config(args: SFTConfig) -> None:
                 f"`pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}` was given with `packing=False`. "
                 "It pads packs, and unpacked rows have none of their boundaries. Set `packing=True`, or leave it unset."
             )
+        if args.share_prefixes != "off":
+            raise ValueError(
+                f"`share_prefixes={args.share_prefixes!r}` was given with `packing=False`. Documents share rows of a "
+                "pack, and an unpacked document has a row of its own. Set `packing=True`, or leave `share_prefixes` at "
+                '"off".'
+            )
         _check_tokens_per_rank(args)
         return
     counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
@@ -297,6 +322,7 @@ def check_config(args: SFTConfig) -> None:
         check_max_length(args.max_length, args.per_device_train_batch_size)
     check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     _check_tokens_per_rank(args)
+    _check_share_prefixes(args)
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
         raise ValueError(
             f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
@@ -339,6 +365,46 @@ def _check_per_turn(args: SFTConfig) -> None:
             "`dataset_kwargs={'skip_prepare_dataset': True}` was given with `per_turn=True`. Conversations are split "
             "when the dataset is prepared, so `per_turn` would be ignored. Leave one of the two unset."
         )
+
+
+def _check_share_prefixes(args: SFTConfig) -> None:
+    """Refuse settings that need each token of each document in a row of its own."""
+    if args.share_prefixes == "off":
+        return
+    if args.share_prefixes == "family" and STRATEGIES[args.packing_strategy].cuts_blocks:
+        raise ValueError(
+            f'`share_prefixes="family"` was given with `packing_strategy={args.packing_strategy!r}`. It cuts all '
+            "documents where a block of `max_length` tokens ends, in the order of the table, so documents that begin "
+            'alike cannot be brought together. Set `share_prefixes="pack"`, or another `packing_strategy`.'
+        )
+    is_smoothed = args.label_smoothing_factor > 0 and args.loss_type != "dft"
+    others = {
+        f"label_smoothing_factor={args.label_smoothing_factor}": (
+            is_smoothed,
+            "The smoothed loss is one number per batch, and in it a shared token would count once and not once for "
+            "each of its documents",
+        ),
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": (
+            args.neftune_noise_alpha is not None,
+            "The amplitude of its noise is set by the length of the document, and a shared token has several documents",
+        ),
+        f"pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}": (
+            args.pad_documents_to_multiple_of is not None,
+            "It gives all packs the same shapes, and the number of keys of a pack with shared tokens depends on its "
+            "documents",
+        ),
+        f"tokens_per_rank={args.tokens_per_rank}": (
+            args.tokens_per_rank is not None,
+            "Ranks that share a pack hold parts of it, and the loss of a part does not know the documents that share "
+            "its tokens",
+        ),
+    }
+    for other, (is_given, reason) in others.items():
+        if is_given:
+            raise ValueError(
+                f"`share_prefixes={args.share_prefixes!r}` was given with `{other}`. {reason}. Set "
+                f'`share_prefixes="off"`, or leave `{other.split("=")[0]}` at its default.'
+            )
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..attention.forwards import PACK_PART
+from ..attention.forwards import PACK_PART, PREFIXES
 from ..compat import forget_evaluation
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
@@ -32,6 +32,7 @@ from ..data.images import ImageRows
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
+from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from .checks import check_tokenised
@@ -39,6 +40,8 @@ from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
+from .prefixes import prove_prefixes
+from .targets import Targets, targets_of
 from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
@@ -56,23 +59,26 @@ class EvaluationTotals:
         # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
         self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
 
-    def add_fused(self, outputs: Any, sources: torch.Tensor | None = None) -> torch.Tensor:
+    def add_fused(self, outputs: Any, targets: Targets, sources: torch.Tensor | None = None) -> torch.Tensor:
         """Add the outputs of TRL's fused LM head; returns the mean loss of this batch.
 
-        `sources` are those of each position, (B, T - 1), or None without sources.
+        `sources` are those of each value of `targets.of`, or None without sources.
         """
-        return self._add(-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask, sources)
+        values = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        return self._add([targets.of(each) for each in values], sources)
 
     def add_logits(
         self,
         logits: torch.Tensor,
         labels: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
+        targets: Targets | None = None,
         sources: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
 
         `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+        `targets` are needed for sources and for shared prefixes.
         """
         if shift_labels is None:
             logits, labels = logits[:, :-1], labels[:, 1:]
@@ -83,17 +89,13 @@ class EvaluationTotals:
         mask = labels != IGNORE_INDEX
         loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
         entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
-        return self._add(loss, entropy, (logits.argmax(-1) == labels) & mask, mask, sources)
+        values = [loss, entropy, (logits.argmax(-1) == labels) & mask, mask]
+        return self._add(values if targets is None else [targets.of(each) for each in values], sources)
 
-    def _add(
-        self,
-        loss: torch.Tensor,
-        entropy: torch.Tensor,
-        correct: torch.Tensor,
-        mask: torch.Tensor,
-        sources: torch.Tensor | None,
-    ) -> torch.Tensor:
-        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in (loss, entropy, correct, mask)])
+    def _add(self, values: list[torch.Tensor], sources: torch.Tensor | None) -> torch.Tensor:
+        """`values` are loss, entropy, whether the label is the likeliest token, and whether it is trained."""
+        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
+        loss, *_, mask = values
         self.sums[:4] += batch
         if sources is not None:
             self.sums[4:] += sums_by_source(loss, mask, sources, len(self.names)).flatten()
@@ -165,13 +167,27 @@ class ExactEvaluation(PackedObjective):
             with self.packed_model.attending(), self.compute_loss_context_manager():
                 if self.packed_model.isolation is None:
                     self.packed_model.prove(self.model)
+            if self.shares_prefixes and self.packed_model.is_proved and not self.packed_model.prefixes_are_proved:
+                prove_prefixes(self, self.model)
         return self.packed_model.is_proved
+
+    @property
+    def _shares_evaluation(self) -> bool:
+        """Whether packs of an evaluation share prefixes. A loss of the user has one label per row."""
+        return self.shares_prefixes and self._is_exact
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
-        return cached_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        return cached_documents(
+            reader,
+            args.max_length,
+            overlong,
+            args.truncation_mode,
+            keep_untrained=True,
+            sorts_tokens=self._shares_evaluation,
+        )
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them.
@@ -241,12 +257,22 @@ class ExactEvaluation(PackedObjective):
             else:
                 collate = PaddedCollator(self._padded_collator)
             return self._make_loader(rows, sampler, self._with_row_values(collate, values))
-        training = self._train_planner
-        planner = EpochPlanner(
+        planner = self._evaluation_planner(documents)
+        collate = self._make_packed_collator(args.eval_batch_size, self._shares_evaluation)
+        return self._make_loader(
+            rows, PackedBatchSampler(planner, args.process_index), self._with_row_values(collate, values)
+        )
+
+    def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
+        args, training = self.args, self._train_planner
+        max_length = args.max_length or int(documents.lengths.max())
+        if self._shares_evaluation:
+            return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
+        return EpochPlanner(
             documents,
             "bfd",
             batch_size=args.eval_batch_size,
-            max_length=args.max_length or int(documents.lengths.max()),
+            max_length=max_length,
             world_size=args.world_size,
             shuffle=False,
             cost_model=self._cost_model,
@@ -255,8 +281,6 @@ class ExactEvaluation(PackedObjective):
             speeds=speeds(args),
             degrees=None if training is None else training.degrees,  # at which the model is proved
         )
-        collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size), values)
-        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column
@@ -353,9 +377,11 @@ class ExactEvaluation(PackedObjective):
         inputs = self._prepare_inputs(inputs)
         self._check_pack(inputs)
         inputs["use_cache"] = False
-        sources = self._sources_of(inputs) if "labels" in inputs else None
+        targets = targets_of(inputs["labels"][:, 1:] != IGNORE_INDEX, inputs) if "labels" in inputs else None
+        sources = None if targets is None else self._sources_of(targets)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
+                assert targets is not None
                 if self.aux_loss_enabled:
                     inputs["output_router_logits"] = True
                 with self._router_logits(inputs) as router_logits:
@@ -366,12 +392,16 @@ class ExactEvaluation(PackedObjective):
                         part = inputs[PACK_PART]
                         # zero on ranks after the first of the group, so the mean over ranks counts it once
                         aux_loss = part.degree * self._aux_loss(outputs, inputs, part.trained, router_logits)
+                    elif PREFIXES in inputs:
+                        aux_loss = self._aux_loss(outputs, inputs, targets.trained, router_logits)
                     aux_loss = self.accelerator.gather(aux_loss).mean().item()
                     self._metrics["eval"]["aux_loss"].append(aux_loss)
-                return self._totals.add_fused(outputs, sources).float(), None, None
+                return self._totals.add_fused(outputs, targets, sources).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
-            loss = None if labels is None else self._totals.add_logits(logits, labels, shift_labels, sources).float()
+            loss = None
+            if targets is not None:
+                loss = self._totals.add_logits(logits, labels, shift_labels, targets, sources).float()
         return loss, logits, labels
 
 

@@ -11,12 +11,13 @@ from ..attention.forwards import PACK_PART
 
 if TYPE_CHECKING:
     from ..data.epochs import EpochPlanner
+    from ..data.sorted_set import SortedSet
     from ..isolation.report import IsolationReport
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs are believed to go on so
 
 
-def prove_degrees(trainer: Any, planner: "EpochPlanner") -> "list[IsolationReport]":
+def prove_degrees(trainer: Any, planner: "EpochPlanner | SortedSet") -> "list[IsolationReport]":
     """Make the process groups of all degrees that a planner uses, and prove isolation at each. All ranks must call it.
 
     Groups and proofs that exist are kept.

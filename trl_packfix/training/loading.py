@@ -17,6 +17,7 @@ from ..data.epochs import EpochPlanner
 from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
+from ..data.prefixes import PrefixCollator
 from ..data.reader import TokenReader
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
 from ..data.stream import PackedStream, stream_loader
@@ -50,6 +51,7 @@ class PackedLoading(trl.SFTTrainer):
 
     args: SFTConfig
     model: nn.Module
+    _shares_prefixes = False
 
     def __init__(self, *, model: Any, args: SFTConfig, train_dataset: Any, eval_dataset: Any, **kwargs: Any):
         self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
@@ -104,13 +106,14 @@ class PackedLoading(trl.SFTTrainer):
 
     def _prepare_packing(self) -> None:
         args = self.args
+        self._shares_prefixes = args.share_prefixes != "off"
         checks.check_parallelism(self.accelerator)
         checks.check_recomputation(args, self.accelerator)
         checks.check_one_device(self.model)
         checks.check_quantisation(self.model, args.device.type)
         self.padding_free = True
         self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
-        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size)
+        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         if not isinstance(self.train_dataset, IterableDataset):
             self._reader = self._read(self.train_dataset, "train")
             with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
@@ -120,6 +123,7 @@ class PackedLoading(trl.SFTTrainer):
                     args.effective_overlong,
                     args.truncation_mode,
                     wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
+                    sorts_tokens=args.share_prefixes == "family",
                 )
         self.packed_model = self._make_packed_model()
 
@@ -181,18 +185,37 @@ class PackedLoading(trl.SFTTrainer):
     def _training_collator(self) -> Callable:
         if self.args.pad_documents_to_multiple_of is None:
             return self.data_collator
-        return self._make_packed_collator(self._train_batch_size)  # lowered by `auto_find_batch_size`
+        # lowered by `auto_find_batch_size`
+        return self._make_packed_collator(self._train_batch_size, self.shares_prefixes)
 
-    def _make_packed_collator(self, batch_size: int) -> PackedDataCollator:
+    def _make_packed_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
         args, pad_token_id = self.args, self._tokenizer.pad_token_id
         if self._images is not None:
             return self._images.packed_collator(args, pad_token_id, self.accelerator)
+        if shares:
+            # A router sees every token, also one on whose output no document is trained
+            return PrefixCollator(args.pad_to_multiple_of, pad_token_id, keeps_last_rows=self.aux_loss_enabled)
         if args.pad_documents_to_multiple_of is None:
             return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
         assert args.max_length is not None  # `SFTConfig` refuses it without
         multiple = args.pad_to_multiple_of or 1
         num_tokens = -(-batch_size * args.max_length // multiple) * multiple
         return PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether packs share the common beginnings of their documents.
+
+        Set it to False where the model cannot, before the first batch is collated: loaders read it when they begin to
+        iterate, because only then do their workers start.
+        """
+        return self._shares_prefixes
+
+    @shares_prefixes.setter
+    def shares_prefixes(self, shares: bool) -> None:
+        self._shares_prefixes = shares
+        if isinstance(self.data_collator, PrefixCollator):
+            self.data_collator.shares = shares
 
     @property
     def _pin_memory(self) -> bool:
@@ -251,6 +274,7 @@ class PackedLoading(trl.SFTTrainer):
             args.enforce_flash_attention,
             hooks,
             shares_packs=args.tokens_per_rank is not None,
+            shares_prefixes=args.share_prefixes != "off",
             images=None if self._images is None else self._images.examples,
         )
 

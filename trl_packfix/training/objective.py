@@ -15,6 +15,9 @@ them.
 A subclass may compute the loss itself. It gets the token count that transformers documents. Noise is added by hooks of
 the model, and tokens and documents are counted when batches are fetched, so both work for such a loss, too.
 
+With shared prefixes a row of the pack may be a target of several documents, with a weight for each. All sums are over
+the targets of documents (`targets.py`), not over rows, so they are those of the same documents without sharing.
+
 With sequence parallelism a batch may be a part of a pack (`data/parts.py`). Each rank adds the terms of its own tokens,
 with the counts of the whole pack. What a group has once (documents, micro-batches, the value of the load-balancing
 statistic) is counted by its first rank only.
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ..attention.forwards import PACK_PART
+from ..attention.forwards import PACK_PART, PREFIXES
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
@@ -46,6 +49,7 @@ from .groups import SamePackCheck
 from .lm_head import add_token_scores
 from .loading import PackedLoading
 from .routers import gives_router_logits, group_load_balancing
+from .targets import Targets, targets_of
 from .totals import TrainingTotals, sums_by_source
 
 NUM_DUMMY_TOKENS = 2
@@ -66,6 +70,12 @@ class LossIsOurs(TrainerCallback):
                 "does not call `super().compute_loss`. On a part of a pack, labels must be shifted before the cut and "
                 "counted once per group, which its own loss does not do. Leave `tokens_per_rank` unset, or change what "
                 "`super().compute_loss` returns."
+            )
+        if args.share_prefixes != "off":
+            raise ValueError(
+                f"`share_prefixes={args.share_prefixes!r}` was given and `{type(self.trainer).__name__}.compute_loss` "
+                "does not call `super().compute_loss`. A shared token is one row for all its documents, and its own "
+                'loss would count it once. Set `share_prefixes="off"`, or change what `super().compute_loss` returns.'
             )
         for setting, remedy in _settings_of_documents(args)[:1]:
             raise ValueError(
@@ -106,7 +116,7 @@ class PackedObjective(PackedLoading):
                 f"{setting} was given with unpacked images or sequence parallelism (`sp_size` {self.get_sp_size()}). "
                 f"There the loss is TRL's, which counts tokens of all rows together. {remedy}."
             )
-        self._totals_of_training = TrainingTotals(self._row_values.names)
+        self._totals_of_training = TrainingTotals(self._row_values.names, args.share_prefixes != "off")
         self.add_callback(self._totals_of_training)
         self._same_pack = SamePackCheck()
         self.add_callback(self._same_pack)
@@ -114,7 +124,7 @@ class PackedObjective(PackedLoading):
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             self.neftune_noise_alpha = None
         self._values_of_batch: dict[str, Tensor] = {}
-        if _settings_of_documents(args) or args.tokens_per_rank is not None:
+        if _settings_of_documents(args) or args.tokens_per_rank is not None or args.share_prefixes != "off":
             self.add_callback(LossIsOurs(self))
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
@@ -176,12 +186,11 @@ class PackedObjective(PackedLoading):
         self._values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
         return super()._prepare_inputs(inputs)
 
-    def _sources_of(self, inputs: dict[str, Any]) -> Tensor | None:
-        """The source of each position of `labels[:, 1:]`, shape (B, T - 1); None without sources."""
+    def _sources_of(self, targets: Targets) -> Tensor | None:
+        """The source of each value of `targets.of`; None without sources."""
         if SOURCES not in self._values_of_batch:
             return None
-        index, _ = _documents_of(inputs["labels"][:, 1:] != IGNORE_INDEX, inputs)
-        return self._values_of_batch[SOURCES].to(index.device)[index]
+        return self._values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
 
     def compute_loss(
         self,
@@ -191,29 +200,31 @@ class PackedObjective(PackedLoading):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         if not (self.model.training and self._owns_objective):
+            _check_not_shared(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._check_pack(inputs)
         inputs["use_cache"] = False
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        sources = self._sources_of(inputs)
         with self._router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        _, trained = _documents_of(outputs.label_mask, inputs)
+        targets = targets_of(outputs.label_mask, inputs)
         aux_loss = None
         if self.aux_loss_enabled:
-            aux_loss = self._aux_loss(outputs, inputs, trained, router_logits)
+            aux_loss = self._aux_loss(outputs, inputs, targets.trained, router_logits)
             if not self._is_smoothed and self.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self.router_aux_loss_coef * aux_loss / steps
-        sums = [outputs.entropy.sum(), outputs.is_top1.sum(), trained.new_zeros(()) if aux_loss is None else aux_loss]
+        aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
+        sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
         self._totals_of_training.add_outputs([*sums, outputs.label_mask.new_ones(())])
-        if sources is not None:
+        if (sources := self._sources_of(targets)) is not None:
             totals, names = self._totals_of_training, self._row_values.names
-            totals.add_sources(sums_by_source(-outputs.log_probs, outputs.label_mask, sources, len(names)))
+            each = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
+            totals.add_sources(sums_by_source(*each, sources, len(names)))
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
@@ -241,20 +252,20 @@ class PackedObjective(PackedLoading):
             with torch.no_grad():
                 return loss, model(**inputs, fused_lm_head=True)
         outputs = model(**inputs, fused_lm_head=True)
-        per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
+        targets = targets_of(outputs.label_mask, inputs)
+        log_probs = targets.of(outputs.log_probs)  # (B, T - 1) or (M,), zero where nothing is trained
+        per_token_loss = -log_probs
         if self.args.loss_type == "dft":
-            per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
-        count = outputs.label_mask.sum()
+            per_token_loss = per_token_loss * log_probs.exp().detach()
+        count = targets.of(outputs.label_mask).sum()
         if self.args.document_weighting == "document":
-            index, trained = _documents_of(outputs.label_mask, inputs)
-            per_token_loss = per_token_loss / trained.clamp(min=1)[index]
-            count = (trained > 0).sum()
+            per_token_loss = per_token_loss / targets.trained.clamp(min=1)[targets.documents]
+            count = (targets.trained > 0).sum()
             num_items = None if num_items is None else self._num_documents
         weights = self._values_of_batch.get(WEIGHTS)
         if weights is not None:
-            index, trained = _documents_of(outputs.label_mask, inputs)
-            per_token_loss = per_token_loss * weights.to(index.device)[index]
-            count = self._total_weight(weights, trained)
+            per_token_loss = per_token_loss * weights.to(targets.documents.device)[targets.documents]
+            count = self._total_weight(weights, targets.trained)
             num_items = None if num_items is None else self._weight_of_step
         count = torch.as_tensor(count if num_items is None else num_items)
         # If it is 0, so are all terms of the sum. A sum of weights may be between 0 and 1.
@@ -287,7 +298,7 @@ class PackedObjective(PackedLoading):
         batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
         if not batches:
             return super()._get_num_items_in_batch(batch_samples, device)
-        trained = [_documents_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch)[1] for batch in batches]
+        trained = [targets_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch).trained for batch in batches]
         for batch, counts in zip(batches, trained, strict=True):
             self._count(batch, counts)
         if self.aux_loss_enabled:
@@ -308,7 +319,7 @@ class PackedObjective(PackedLoading):
             weights = [self._total_weight(batch[WEIGHTS], counts) * _is_first(batch) for batch, counts in pairs]
             weight = torch.stack(weights).sum()
             self._weight_of_step = self.accelerator.reduce(weight.to(device), reduction="sum") / self.get_tp_size()
-        return super()._get_num_items_in_batch(batch_samples, device)
+        return super()._get_num_items_in_batch([_one_label_per_target(batch) for batch in batch_samples], device)
 
     # Auxiliary terms
 
@@ -338,10 +349,11 @@ class PackedObjective(PackedLoading):
 
     @contextmanager
     def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """Collect the router logits, one tensor (T, experts) per layer, if the pack may contain padding."""
+        """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS or PACK_PART in inputs
+        may_pad |= PREFIXES in inputs
         may_pad |= self.packs_images  # a rank without images may have a document that stands in for them
         if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
             yield caught
@@ -365,6 +377,10 @@ class PackedObjective(PackedLoading):
         if not router_logits:
             return outputs.aux_loss
         config = base_model(self.model).config.get_text_config()
+        statistic: Callable[..., Any] = load_balancing_loss_func
+        if (shared := inputs.get(PREFIXES)) is not None:  # each row as often as documents have it, padding never
+            counts = shared.num_documents[None]
+            return statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, counts)
         real = (trained > 0)[inputs["seq_idx"]]
         if (part := inputs.get(PACK_PART)) is not None:
             found = group_load_balancing(
@@ -372,7 +388,6 @@ class PackedObjective(PackedLoading):
             )
             return found if part.is_first else found - found.detach()
         is_empty = ~real.any()
-        statistic: Callable[..., Any] = load_balancing_loss_func
         found = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty)
         return found.masked_fill(is_empty, 0)
 
@@ -383,18 +398,25 @@ class PackedObjective(PackedLoading):
         has_documents = is_document.any()
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        if "cu_seq_lens_q" in inputs:
+        if (shared := inputs.get(PREFIXES)) is not None:
+            lengths = shared.lengths
+            tokens = lengths.sum()
+        elif "cu_seq_lens_q" in inputs:
             lengths = inputs["cu_seq_lens_q"].diff() * is_document
             tokens = lengths.sum()
         else:
             tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
             mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(inputs["labels"])
             lengths = mask.sum(-1) * is_document
+        computed, flops = tokens, self._training_flops(lengths)
         if PACK_PART in inputs:
-            tokens = is_document[inputs["seq_idx"]].sum()
-            is_document, trained, lengths = (x * _is_first(inputs) for x in (is_document, trained, lengths))
-        sums = [trained.sum(), tokens, rows, is_document.sum(), is_document.any(), has_documents]
-        self._totals_of_training.add_batch([*sums, self._training_flops(lengths)])
+            computed = tokens = is_document[inputs["seq_idx"]].sum()
+            is_document, trained, flops = (x * _is_first(inputs) for x in (is_document, trained, flops))
+        if shared is not None:
+            computed = (shared.num_documents > 0).sum()
+            flops = flops - self._training_flops(shared.shared)
+        sums = [trained.sum(), tokens, computed, rows, is_document.sum(), is_document.any(), has_documents]
+        self._totals_of_training.add_batch([*sums, flops])
 
     def _training_flops(self, lengths: Tensor) -> Tensor:
         """FLOPs of forward and backward of these documents, (N,); 0 if the cost of the model is not known."""
@@ -458,24 +480,26 @@ class PackedObjective(PackedLoading):
         super()._save_checkpoint(model, trial)
 
 
-def _documents_of(label_mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The document of each position of `label_mask`, and the number of trained tokens of each document, shape (N,).
-
-    `label_mask`, (B, T - 1), is True where the next token is trained. Without boundaries each row is a document. For a
-    part of a pack it is (1, T / s), and the numbers are those of whole documents.
-    """
-    if (part := inputs.get(PACK_PART)) is not None:
-        return part.next_document, part.trained
-    if "cu_seq_lens_q" in inputs:
-        index = inputs["seq_idx"][:, 1:].long()
-        num_documents = len(inputs["cu_seq_lens_q"]) - 1
-    else:
-        num_documents = len(label_mask)
-        index = torch.arange(num_documents, device=label_mask.device)[:, None].expand(label_mask.shape)
-    trained = torch.zeros(num_documents, dtype=torch.long, device=label_mask.device)
-    return index, trained.scatter_add_(0, index.flatten(), label_mask.flatten().long())
-
-
 def _is_first(inputs: dict[str, Any]) -> bool:
     """Whether this rank counts the documents of the batch: of the ranks that share a pack, the first does."""
     return PACK_PART not in inputs or inputs[PACK_PART].is_first
+
+
+def _one_label_per_target(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What transformers counts in place of a batch with shared prefixes: as many labels as its documents have."""
+    if PREFIXES not in inputs:
+        return inputs
+    marks = inputs[PREFIXES].target_documents
+    return {"labels": marks, "shift_labels": marks}
+
+
+def _check_not_shared(inputs: dict[str, Any]) -> None:
+    """Refuse shared prefixes where TRL computes the loss: in evaluation mode, which has its own sums."""
+    if PREFIXES not in inputs:
+        return
+    shared = inputs[PREFIXES]
+    raise ValueError(
+        f"A pack with shared prefixes, {len(shared.lengths)} documents in {len(shared.num_documents)} rows, came to "
+        "`compute_loss` of a model in evaluation mode. There the loss is TRL's, which counts a shared token once. Use "
+        "`trainer.evaluate()`, call `model.train()` first, or collate with `PackedDataCollator`."
+    )

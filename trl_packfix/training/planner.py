@@ -44,6 +44,7 @@ def make_planner(
         cost_model=cost_model,
         tokens_per_rank=config.tokens_per_rank,
         speeds=speeds(config),
+        share_prefixes=config.share_prefixes,
         writes_cache=writes_cache,
     )
 

@@ -34,7 +34,9 @@ from .evaluation import ExactEvaluation
 logger = logging.getLogger(__name__)
 
 # Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
-ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "share_prefixes")
+# Settings that checkpoints of earlier versions do not have, with what those did
+EARLIER = {"share_prefixes": "off"}
 
 
 # What is saved
@@ -68,6 +70,7 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | Im
         "gradient_accumulation_steps": planner.accumulation,
         "world_size": planner.world_size,
         "tokens_per_rank": planner.tokens_per_rank,
+        "share_prefixes": args.share_prefixes,
     }
 
 
@@ -80,7 +83,7 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
     Raises:
         ValueError: they differ; the message names the settings that changed.
     """
-    before = state["settings"]
+    before = EARLIER | state["settings"]
     changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     if state["engine"] == "deepspeed" and "world_size" in changed:
@@ -92,9 +95,9 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
                 "random numbers (dropout) and rounding differ."
             )
         return
-    if fixed:
+    if fixed or "family" in changed.get("share_prefixes", ()):
         remedy = "Set them back"
-    elif changed:
+    elif changed.keys() - {"share_prefixes"}:  # "off" and "pack" plan the same steps
         slots = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
             f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "

@@ -17,6 +17,7 @@ class TrainingTotals(TrainerCallback):
 
     Args:
         sources: names of the sources by which losses are summed.
+        shares_prefixes: whether to log the share of the tokens that is computed.
 
     Attributes:
         window: sums over all ranks since the last log.
@@ -26,12 +27,13 @@ class TrainingTotals(TrainerCallback):
         num_documents: over all ranks since training began.
     """
 
-    # `micro_batches` counts packs, `rows` their parts: as many unless ranks share packs
-    OF_BATCHES = ("trained_tokens", "tokens", "row_tokens", "documents", "micro_batches", "rows", "flops")
+    # `tokens` are those of documents, `computed` those of them that the model computes: fewer if prefixes are shared.
+    # `micro_batches` counts packs, `rows` their parts: as many unless ranks share packs.
+    OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
     OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
 
-    def __init__(self, sources: Sequence[str] = ()) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[str] = (), shares_prefixes: bool = False) -> None:
+        self.sources, self.shares_prefixes = sources, shares_prefixes
         # Losses, then trained tokens
         self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
         self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
@@ -115,6 +117,8 @@ class TrainingTotals(TrainerCallback):
             "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
         }
         speed = {}
+        if self.shares_prefixes:
+            speed["computed_share"] = round(sums["computed"] / max(sums["tokens"], 1.0), 4)
         if sums["flops"] and elapsed:
             speed["tflops_per_second_per_rank"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12)
             if peak_tflops is not None:
@@ -122,7 +126,7 @@ class TrainingTotals(TrainerCallback):
         return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
-            "efficiency": round(sums["tokens"] / max(capacities, 1.0), 4),
+            "efficiency": round(sums["computed"] / max(capacities, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
             **speed,
@@ -142,6 +146,8 @@ def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, num_source
         loss: of each position, (B, T - 1).
         label_mask: True where the next token is trained, (B, T - 1).
         sources: source of each position, (B, T - 1).
+
+    With shared prefixes all three are of shape (M,), one value per target.
     """
     sums = torch.zeros(2, num_sources, dtype=sum_dtype(loss.device), device=loss.device)
     values = torch.stack([(loss.detach() * label_mask).flatten(), label_mask.flatten()]).to(sums.dtype)

@@ -1,0 +1,247 @@
+"""What documents share: rows and FLOPs with `share_prefixes`, on chats and on one sample per assistant turn.
+
+    python benchmarks/prefix_savings.py --data DIR --tokenizer DIR                # 5 minutes
+    python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --csv savings.csv
+    python benchmarks/prefix_savings.py --num 1000000 --planning planning.csv     # planning time and memory
+
+whole    the chats of a file in ChatML, tools in the system turn
+turns    one sample per assistant turn: the history and the turn
+
+off      packing_strategy="stream"
+pack     the same packs; documents share the beginnings that they have in common with others of their pack
+family   packs of pieces: documents that share at least half of the longer one are planned as one
+trl bfd  TRL's `pack_dataset(strategy="bfd")`, as its trainer runs it
+
+Documents longer than the capacity are dropped. `rows` are tokens that the model computes, of all packs of the first
+epoch; `rows/tokens` is what is left of the tokens of the documents, and `FLOPs` the same by the cost model of a Llama
+with 7B parameters. `planned` are the rows by which pieces are packed: two pieces of a pack may begin alike, too. `keys`
+are the keys that all packs look up, over their rows, and `most keys` those of one pack over the capacity. A step has 8
+packs; `families` are the families of documents of a step, and with "off" its documents are counted. Chats of one
+assistant turn have no `turns`.
+
+--num plans that many documents on 8 ranks. `plain` have nothing in common, `system` a beginning of 200 tokens, `turns`
+are samples of chats with 8 turns behind such a beginning, in the order of the table and `shuffled`. CPU seconds are
+`time.process_time`; memory is the peak that tracemalloc counts, without the table, in a separate run.
+"""
+
+import argparse
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from about import describe, write_csv
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+from trl.data_utils import pack_dataset
+
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.data.token_order import token_order
+from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.planning.prefixes import shared_by_neighbours
+
+FILES = {
+    "tau-bench": "taubench_airline_gpt4o.jsonl",
+    "sgd": "sgd_tools_train1200.jsonl",
+    "oasst1": "oasst1_en_val_threads.jsonl",
+    "gsm8k": "gsm8k_train.jsonl",
+}
+CAPACITIES = (8192, 32768)
+PACKS_PER_STEP = 8
+SHOWN = ("data", "form", "capacity", "method", "rows/tokens", "planned/tokens", "flops", "filled")
+SHOWN = (*SHOWN, "keys/rows", "most keys/capacity", "documents/step", "families/step")
+RANKS = 8  # of the plans that are timed
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the template's, if a chat has none
+Row = dict[str, Any]
+
+
+def rendered(file: Path, tokenizer: Any) -> dict[str, Dataset]:
+    """Tokenised rows: whole chats, and one sample per assistant turn."""
+    whole, turns = [], []
+    for line in file.open():
+        row = json.loads(line)
+        messages, tools = row["messages"], row.get("tools")
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": SYSTEM}, *messages]
+        if tools:
+            system = (
+                messages[0]["content"] + "\n\n# Tools\n\n" + (tools if isinstance(tools, str) else json.dumps(tools))
+            )
+            messages = [{"role": "system", "content": system}, *messages[1:]]
+        tokens: list[int] = []
+        for message in messages:
+            tokens += tokenizer(chatml(message), add_special_tokens=False)["input_ids"]
+            if message["role"] == "assistant":
+                turns.append([*tokens])
+        whole.append(tokens)
+    forms = {"whole": whole} | ({"turns": turns} if len(turns) > len(whole) else {})
+    return {name: Dataset.from_dict({"input_ids": rows}) for name, rows in forms.items()}
+
+
+def chatml(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    text = (message.get("content") or "") + (json.dumps(calls) if calls else "")
+    return f"<|im_start|>{message['role']}\n{text}<|im_end|>\n"
+
+
+def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
+    reader = TokenReader(rows)
+    documents = make_documents(reader, capacity, "drop")
+    start = time.process_time()
+    documents = replace(documents, tokens=token_order(reader, documents))
+    seconds = time.process_time() - start
+    lengths, tokens = documents.lengths, int(documents.lengths.sum())
+    kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
+    for setting in ("off", "pack", "family"):
+        planner = EpochPlanner(documents, "stream", 1, capacity, PACKS_PER_STEP, share_prefixes=setting)
+        schedule, plan = planner.schedule(0), planner.first_plan
+        slot = np.empty(len(documents), dtype=np.int64)
+        slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
+        found = documents.tokens.within(slot)
+        size = lengths[found.order]
+        shared = shared_by_neighbours(found.common, size) if setting != "off" else 0 * size
+        run = size - shared
+        looked_up = np.bincount(slot[found.order], np.where((run > 1) | (shared == 0), size, 0))
+        row = kept | {"method": setting, "packs": plan.num_packs, "rows": int(run.sum()), "sort_s": seconds}
+        row |= {"rows/tokens": int(run.sum()) / tokens, "planned/tokens": int(plan.lengths.sum()) / tokens}
+        row |= {"flops": float((LLAMA_7B(size) - LLAMA_7B(shared)).sum() / LLAMA_7B(size).sum())}
+        row |= {"filled": plan.efficiency, "keys/rows": looked_up.sum() / run.sum()}
+        row |= {"most keys/capacity": looked_up.max() / capacity}
+        row |= {"documents/step": len(documents) / planner.num_steps}
+        row |= {"families/step": row["documents/step"]}
+        if setting == "family":
+            pieces, step = planner.pieces_of(0), slot[schedule.order] // PACKS_PER_STEP
+            families = len(np.unique(step * len(documents) + pieces.family[schedule.order]))
+            row |= {"pieces": len(pieces), "families": pieces.num_families}
+            row |= {"families/step": families / planner.num_steps}
+        yield row
+    kept_rows = rows.select(documents.row)
+    packs = len(pack_dataset(kept_rows, capacity, "bfd"))
+    yield (
+        kept
+        | {"method": "trl bfd", "packs": packs, "rows": tokens, "rows/tokens": 1.0, "flops": 1.0}
+        | {"filled": tokens / packs / capacity}
+    )
+
+
+# Planning many documents
+
+
+def table(kind: str, num: int) -> Dataset:
+    """Random documents in memory, in chunks of 1000 rows as `datasets` writes them."""
+    rng, chunks = np.random.default_rng(0), []
+    beginning = rng.integers(0, 50_000, 200, dtype=np.int32)
+    for _ in range(num // 1000):
+        if kind == "turns":
+            documents = []
+            for chat in rng.integers(0, 50_000, (125, 8 * 60), dtype=np.int32):
+                for turn in range(1, 9):
+                    own = rng.integers(0, 50_000, 40, dtype=np.int32)
+                    documents.append(np.concatenate([beginning, chat[: 60 * turn], own]))
+        else:
+            common = beginning[: 200 if kind == "system" else 0]
+            lengths = np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 2, 7000)
+            documents = [np.concatenate([common, rng.integers(0, 50_000, n, dtype=np.int32)]) for n in lengths]
+        offsets = np.cumsum([0, *map(len, documents)]).astype(np.int32)
+        chunks.append(pa.ListArray.from_arrays(offsets, np.concatenate(documents)))
+    # with a fingerprint given, `datasets` does not hash the table for one
+    return Dataset(pa.table({"input_ids": pa.chunked_array(chunks)}), fingerprint=f"{kind}-{num}")
+
+
+def planned(rows: Dataset) -> Row:
+    """CPU seconds of each part."""
+    reader, seconds = TokenReader(rows), {}
+    documents = make_documents(reader, 8192)
+
+    def timed(name: str, make: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        made = make()
+        seconds[name] = time.process_time() - start
+        return made
+
+    off = timed("off_s", lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS).schedule(0))
+    documents = replace(documents, tokens=timed("sort_s", lambda: token_order(reader, documents)))
+    family = timed(
+        "family_s",
+        lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes="family").schedule(0),
+    )
+    tracemalloc.start()
+    token_order(reader, documents)
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    steps = {"steps_off": off.num_steps, "steps_family": family.num_steps}
+    return {"documents": len(documents), "tokens": int(documents.lengths.sum())} | seconds | {"sort_mib": peak} | steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {', '.join(FILES.values())}")
+    parser.add_argument("--tokenizer", metavar="DIR", help="with the special tokens of ChatML, such as SmolLM2's")
+    parser.add_argument("--only", choices=FILES, nargs="+", default=[*FILES], help="these data only")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--num", type=int, default=0, help="documents to plan; 0: none")
+    parser.add_argument("--planning", type=Path, metavar="CSV", help="for the rows of --num")
+    args = parser.parse_args()
+    datasets.disable_progress_bars()
+    console = Console(width=180)
+    console.print(describe())
+    found, timed = [], []
+    if args.data:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        for name in args.only:
+            for form, rows in rendered(args.data / FILES[name], tokenizer).items():
+                for capacity in CAPACITIES:
+                    found += [
+                        {"data": name, "form": form, "capacity": capacity} | row for row in measured(rows, capacity)
+                    ]
+        show(
+            console,
+            found,
+            ("data", "form", "capacity", "documents", "tokens", "method", "packs", "filled", "rows/tokens"),
+        )
+        show(
+            console,
+            [row for row in found if row["method"] != "trl bfd"],
+            SHOWN,
+        )
+    if args.num:
+        for kind in ("plain", "system", "turns"):
+            rows = table(kind, args.num)
+            timed.append({"documents_are": kind} | planned(rows))
+            console.print(timed[-1])
+        rows = rows.select(np.random.default_rng(0).permutation(len(rows)))
+        timed.append({"documents_are": "turns, shuffled"} | planned(rows))
+        show(console, timed, tuple(timed[0]))
+    for path, rows in ((args.csv, found), (args.planning, timed)):
+        if path is not None:
+            write_csv(path, rows)
+
+
+def show(console: Console, rows: list[Row], names: tuple[str, ...]) -> None:
+    table = Table(*names)
+    for row in rows:
+        cells = (row.get(name, "") for name in names)
+        table.add_row(
+            *(
+                f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
+                for cell in cells
+            )
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,567 @@
+"""`share_prefixes="family"`: documents that begin alike are planned as one, once each, at the cost of what is new."""
+
+from dataclasses import replace
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset, load_from_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import build_tiny_model, build_tokenizer
+from support.prefixes import forest
+from support.rounding import tolerance, weight_difference
+from support.runs import trainer, weights
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.data import ahead, epochs, savings
+from trl_packfix.data.cache import cached_documents
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.loading import PackedBatchSampler
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.savings import prefix_savings
+from trl_packfix.data.spans import make_documents
+from trl_packfix.data.token_order import token_order
+from trl_packfix.planning import prefixes
+from trl_packfix.planning.costs import LLAMA_7B, CostModel
+from trl_packfix.planning.imbalance import imbalance, imbalance_bound
+from trl_packfix.planning.prefixes import (
+    MAX_KEYS,
+    common_tokens,
+    make_pieces,
+    share_order,
+    shared_by_neighbours,
+    sort_by_tokens,
+    sort_key,
+)
+from trl_packfix.reporting.build import make_report
+from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
+
+COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16, 0.25),))
+
+
+def sorted_by_tokens(documents, block=1):
+    def read(chosen, first, width):
+        found = np.full((len(chosen), width), prefixes.END, dtype=">u4")
+        for row, i in enumerate(chosen.tolist()):
+            tokens = documents[i][first : first + width]
+            found[row, : len(tokens)] = tokens
+        return found
+
+    return sort_by_tokens(np.array([len(each) for each in documents]), read, block)
+
+
+def naive_order(documents):
+    """Documents, and the common tokens of neighbours, as `sorted` has them."""
+    order = sorted(range(len(documents)), key=[sort_key(each) for each in documents].__getitem__)
+    return order, [0, *(common_tokens(documents[a], documents[b]) for a, b in pairwise(order))]
+
+
+@st.composite
+def token_lists(draw):
+    """Documents that begin alike often: on few tokens, behind common beginnings, some twice, some cut short."""
+    seed, letters, beginnings = draw(st.integers(0, 2**32)), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    rng = np.random.default_rng(seed)
+    starts = [rng.integers(0, letters, rng.integers(0, 60)) for _ in range(beginnings + 1)]
+    found = []
+    for _ in range(draw(st.integers(1, 30))):
+        own = rng.integers(0, letters, rng.integers(1, 40))
+        found.append(np.concatenate([starts[rng.integers(len(starts))], own]))
+        if rng.random() < 0.3:
+            found.append(found[-1][: rng.integers(1, len(found[-1]) + 1)])
+    return found
+
+
+# The order of documents by their tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=token_lists(), block=st.sampled_from([1, 10**6]))
+def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block):
+    found = sorted_by_tokens(documents, block)
+    order, common = naive_order(documents)
+    assert found.order.tolist() == order and found.common.tolist() == common
+    lengths = np.array([len(each) for each in documents])
+    assert shared_by_neighbours(found.common, lengths[found.order]).tolist() == share_order(documents)[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=token_lists(), seed=st.integers(0, 2**32))
+def test_the_order_of_a_part_needs_no_token(documents, seed):
+    groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
+    found = sorted_by_tokens(documents).within(groups)
+    expected, common = [], []
+    for group in range(3):
+        members = np.flatnonzero(groups == group)
+        order, shared = naive_order([documents[i] for i in members])
+        expected += members[order].tolist()
+        common += shared if len(members) else []
+    assert found.order.tolist() == expected and found.common.tolist() == common
+
+
+def test_no_token_is_read_beyond_the_first_difference_and_its_block():
+    same = np.arange(1000)
+    documents = [np.append(same, 1), np.append(same, 2), *(np.full(1000, 5 + i) for i in range(50))]
+    read = []
+
+    def counted(chosen, first, width):
+        read.append(len(chosen) * width)
+        return np.stack([np.pad(documents[i], (0, 2000), constant_values=9)[first : first + width] for i in chosen])
+
+    sort_by_tokens(np.array([len(each) for each in documents]), counted, block=1)
+    assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
+
+
+# Pieces
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=token_lists(), spare=st.integers(0, 60))
+def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
+    lengths = np.array([len(each) for each in documents])
+    capacity = int(lengths.max()) + spare
+    pieces = make_pieces(sorted_by_tokens(documents), lengths, COSTS, capacity, capacity)
+    assert sorted(pieces.order.tolist()) == list(range(len(documents)))
+    assert pieces.order[pieces.offsets[:-1]].tolist() == sorted(pieces.order[pieces.offsets[:-1]].tolist())
+    for i, (first, stop) in enumerate(pairwise(pieces.offsets)):
+        members = pieces.order[first:stop]
+        assert (np.diff(members) > 0).all() and len(set(pieces.family[members].tolist())) == 1
+        order, shared = share_order([documents[j] for j in members])
+        own = [(int(lengths[members[j]]), s) for j, s in zip(order, shared, strict=True)]
+        assert pieces.rows[i] == sum(n - s for n, s in own) <= capacity
+        # position p costs what the first p + 1 tokens cost beyond the first p
+        steps = np.diff(COSTS(np.arange(lengths.max() + 1)))
+        assert pieces.costs[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
+        assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= MAX_KEYS * capacity
+        for (before, _), (n, s) in pairwise(own):
+            assert 2 * s >= max(before, n)
+
+
+def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
+    documents = [np.append(np.arange(60), i) for i in range(3)]
+    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), COSTS, 200, 200)
+    assert len(pieces) == 1 and pieces.rows.tolist() == [61 + 2 * 2]
+    assert pieces.costs[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
+    assert pieces.costs[0] < 0.5 * COSTS([61] * 3).sum()
+
+
+def test_a_family_is_cut_where_it_has_too_many_rows_or_keys():
+    documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
+    lengths, found = np.full(60, 103), sorted_by_tokens(documents)
+    rows = make_pieces(found, lengths, COSTS, 150, 10_000)
+    assert rows.rows.max() <= 150 < 103 + 12 * 4 and rows.rows.tolist() == [103 + 11 * 4] * 5
+    keys = make_pieces(found, lengths, COSTS, 1000, 103)
+    assert np.diff(keys.offsets).tolist() == [MAX_KEYS] * 7 + [4] and keys.num_families == 1
+    # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.
+    chain = [np.arange(n) for n in range(100, 200)]
+    assert len(make_pieces(sorted_by_tokens(chain), np.arange(100, 200), COSTS, 300, 300)) == 1
+
+
+def test_a_system_prompt_does_not_make_one_family():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 60)
+    documents = []
+    for _ in range(40):
+        chat = np.concatenate([prompt, rng.integers(0, 50, rng.integers(70, 400))])
+        documents += [chat[:-20], chat]  # the chat without and with its last turn
+        documents.append(np.concatenate([prompt, rng.integers(0, 50, 30)]))
+    lengths = np.array([len(each) for each in documents])
+    found = sorted_by_tokens(documents)
+    pieces = make_pieces(found, lengths, LLAMA_7B, 8192, 8192)
+    long = lengths > 90
+    per_family = np.bincount(pieces.family[long])
+    assert per_family.max() == 2, "a family has another chat"
+    # "half of the shorter one" chains them: most documents are in few families
+    size = lengths[found.order]
+    shared = shared_by_neighbours(found.common, size)
+    chained = 1 + int((2 * shared[1:] < np.minimum(size[1:], size[:-1])).sum())
+    assert chained < 0.6 * pieces.num_families
+
+
+# Plans
+
+
+def chats(num=60, seed=0, beginning=20, longest=250):
+    """Samples of chats, one per turn, shuffled, as tokens."""
+    rng = np.random.default_rng(seed)
+    prompt, found = rng.integers(0, 100, beginning), []
+    for _ in range(num):
+        chat = np.concatenate([prompt, rng.integers(0, 100, 300)])
+        for turn in range(rng.integers(1, 8)):
+            own = rng.integers(0, 100, rng.integers(1, 20))
+            found.append(np.concatenate([chat[: 40 + 30 * turn], own])[:longest])
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def sorted_documents(tokens, max_length=256, **columns):
+    reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], **columns}))
+    documents = make_documents(reader, max_length)
+    return reader, replace(documents, tokens=token_order(reader, documents), fingerprint="of a test")
+
+
+TOKENS = chats()
+READER, DOCUMENTS = sorted_documents(TOKENS)
+
+
+def rows_of(tokens, pack):
+    _, shared = share_order([tokens[i] for i in pack])
+    return sum(len(tokens[i]) for i in pack) - sum(shared)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 20),
+    num=st.integers(1, 30),
+    strategy=st.sampled_from(["stream", "bfd", "minibatch"]),
+    batch_size=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_every_document_once_in_packs_within_the_capacity(
+    seed, num, strategy, batch_size, accumulation, world_size, epoch, shuffle, drop_last
+):
+    tokens = chats(num, seed)
+    _, documents = sorted_documents(tokens)
+    given = {"accumulation": accumulation, "world_size": world_size, "shuffle": shuffle, "cost_model": COSTS}
+    given |= {"drop_last": drop_last and num > 20 * accumulation * world_size * batch_size}
+
+    def planner(share_prefixes):
+        return EpochPlanner(documents, strategy, batch_size, 256, share_prefixes=share_prefixes, **given)
+
+    ranks = [planner("family") for _ in range(world_size)]  # each rank makes its own
+    batches = []
+    for rank, each in enumerate(ranks):
+        sampler = PackedBatchSampler(each, rank)
+        sampler.set_epoch(epoch)
+        batches.append([[i for i in batch if i >= 0] for batch in sampler])
+    assert len({len(each) for each in batches}) == 1
+    seen = [i for each in batches for batch in each for i in batch]
+    schedule, pieces = ranks[0].schedule(epoch), ranks[0].pieces_of(epoch)
+    assert len(seen) == len(set(seen)) == len(documents) - schedule.num_skipped
+    assert schedule.num_skipped == 0 or given["drop_last"]
+    planned, offsets = pieces.of(schedule.order, schedule.offsets)
+    assert len(planned) == len(set(planned.tolist()))
+    for slot, (first, stop) in enumerate(pairwise(schedule.offsets)):
+        pack = schedule.order[first:stop]
+        if len(pack):
+            rows = pieces.rows[planned[offsets[slot] : offsets[slot + 1]]].sum()
+            assert rows_of(tokens, pack) <= rows <= batch_size * 256
+    if strategy == "minibatch":
+        unpacked = planner("off").schedule(epoch)
+        for step in range(schedule.num_steps):
+            assert sorted(schedule.step_documents(step)) == sorted(unpacked.step_documents(step))
+
+
+@pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
+def test_epochs_differ_and_a_restart_goes_on_with_the_same_documents(strategy):
+    def sampler(epoch):
+        found = PackedBatchSampler(EpochPlanner(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes="family"), 1)
+        found.set_epoch(epoch)
+        return found
+
+    first, second = list(sampler(0)), list(sampler(1))
+    assert first != second
+    together = [{frozenset(batch) for batch in batches} for batches in (first, second)]
+    assert together[0] != together[1]
+    assert list(islice(sampler(1), 3, None)) == second[3:]
+
+
+def test_families_meet_in_packs_and_fewer_rows_are_computed():
+    plans = {
+        name: EpochPlanner(DOCUMENTS, "stream", 2, 256, 1, 2, share_prefixes=name) for name in ("off", "pack", "family")
+    }
+    rows = {}
+    for name, plan in plans.items():
+        schedule = plan.schedule(0)
+        packs = [schedule.order[a:b] for a, b in pairwise(schedule.offsets) if b > a]
+        rows[name] = sum(rows_of(TOKENS, pack) for pack in packs)
+    assert rows["family"] < 0.6 * rows["pack"]
+    assert plans["family"].num_steps < 0.7 * plans["off"].num_steps
+
+
+def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(epochs, "MANY", 1)
+    _, documents = sorted_documents(TOKENS)
+    np.savez(tmp_path / "spans.npz", **documents.to_arrays())
+    documents = replace(documents, file=tmp_path / "spans.npz")
+    for strategy in ("stream", "bfd", "minibatch"):
+        off, pack, family = (
+            EpochPlanner(documents, strategy, 2, 256, 2, 2, share_prefixes=name) for name in ("off", "pack", "family")
+        )
+        assert off.settings() == pack.settings() != family.settings()
+        for kind in ("plan", "schedule"):
+            assert off.file(kind, 1) == pack.file(kind, 1) != family.file(kind, 1)
+        ours, theirs = (replace(each, documents=replace(documents, file=None)).schedule(1) for each in (off, pack))
+        assert ours.order.tobytes() == theirs.order.tobytes() and ours.offsets.tobytes() == theirs.offsets.tobytes()
+        assert ours.order.tobytes() != family.schedule(1).order.tobytes()
+        assert step_hash(off, 1) == step_hash(pack, 1)
+
+
+def test_balance_knows_the_cost_of_pieces():
+    """Dealt by the lengths of documents, ranks would wait longer for each other."""
+    quadratic = CostModel(per_token=1.0, per_pair=1.0)
+    tokens = chats(400, beginning=0)
+    _, documents = sorted_documents(tokens)
+    measured = {}
+    for balance in ("step", "none"):
+        plan = EpochPlanner(
+            documents, "stream", 16, 256, 1, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
+        )
+        schedule, pieces = plan.schedule(0), plan.pieces_of(0)
+        exact = np.zeros(len(documents))
+        for first, stop in pairwise(pieces.offsets):
+            order, shared = share_order([tokens[i] for i in pieces.order[first:stop]])
+            for place, s in zip(order, shared, strict=True):
+                i = pieces.order[first + place]
+                exact[i] = quadratic([len(tokens[i])])[0] - quadratic([s])[0]
+        measured[balance] = imbalance(schedule, documents.lengths, quadratic, "micro", exact)
+        order, offsets = pieces.of(schedule.order, schedule.offsets)
+        units = replace(schedule, order=order, offsets=offsets)
+        assert imbalance(units, pieces.rows, quadratic, "micro", pieces.costs) == pytest.approx(measured[balance])
+        assert imbalance(schedule, documents.lengths, quadratic, "micro", pieces.costs_of_documents()) == pytest.approx(
+            measured[balance]
+        )
+        bound = imbalance_bound(units, pieces.rows, quadratic, plan.capacity, "micro", pieces.costs)
+        assert 1 <= bound <= measured[balance] + 1e-9
+    assert measured["step"] - 1 < 0.3 * (measured["none"] - 1)
+
+
+# Tables and caches
+
+
+def test_documents_with_labels_that_are_not_tokens_share_nothing():
+    tokens = [np.arange(50), np.arange(50), np.arange(60), np.arange(40)]
+    labels = [each.tolist() for each in tokens]
+    labels[0][7] = 8
+    labels[2][:20] = [-100] * 20
+    reader, documents = sorted_documents(tokens, labels=labels)
+    assert reader.labels_are_tokens(documents.row, documents.start, documents.stop).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert documents.tokens.order.tolist() == [2, 1, 3, 0] and documents.tokens.common.tolist() == [0, 50, 40, 0]
+    # spans within rows, in another order, of several chunks
+    table = Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], "labels": labels})
+    both = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
+    rows, starts = np.array([1, 1, 0]), np.array([0, 8, 0])
+    assert both.labels_are_tokens(rows, starts, np.array([50, 50, 50])).tolist() == [False, True, True]
+
+
+def test_blocks_of_tokens_are_those_of_the_rows():
+    tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
+    reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
+    end = prefixes.END
+    found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), 4)
+    assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
+
+
+def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(epochs, "MANY", 1)
+    Dataset.from_dict({"input_ids": [each.tolist() for each in TOKENS]}).save_to_disk(tmp_path)
+
+    def start(share_prefixes="family"):
+        reader = TokenReader(load_from_disk(tmp_path))
+        documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
+        plan = EpochPlanner(documents, "stream", 2, 256, 2, 2, share_prefixes=share_prefixes)
+        return plan, plan.schedule(0), prefix_savings(plan, reader)
+
+    first, schedule, saved = start()
+    _, off, _ = start("off")
+    assert first.documents.fingerprint == start("off")[0].documents.fingerprint
+    for name in ("read_block", "labels_are_tokens"):
+        monkeypatch.delattr(TokenReader, name)
+    again, same, estimate = start()
+    assert np.array_equal(same.order, schedule.order) and estimate == saved
+    assert again.file("plan", 0).exists() and again.file("schedule", 0).exists()
+    assert np.array_equal(start("off")[1].order, off.order) and start("off")[2].in_families < 0.7
+    with pytest.raises(AttributeError):
+        cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
+    # and the process that plans ahead has all that it needs in the file of the documents
+    target = again.file("schedule", 1)
+    process = ahead.start(again, 1)
+    assert process.process.wait(60) == 0 and target.exists()
+    process.end()
+    made_here = replace(again, documents=replace(again.documents, file=None)).schedule(1)
+    assert np.array_equal(again.schedule(1).order, made_here.order)
+
+
+# Numbers
+
+
+def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
+    given = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
+    plan = EpochPlanner(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
+    return make_report(plan, "truncate", reader), plan
+
+
+def line(found):
+    return dict(found.lines()).get("common prefixes")
+
+
+def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
+    found, plan = report("family")
+    schedule, pieces = plan.schedule(0), plan.pieces_of(0)
+    packs = [schedule.order[a:b] for a, b in pairwise(schedule.offsets) if b > a]
+    share = sum(rows_of(TOKENS, pack) for pack in packs) / DOCUMENTS.lengths.sum()
+    per_step = [len(set(pieces.family[schedule.step_documents(i)].tolist())) for i in range(schedule.num_steps)]
+    assert found.prefixes.rows == pytest.approx(share) and share < 0.55
+    assert found.prefixes.families_per_step == pytest.approx(np.mean(per_step))
+    assert line(found) == (
+        f"{share:.2f} of the tokens are computed, {len(TOKENS):,} documents in {pieces.num_families} families; an "
+        f"optimizer step has about {np.mean(per_step):,.1f} of them"
+    )
+    assert "families (unpacked: 8 documents)" in dict(found.lines())["against unpacked"]
+    assert found.to_dict()["prefixes"]["rows"] == found.prefixes.rows
+    assert found.imbalance == pytest.approx(
+        imbalance(schedule, DOCUMENTS.lengths, LLAMA_7B, "micro", pieces.costs_of_documents())
+    )
+
+
+def test_a_step_with_few_families_is_told_what_to_raise():
+    one_chat = [np.append(np.arange(100), i) for i in range(64)]
+    found, _ = report("family", *sorted_documents(one_chat), batch_size=4)
+    assert "has about 1.0 of them, and unpacked 16 documents: for as many independent ones, raise" in line(found)
+    assert "per_device_train_batch_size 16.0 times" in line(found)
+
+
+@pytest.mark.parametrize("name", ["off", "pack"])
+def test_the_report_says_what_another_setting_would_save(name):
+    found, plan = report(name, batch_size=4)
+    schedule = plan.schedule(0)
+    packs = [schedule.order[a:b] for a, b in pairwise(schedule.offsets) if b > a]
+    share = sum(rows_of(TOKENS, pack) for pack in packs) / DOCUMENTS.lengths.sum()
+    assert len(packs) <= savings.NUM_PACKS and found.prefixes.in_packs == pytest.approx(share)
+    family = report("family", batch_size=4)[1]
+    planned = family.pieces.rows.sum() / DOCUMENTS.lengths.sum()
+    assert found.prefixes.in_families == pytest.approx(planned)
+    families = f'"family" {planned:.2f} ({len(TOKENS):,} documents in {family.pieces.num_families} families)'
+    assert line(found) == (
+        f'not shared; share_prefixes would compute: "pack" {share:.2f} of the tokens, {families}'
+        if name == "off"
+        else f"{share:.2f} of the tokens are computed; with share_prefixes={families}"
+    )
+    assert found.prefixes.rows == (1.0 if name == "off" else found.prefixes.in_packs)
+
+
+def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkeypatch):
+    nothing = [np.random.default_rng(i).integers(0, 10_000, 60) for i in range(40)]
+    assert line(report("off", *sorted_documents(nothing))[0]) is None
+    monkeypatch.setattr(savings, "NUM_PACKS", 4)
+    monkeypatch.setattr(savings, "NUM_STRETCHES", 2)
+    monkeypatch.setattr(savings, "STRETCH", 50)
+    together = sorted(TOKENS, key=sort_key)
+    found = report("off", *sorted_documents(together), batch_size=1, accumulation=1, world_size=1)[0]
+    assert "(estimated from 4 packs)" in line(found)
+    assert "(100 documents in " in line(found) and "neighbours in the table, as an estimate)" in line(found)
+    assert found.prefixes.in_families == pytest.approx(
+        report("family")[1].pieces.rows.sum() / DOCUMENTS.lengths.sum(), abs=0.1
+    )
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "before, now, refused",
+    [("off", "pack", False), ("pack", "off", False), ("off", "family", True), ("family", "pack", True)],
+)
+def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path, caplog):
+    plans = {name: report(name)[1] for name in (before, now)}
+    common = {"packing": True, "max_length": 256, "use_cpu": True, "bf16": False, "report_to": []}
+
+    def settings_with(name):
+        return settings_of(SFTConfig(tmp_path, share_prefixes=name, **common), plans[name], READER)
+
+    state = {
+        "settings": settings_with(before),
+        "engine": "none",
+        "epoch": 0,
+        "step_hash": step_hash(plans[before], 0),
+        "global_step": 2,
+        "trl_packfix": "1",
+    }
+    if before == "off":
+        del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
+    if refused:
+        with pytest.raises(ValueError, match=f"`share_prefixes` was '{before}' and is '{now}'.*Set them back"):
+            check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
+    else:
+        check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
+        assert f"`share_prefixes` was '{before}' and is '{now}'" in caplog.text
+
+
+def test_wrapped_and_streams_are_refused(tmp_path):
+    common = {"packing": True, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1}
+    with pytest.raises(ValueError, match="packing_strategy='wrapped'`. It cuts all documents"):
+        SFTConfig(tmp_path, share_prefixes="family", packing_strategy="wrapped", **common)
+    stream = IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 4))
+    args = SFTConfig(tmp_path, share_prefixes="family", **common)
+    with pytest.raises(
+        ValueError, match='with an `IterableDataset`. Documents that begin alike .* Set `share_prefixes="pack"`'
+    ):
+        SFTTrainer(build_tiny_model(), args, train_dataset=stream, processing_class=build_tokenizer())
+
+
+# Training
+
+SGD = {
+    "optim": "sgd",
+    "learning_rate": 0.2,
+    "lr_scheduler_type": "constant",
+    "max_length": 96,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "weight_column": "share",
+}
+
+
+def trained(folder, **settings):
+    found = trainer(folder, forest(), **SGD | settings)
+    start = weights(found)
+    return found, start
+
+
+def logged(found, name):
+    return [entry[name] for entry in found.state.log_history if name in entry]
+
+
+def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
+    """`minibatch` keeps the documents of each step, so only rounding may differ."""
+    after = {}
+    for name, more in {
+        "off": {},
+        "rounding": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "family": {"share_prefixes": "family"},
+    }.items():
+        found, start = trained(tmp_path, packing_strategy="minibatch", max_steps=5, **more)
+        found.train()
+        after[name] = weights(found)
+    rounding = weight_difference(after["rounding"], after["off"], start)
+    assert weight_difference(after["family"], after["off"], start) <= tolerance(rounding)
+    assert np.mean(logged(found, "computed_share")) < 0.85
+    assert logged(found, "documents_per_step") == [8] * 5
+    assert found.packing_report.prefixes.rows == pytest.approx(np.mean(logged(found, "computed_share")), abs=0.05)
+
+
+def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path):
+    settings = {"share_prefixes": "family", "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"per_device_train_batch_size": 1, "max_length": 96}
+    whole, _ = trained(tmp_path, **settings)
+    whole.train()
+    per_epoch = whole.state.max_steps // 2
+    assert per_epoch > 4 and per_epoch % 3 and np.mean(logged(whole, "computed_share")) < 0.85
+    planner = whole._train_planner
+    assert sorted(planner.schedule(1).order.tolist()) == list(range(40))
+    again, _ = trained(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(weights(again), weights(whole))
+    with pytest.raises(ValueError, match="`share_prefixes` was 'family' and is 'pack'.*Set them back"):
+        trained(tmp_path, **settings | {"share_prefixes": "pack"})[0].train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+        )

@@ -1,0 +1,199 @@
+"""The proof of shared prefixes: it passes where documents are what they are alone, and every fault is seen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import build_tiny_model
+from support.runs import trainer
+from transformers.utils import logging
+
+from trl_packfix.attention import choice as attention
+from trl_packfix.attention.forwards import PREFIXES, packed_forwards
+from trl_packfix.attention.varlen import ATTENTION_NAME
+from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.isolation import prefix_probe
+from trl_packfix.isolation.check import check_prefixes
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.report import PackingLeakError
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge, with_prefixes
+
+
+def packed_model(model, **settings):
+    return PackedModel(model, model.dtype, "cpu", 64, shares_prefixes=True, **settings)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe"])
+def test_documents_that_begin_alike_are_what_they_are_alone(model_type):
+    model = zoo.build_model(model_type)
+    packed = packed_model(model)
+    packed.prove(model)
+    assert packed.prove_prefixes(model) is None
+    found = check_prefixes(model, 64)
+    assert found.isolated and found.equal and found.max_gradient == 0
+    assert 0 < found.max_difference < found.tolerance < 1e-4  # it compared something
+
+
+def foreign_key(batch):
+    """One key of a shared stretch is a sibling's."""
+    prefixes = batch[PREFIXES]
+    index = prefixes.kv_index.clone()
+    start = int(batch["cu_seq_lens_k"][1])
+    assert index[start + 2] != batch["input_ids"].shape[1] - 1
+    index[start + 2] = batch["cu_seq_lens_q"][1] - 2  # a row of the first run, behind the branch
+    return batch | {PREFIXES: replace(prefixes, kv_index=index)}
+
+
+def lost_prefix(batch):
+    """Runs attend to themselves only."""
+    rows = torch.arange(batch["input_ids"].shape[1])
+    own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
+    return batch | own | {PREFIXES: replace(batch[PREFIXES], kv_index=rows)}
+
+
+def positions_restart(batch):
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    return batch | {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+
+
+def one_run_late(batch):
+    positions = batch["position_ids"].clone()
+    positions[0, batch["cu_seq_lens_q"][1] : batch["cu_seq_lens_q"][2]] += 1
+    return batch | {"position_ids": positions}
+
+
+FAULTS = [foreign_key, lost_prefix, positions_restart, one_run_late]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_probe_sees_a_fault(fault, monkeypatch):
+    class Faulty(PrefixCollator):
+        def __call__(self, documents):
+            batch = super().__call__(documents)
+            return fault(batch) if PREFIXES in batch else batch
+
+    model = build_tiny_model("llama")
+    packed = packed_model(model)
+    packed.prove(model)
+    monkeypatch.setattr(prefix_probe, "PrefixCollator", Faulty)
+    found = check_prefixes(model, 64)
+    assert not (found.isolated and found.equal)
+    assert found.max_difference > 100 * found.tolerance
+    assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
+
+
+def test_the_probe_sees_keys_without_a_gradient():
+    """Right states, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
+    model = build_tiny_model("llama")
+    packed = packed_model(model)
+    packed.prove(model)
+
+    def detach_shared(module, args, output):
+        running = packed_forwards[-1] if packed_forwards else None
+        if running is None or running.kv_index is None:
+            return output
+        first = int(running.cu_seq_lens_q[1])
+        return torch.cat([output[:, :12].detach(), output[:, 12:first], output[:, first:]], dim=1)
+
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(detach_shared)
+        layer.self_attn.k_proj.register_forward_hook(detach_shared)
+    found = check_prefixes(model, 64)
+    assert found.equal and found.max_difference < found.tolerance
+    assert found.max_gradient > 1e-2 and not found.isolated
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bloom"])
+def test_documents_of_a_repaired_model_are_packed_whole(model_type):
+    model = zoo.build_model(model_type)
+    packed = packed_model(model)
+    packed.prove(model)
+    assert packed.is_proved and packed.repaired
+    assert packed.prove_prefixes(model).startswith("these modules are repaired")
+    assert not check_prefixes(model, 64).isolated  # and not without a reason
+
+
+def test_documents_under_other_attention_are_packed_whole():
+    model = zoo.build_model("llama")
+    with pytest.warns(UserWarning, match="enforce_flash_attention=False"):
+        packed = packed_model(model, enforce_flash_attention=False)
+    packed.prove(model)
+    assert "'sdpa'" in packed.prove_prefixes(model)
+
+
+def test_the_judge_sees_a_lost_prefix(monkeypatch):
+    judge = Judge(zoo.build_model("llama"), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    model = zoo.build_model("llama")
+    packed = packed_model(model)
+    packed.prove(model)
+    right = judge.judge_prefixes(model)
+    assert right.right and right.error > 0
+    monkeypatch.setattr(
+        "trl_packfix.survey.judge.with_prefixes", lambda documents: lost_prefix(with_prefixes(documents))
+    )
+
+    assert judge.judge_prefixes(model).error > 1e-2
+
+
+BEGINNING = "the same words at the beginning, "
+ALIKE = Dataset.from_dict({"text": [BEGINNING + end for end in ("one", "two", "three four", "five", "six", "seven")]})
+
+
+def rows_trained(folder, **settings):
+    """A trainer after two steps, with the rows of its batches."""
+    run = trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
+    rows = []
+    run.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    run.train()
+    return run, rows[-2:]
+
+
+def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
+    logging.set_verbosity_warning()
+    _, whole = rows_trained(tmp_path / "off")
+    run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
+    assert run.shares_prefixes and run.packed_model.prefixes_are_proved
+    assert all(a < b for a, b in zip(shared, whole, strict=True))
+    mamba = zoo.build_model("mamba")
+    mamba.resize_token_embeddings(300)
+    with caplog.at_level("WARNING"):
+        logging.get_logger("trl_packfix").propagate = True
+        run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
+    assert not run.shares_prefixes and unshared == whole
+    assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+@pytest.mark.parametrize(
+    "model, settings, reason",
+    [
+        ("mamba", {"share_prefixes": "family"}, "repaired.*planned packs do not fit"),
+        ("llama", {"share_prefixes": "pack", "on_leak": "raise", "enforce_flash_attention": False}, "'sdpa'"),
+    ],
+)
+def test_a_trainer_refuses_where_documents_cannot_be_packed_whole(model, settings, reason, tmp_path):
+    model = zoo.build_model(model)
+    model.resize_token_embeddings(300)
+    with pytest.raises(PackingLeakError, match=f"`share_prefixes='{settings['share_prefixes']}'` was given.*{reason}"):
+        trainer(tmp_path, ALIKE, model=model, max_steps=1, **settings).train()
+
+
+def test_evaluation_before_training_proves_first(tmp_path):
+    run = trainer(tmp_path, ALIKE, share_prefixes="pack", trainer_kwargs={"eval_dataset": ALIKE})
+    shared = run.evaluate()["eval_loss"]
+    assert run.packed_model.prefixes_are_proved
+    whole = trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
+    assert shared == pytest.approx(whole, rel=1e-6) and shared > 1
+
+
+@pytest.mark.parametrize("users", ["sdpa", "flash_attention_2"])
+def test_attention_that_looks_up_keys_is_chosen_on_cuda(users, monkeypatch):
+    model = build_tiny_model("llama")
+    model.config._attn_implementation_internal = users
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: None)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, shares_prefixes=True)
+    assert packed.attention.name == ATTENTION_NAME and packed.attention.is_flash
+    assert ("does not look up" in packed.attention.reason) is ("flash" in users)

@@ -1,0 +1,441 @@
+"""Documents that share prefixes train what they train alone: TRL's unpacked runs, and packs in which nothing is shared.
+
+Each control plants the error that a rule of the loss prevents, and must show.
+"""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from support.models import build_tiny_model, build_tokenizer
+from support.prefixes import forest, shared_prefixes
+from support.rounding import tolerance, weight_difference
+from support.runs import config, trainer
+from transformers import PrinterCallback, TrainerCallback
+
+from trl_packfix import PackedDataCollator, SFTTrainer
+from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.planning.packs import plan_packs
+from trl_packfix.training import objective
+
+DOCUMENTS = forest()
+SGD = {
+    "optim": "sgd",
+    "learning_rate": 0.2,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "max_steps": 5,
+    "max_length": 96,
+    "per_device_train_batch_size": 8,
+    "seed": 11,
+}
+OURS = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
+APART = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}  # the same documents in every step
+COLUMNS = {"weight_column": "share", "source_column": "source"}
+MODELS = {
+    "llama": {},
+    "lora": {"lora": True, "learning_rate": 0.5},
+    "gemma3": {},
+    "gpt_oss": {},
+    "mixtral": {"router_aux_loss_coef": 0.5},
+    "dft": {"loss_type": "dft", "learning_rate": 2.0},
+    "document": {"document_weighting": "document"},
+    "weights": COLUMNS,
+}
+NOT_IN_TRL = ("document", "weights")
+
+
+def run(name: str, is_ours: bool = True, plant=None, **more):
+    """A run of five steps: the trainer, the change of its weights, and where they began."""
+    settings = SGD | MODELS[name] | more
+    model = build_tiny_model(name if name in ("gemma3", "gpt_oss", "mixtral") else "llama")
+    peft_config = None
+    if settings.pop("lora", False):
+        torch.manual_seed(0)
+        peft_config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if is_ours:
+            given = {"trainer_kwargs": {"peft_config": peft_config}}
+            found = trainer(folder, DOCUMENTS, model=model, **given, **(OURS | settings))
+        else:
+            found = trl.SFTTrainer(
+                model,
+                config(folder, config_class=trl.SFTConfig, **({"packing": False} | settings)),
+                train_dataset=DOCUMENTS.select_columns(["input_ids", "labels"]),
+                processing_class=build_tokenizer(),
+                peft_config=peft_config,
+            )
+        found.remove_callback(PrinterCallback)
+        if plant is not None:
+            plant(found)
+        start = trained_weights(found)
+        found.train()
+    return found, trained_weights(found), start
+
+
+def trained_weights(found) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in found.model.parameters() if p.requires_grad])
+
+
+def logged(found, name: str) -> list[float]:
+    """The value of every step, None where it was not logged."""
+    return [entry.get(name) for entry in found.state.log_history if "loss" in entry]
+
+
+@cache
+def reference(name: str):
+    """What sharing must equal: TRL, unpacked. Where TRL has no such setting, ours, nothing shared."""
+    if name in NOT_IN_TRL:
+        return run(name, share_prefixes="off")
+    return run(name, is_ours=False)
+
+
+@cache
+def rounding(name: str) -> float:
+    """How far the weights end from the reference if only sums are made in another order."""
+    more = {} if name == "mixtral" else APART  # its router statistic is one of each micro-batch
+    _, found, start = run(name, share_prefixes="off", **more)
+    return weight_difference(found, reference(name)[1], start)
+
+
+def error(name: str, **more) -> float:
+    _, found, start = run(name, **more)
+    return weight_difference(found, reference(name)[1], start)
+
+
+CASES = [
+    *[(name, {}) for name in MODELS],
+    ("llama", APART),
+    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ("lora", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}, **APART}),
+    ("gpt_oss", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    ("mixtral", {"pad_to_multiple_of": 64}),
+    ("document", APART),
+    ("weights", {"pad_to_multiple_of": 64, **APART}),
+]
+
+
+@pytest.mark.parametrize("name, more", CASES, ids=str)
+def test_shared_training_is_unpacked_training(name, more):
+    found, after, start = run(name, **more)
+    difference = weight_difference(after, reference(name)[1], start)
+    print(f"{name} {more}: {difference:.1e}, rounding {rounding(name):.1e}")
+    assert difference <= tolerance(rounding(name))
+    expected = reference(name)[0]
+    for metric in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+        assert logged(found, metric) == pytest.approx(logged(expected, metric), rel=1e-5), metric
+    if name == "mixtral":
+        assert logged(found, "aux_loss") == pytest.approx(logged(expected, "aux_loss"), rel=1e-5)
+    assert max(logged(found, "computed_share")) < 0.85, "hardly anything was shared"
+    assert logged(found, "documents_per_step") == [8] * 5
+
+
+def test_metrics_are_those_of_documents():
+    shared, whole = run("weights")[0], reference("weights")[0]
+    names = [f"{what}/{source}" for what in ("loss", "trained_tokens") for source in "abc"]
+    for name in ("trained_tokens", "documents_per_step", *names):
+        found = {step: value for step, value in enumerate(logged(shared, name)) if value is not None}
+        expected = {step: value for step, value in enumerate(logged(whole, name)) if value is not None}
+        assert found == pytest.approx(expected, rel=1e-5) and len(found) > 1, name
+    assert "computed_share" not in whole.state.log_history[-2]
+
+
+# Controls
+
+
+def changes_batches(monkeypatch, change):
+    """Let `change` spoil what the collator says of each pack that shares."""
+    collate = PrefixCollator.__call__
+
+    def wrong(self, documents):
+        batch = collate(self, documents)
+        if "shared_prefixes" in batch:
+            batch["shared_prefixes"] = change(batch["shared_prefixes"])
+        return batch
+
+    monkeypatch.setattr(PrefixCollator, "__call__", wrong)
+
+
+def each_row_once(shared):
+    """The first of the documents that train a row, and none of the others."""
+    first = np.unique(shared.target_rows.numpy(), return_index=True)[1]
+    return replace(shared, target_rows=shared.target_rows[first], target_documents=shared.target_documents[first])
+
+
+@pytest.mark.parametrize("name", ["llama", "document", "weights"])
+def test_without_weights_of_rows_it_shows(name, monkeypatch):
+    right = objective.targets_of
+    wrong = lambda mask, inputs: right(mask, with_rows_once(inputs))  # noqa: E731
+    monkeypatch.setattr(objective, "targets_of", wrong)
+    assert error(name) > 1e-2
+
+
+def with_rows_once(inputs: dict) -> dict:
+    if "shared_prefixes" not in inputs:
+        return inputs
+    return inputs | {"shared_prefixes": each_row_once(inputs["shared_prefixes"])}
+
+
+def test_with_a_count_of_labels_it_shows(monkeypatch):
+    monkeypatch.setattr(objective, "_one_label_per_target", lambda batch: batch)
+    assert error("llama") > 1e-2
+
+
+def test_with_a_router_statistic_of_rows_it_shows(monkeypatch):
+    changes_batches(monkeypatch, lambda shared: replace(shared, num_documents=shared.num_documents.clamp(max=1)))
+    assert error("mixtral") > 20 * tolerance(rounding("mixtral"))
+
+
+def test_with_last_rows_dropped_under_a_router_it_shows():
+    def drop(found):
+        assert found.data_collator.keeps_last_rows
+        found.data_collator.keeps_last_rows = False
+
+    assert error("mixtral", plant=drop) > 20 * tolerance(rounding("mixtral"))
+    assert not run("llama", max_steps=1)[0].data_collator.keeps_last_rows
+
+
+# What is counted
+
+
+def test_flops_are_those_of_the_computed_tokens(tmp_path):
+    """A token costs what it adds to the cost of its document, and a shared token costs it once."""
+    found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
+    shared = batch["shared_prefixes"]
+    found._count(batch, objective.targets_of(None, batch).trained)
+    (sums,) = found._totals_of_training._pending.values()
+    sums = dict(zip(found._totals_of_training.OF_BATCHES, sums.tolist(), strict=True))
+    positions = batch["position_ids"][0][shared.num_documents > 0].double()
+    steps = found._training_flops(positions + 1) - found._training_flops(positions)
+    assert sums["flops"] == pytest.approx(steps.item(), rel=1e-12)
+    assert sums["computed"] == len(positions) < sums["row_tokens"] == batch["labels"].numel()
+    assert sums["tokens"] == shared.lengths.sum().item() > 1.2 * sums["computed"]
+    assert sums["documents"] == 9 and sums["micro_batches"] == 1
+
+
+# Without training
+
+
+def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
+    found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
+    batch = next(iter(found.get_train_dataloader()))
+    assert shared_prefixes([batch])
+    found.model.eval()
+    with pytest.raises(ValueError, match=r"8 documents in \d+ rows, came to `compute_loss`.*Use `trainer.evaluate"):
+        found.compute_loss(found.model, batch)
+
+
+class OwnLoss(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def test_a_loss_that_does_not_know_of_shared_rows_is_refused(tmp_path):
+    found = trainer(tmp_path, DOCUMENTS, trainer_class=OwnLoss, **OURS | SGD)
+    with pytest.raises(ValueError, match=r"(?s)`share_prefixes='pack'` was given and `OwnLoss.compute_loss` does not"):
+        found.train()
+
+
+# Switched off before the first step
+
+
+class Refuses(TrainerCallback):
+    """What a proof does that fails."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.shares_prefixes = False
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_switched_off_before_the_first_step_nothing_is_shared(workers):
+    def refuse(found):
+        refuses = Refuses()
+        refuses.trainer = found
+        found.add_callback(refuses)
+
+    found, after, _ = run("llama", plant=refuse, dataloader_num_workers=workers)
+    assert torch.equal(after, run("llama", share_prefixes="off")[1])
+    assert logged(found, "computed_share") == [1.0] * 5
+    shared, with_workers, _ = run("llama", dataloader_num_workers=workers)
+    assert torch.equal(with_workers, run("llama")[1]) and max(logged(shared, "computed_share")) < 0.85
+
+
+# Evaluation
+
+
+def evaluated(folder, **settings):
+    """Metrics, what was computed for which tokens, and the number of batches."""
+    found = trainer(
+        folder,
+        DOCUMENTS,
+        trainer_kwargs={"eval_dataset": forest(90, seed=3)},
+        **OURS | SGD | COLUMNS | {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings,
+    )
+    found.evaluate()
+    batches = list(found.get_eval_dataloader())
+    rows = sum(batch["labels"].numel() for batch in batches)
+    return found, found.state.log_history[-1], rows, len(batches)
+
+
+def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
+    _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
+    found, shared, rows, num_shared = evaluated(tmp_path)
+    names = [name for name in whole if name.startswith("eval_") and not name.endswith(("time", "second"))]
+    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
+    assert {name: shared[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
+    # Packed as it comes, the set shares less
+    data, lengths = found.eval_dataset.to_list(), [len(ids) for ids in found.eval_dataset["input_ids"]]
+    plan = plan_packs(lengths, 4 * 96, "bfd")
+    unsorted = [
+        PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])
+    ]
+    print(f"{tokens} tokens in {num_whole} packs, {rows} rows in {num_shared}, {sum(unsorted)} unsorted")
+    assert rows < 0.9 * sum(unsorted) < tokens and num_shared < num_whole
+    batches = list(found.get_eval_dataloader())
+    assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
+    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if "shared_prefixes" not in batch)
+    assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
+    # The control: each row once
+    right = objective.targets_of
+    monkeypatch.setattr(
+        "trl_packfix.training.evaluation.targets_of", lambda mask, inputs: right(mask, with_rows_once(inputs))
+    )
+    _, wrong, *_ = evaluated(tmp_path)
+    assert wrong["eval_loss"] != pytest.approx(whole["eval_loss"], rel=1e-5)
+
+
+def test_losses_of_the_user_are_evaluated_whole(tmp_path):
+    class Doubled(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    found = trainer(
+        tmp_path, DOCUMENTS, trainer_class=Doubled, trainer_kwargs={"eval_dataset": forest(20, seed=3)}, **OURS | SGD
+    )
+    batches = list(found.get_eval_dataloader())
+    assert not shared_prefixes(batches) and shared_prefixes(list(found.get_train_dataloader()))
+
+
+def test_documents_with_other_labels_do_not_share(tmp_path):
+    """The plan of an evaluation does not count on rows that are not shared, or packs would be too large."""
+    stem = list(range(5, 75))
+    rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
+    data = Dataset.from_list(rows)
+    found = trainer(
+        tmp_path, DOCUMENTS, trainer_kwargs={"eval_dataset": data}, per_device_eval_batch_size=1, **OURS | SGD
+    )
+    batches = list(found.get_eval_dataloader())
+    assert sorted(batch["labels"].numel() for batch in batches) == [72, 72, 72, 72, 81]
+
+
+# Streams and restarts
+
+
+def test_a_stream_shares_what_its_packs_share(tmp_path):
+    def stream(share):
+        found = trainer(
+            tmp_path,
+            DOCUMENTS.to_iterable_dataset(),
+            **SGD | {"share_prefixes": share, "weight_column": "share", "gradient_accumulation_steps": 2},
+        )
+        start = trained_weights(found)
+        found.train()
+        return found, trained_weights(found), start
+
+    (found, after, start), (_, whole, _) = stream("pack"), stream("off")
+    difference = weight_difference(after, whole, start)
+    print(f"{difference:.1e}, rounding {rounding('weights'):.1e}")
+    assert difference <= tolerance(rounding("weights"))
+    assert max(logged(found, "computed_share")) < 0.85
+
+
+RESTART = {
+    "num_train_epochs": 2,
+    "max_steps": -1,
+    "per_device_train_batch_size": 2,
+    "packing_strategy": "stream",
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+}
+
+
+def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
+    def start(**settings):
+        return trainer(tmp_path, DOCUMENTS, **OURS | SGD | RESTART | settings)
+
+    whole = start()
+    whole.train()
+    per_epoch = whole.state.max_steps // 2
+    assert per_epoch % 3 and np.mean(logged(whole, "computed_share")) < 0.85
+    again = start()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(trained_weights(again), trained_weights(whole))
+    assert logged(again, "num_tokens") == logged(whole, "num_tokens")
+    # Rounding alone differs without sharing, and it is said
+    off = start(share_prefixes="off")
+    off.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert "`share_prefixes` was 'pack' and is 'off'. Every optimizer step has the same documents" in caplog.text
+    assert not torch.equal(trained_weights(off), trained_weights(whole))
+    assert trained_weights(off).numpy() == pytest.approx(trained_weights(whole).numpy(), abs=1e-3)
+
+
+# Refused
+
+
+REFUSED = [
+    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1`.*count once.*Set `share_prefixes=\"off\"`"),
+    ({"neftune_noise_alpha": 5.0}, r"`neftune_noise_alpha=5.0`.*length of the document.*leave `neftune_noise_alpha`"),
+    ({"pad_documents_to_multiple_of": 8}, r"`pad_documents_to_multiple_of=8`.*number of keys"),
+    (
+        {"tokens_per_rank": 64, "packing_strategy": "bfd", "per_device_train_batch_size": 1},
+        r"`tokens_per_rank=64`.*parts of it",
+    ),
+    ({"packing": False}, r"`packing=False`.*a row of its own. Set `packing=True`"),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED, ids=[str(settings) for settings, _ in REFUSED])
+def test_settings_are_refused(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s)`share_prefixes='pack'` was given with {message}"):
+        config(tmp_path, **OURS | settings)
+
+
+def test_dft_is_not_smoothed(tmp_path):
+    config(tmp_path, **OURS, loss_type="dft", label_smoothing_factor=0.1)
+
+
+def test_a_loss_function_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"`share_prefixes='pack'` was given with `compute_loss_func`.*one label per row"
+    ):
+        trainer(tmp_path, DOCUMENTS, trainer_kwargs={"compute_loss_func": print}, **OURS)
+
+
+def test_images_are_refused(tmp_path):
+    images = DOCUMENTS.add_column("images", [[b"x"]] * len(DOCUMENTS))
+    with pytest.raises(ValueError, match=r"`share_prefixes='pack'` was given, and the dataset has images.*placeholder"):
+        trainer(tmp_path, images, **OURS)
+
+
+def test_without_sharing_the_collator_is_the_packed_one(tmp_path):
+    assert type(trainer(tmp_path, DOCUMENTS).data_collator) is PackedDataCollator
+
+
+def test_padding_may_be_more_than_sharing_saves():
+    """One row is shared, and more are padded."""
+    documents = [{"input_ids": [*range(5, 25), last]} for last in (30, 31)]
+    batch = PrefixCollator(pad_to_multiple_of=64)(documents)
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 64)
+    assert len(shared_prefixes([batch])[0].num_documents) == 64

@@ -1,0 +1,189 @@
+"""Collate documents so that a beginning that several of them have is one stretch of rows: common prefixes.
+
+A document is its *run*, the rows at its end that no document before it has, behind rows of documents before it. Each
+run is one sequence for a varlen kernel: its queries are the rows of the run, its keys are all rows of the document.
+
+    documents      A B C D, A B C E F
+    input_ids      A B C D | C E F
+    position_ids   0 1 2 3 | 2 3 4
+    cu_seq_lens_q  0 4 7                     rows of each run
+    cu_seq_lens_k  0 4 9                     tokens of each document
+    kv_index       0 1 2 3 | 0 1 4 5 6       rows that are the keys of each run
+    labels         . B C D | . E F
+    num_documents  2 2 1 1 | 1 1 1           of each row
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..planning.prefixes import MIN_SHARED, share_order
+from . import boundaries
+from .collator import IGNORE_INDEX, PackedDataCollator
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """What attention and the loss must know of a pack of N documents with R rows that shares prefixes.
+
+    A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none.
+
+    Attributes:
+        kv_index: rows that are the keys of each run, run after run, int64, shape (cu_seq_lens_k[-1],).
+        target_rows: for each trained token of each document the place of its label in `labels`, int64, shape (M,).
+        target_documents: the document of each of them, int64, shape (M,).
+        num_documents: documents that each row belongs to, int64, shape (R,).
+        lengths: tokens of each document, int64, shape (N,).
+        shared: rows that each document has from the one sorted before it, int64, shape (N,).
+        run_lengths: rows and keys of each run, int64, shape (runs, 2). It stays on the host, where attention needs it.
+    """
+
+    kv_index: Tensor
+    target_rows: Tensor
+    target_documents: Tensor
+    num_documents: Tensor
+    lengths: Tensor
+    shared: Tensor
+    run_lengths: Tensor | None = None
+
+    def to(self, device: Any, non_blocking: bool = False) -> "SharedPrefixes":
+        """The same on another device; accelerate's loaders call it, as for a tensor."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "SharedPrefixes":
+        """The same in page-locked memory; torch's loaders call it, as for a tensor."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
+        names = [field.name for field in fields(self) if field.name != "run_lengths"]
+        return replace(self, **{name: move(getattr(self, name)) for name in names})
+
+
+def collated_order(
+    tokens: Sequence[npt.NDArray], labels: Sequence[npt.NDArray], min_shared: int = MIN_SHARED
+) -> tuple[list[int], list[int]]:
+    """As `share_order`, with the documents that share nothing because of their labels at the end."""
+    may_share = [
+        i
+        for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
+        if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
+    ]
+    places, shared = share_order([tokens[i] for i in may_share], min_shared)
+    rest = sorted(set(range(len(tokens))) - set(may_share))
+    return [may_share[place] for place in places] + rest, shared[: len(places)] + [0] * len(rest)
+
+
+@dataclass
+class PrefixCollator(PackedDataCollator):
+    """Flatten documents as `PackedDataCollator`, with each common beginning as one stretch of rows.
+
+    If no two documents share `min_shared` rows, the batch is that of `PackedDataCollator`. Otherwise documents are
+    sorted by their tokens, T is the number of rows, and
+
+    - `cu_seq_lens_q`, `max_length_q` and `seq_idx` are those of runs, `cu_seq_lens_k` and `max_length_k` those of the
+      documents to which the runs belong, both without documents that have no row of their own.
+    - "shared_prefixes" holds the rest, a `SharedPrefixes`.
+
+    A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token.
+
+    Args:
+        min_shared (`int`, defaults to 16): Rows that two documents must share at least.
+        keeps_last_rows (`bool`, defaults to `False`):
+            Keep the row of a document of which only the last token is left. No document is trained on its output, but
+            a router sees its token.
+        shares (`bool`, defaults to `True`): False collates every document whole, as `PackedDataCollator`.
+
+    >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[5, 6, 7, 4, 3, 7, 8]], [[0, 1, 2, 3, 4, 2, 3]])
+    >>> batch["shared_prefixes"].kv_index.tolist()
+    [0, 1, 2, 3, 4, 0, 1, 5, 6]
+    """
+
+    min_shared: int = MIN_SHARED
+    keeps_last_rows: bool = False
+    shares: bool = True
+
+    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if not self.shares:
+            return super().__call__(documents)
+        tokens, labels = self._read(documents)
+        order, shared = collated_order(tokens, labels, self.min_shared)
+        if not any(shared):
+            return super().__call__(documents)
+        return self._collate(tokens, labels, order, shared)
+
+    def _collate(
+        self, tokens: list[npt.NDArray], labels: list[npt.NDArray], order: list[int], shared: list[int]
+    ) -> dict[str, Any]:
+        """`order` and `shared` as `share_order` gives them."""
+        lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
+        most = int(lengths.sum())
+        targets = np.full(most + (self.pad_to_multiple_of or 1), IGNORE_INDEX, dtype=np.int64)
+        num_documents = np.zeros(most, dtype=np.int64)
+        shared_of = np.zeros(len(tokens), dtype=np.int64)
+        runs: list[npt.NDArray] = []
+        starts: list[int] = []  # position of the first token of each run
+        keys: list[npt.NDArray] = []
+        target_rows: list[npt.NDArray] = []
+        path = np.zeros(0, dtype=np.int64)  # rows of the document before
+        first = 0
+        for i, given in zip(order, shared, strict=True):
+            ids, length = tokens[i], len(tokens[i])
+            common = min(given, len(path))
+            own = length - common
+            if own == 1 and common and not self.keeps_last_rows:
+                own = 0
+            path = np.concatenate([path[:common], np.arange(first, first + own)])
+            shared_of[i] = length - own
+            num_documents[path] += 1
+            if own:
+                runs.append(ids[common:])
+                starts.append(common)
+                keys.append(path)
+            trained = labels[i][1:] != IGNORE_INDEX
+            at = path[: length - 1][trained] + 1
+            targets[at] = ids[1:][trained] if labels[i] is ids else labels[i][1:][trained]
+            target_rows.append(at)
+            first += own
+        num_rows = first
+        padding = -num_rows % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        q_lengths, k_lengths = [len(run) for run in runs], [len(rows) for rows in keys]
+        if padding:
+            runs.append(np.full(padding, self.pad_token_id, dtype=np.int64))
+            starts.append(0)
+            keys.append(np.arange(num_rows, num_rows + padding))
+            q_lengths.append(padding)
+            k_lengths.append(padding)
+        total = num_rows + padding
+        positions = boundaries.position_ids(q_lengths) + np.repeat(starts, q_lengths)
+        documents = np.repeat(order, [len(rows) for rows in target_rows])
+
+        def row(values: npt.NDArray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
+
+        return {
+            "input_ids": row(np.concatenate(runs)),
+            "labels": row(targets[:total]),
+            "position_ids": row(positions),
+            "cu_seq_lens_q": torch.from_numpy(boundaries.cu_seq_lens(q_lengths)),
+            "cu_seq_lens_k": torch.from_numpy(boundaries.cu_seq_lens(k_lengths)),
+            "max_length_q": max(q_lengths),
+            "max_length_k": max(k_lengths),
+            "seq_idx": torch.from_numpy(boundaries.seq_idx(q_lengths))[None],
+            "use_cache": False,
+            "shared_prefixes": SharedPrefixes(
+                kv_index=torch.from_numpy(np.concatenate(keys)),
+                target_rows=torch.from_numpy(np.concatenate(target_rows)),
+                target_documents=torch.from_numpy(documents.astype(np.int64)),
+                num_documents=torch.from_numpy(np.pad(num_documents[:num_rows], (0, padding))),
+                lengths=torch.from_numpy(lengths),
+                shared=torch.from_numpy(shared_of),
+                run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
+            ),
+        }

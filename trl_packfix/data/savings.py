@@ -1,0 +1,128 @@
+"""What common prefixes save: rows computed over tokens of documents, in the first epoch, and what a setting would save.
+
+With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
+packs, and some stretches of the table, are sorted for an estimate. It is cached, so that a second start reads no token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..planning.arrays import Int64Array
+from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
+from .cache import cached_arrays
+from .epochs import CODE, EpochPlanner
+from .reader import TokenReader
+from .token_order import token_order
+
+NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
+NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to estimate what "family" saves
+
+
+@dataclass(frozen=True)
+class PrefixSavings:
+    """Shares of the tokens of the documents that are computed, in the first epoch.
+
+    Attributes:
+        setting: `share_prefixes`.
+        rows: share with this setting, 1.0 for "off".
+        flops: the same in modelled FLOPs.
+        in_packs, in_families: shares that "pack" and "family" would compute; None if not known.
+        num_packs: packs from which `in_packs` (with "pack" also `rows`) is estimated; None: all.
+        num_documents: documents from which `in_families` is estimated, neighbours in the table; None: all.
+        num_families: families of these documents.
+        families_per_step: mean number of families of an optimizer step, with "family".
+    """
+
+    setting: SharePrefixes
+    rows: float
+    flops: float
+    in_packs: float | None = None
+    in_families: float | None = None
+    num_packs: int | None = None
+    num_documents: int | None = None
+    num_families: int | None = None
+    families_per_step: float | None = None
+
+
+def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
+    """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known."""
+    if not isinstance(reader, TokenReader) or planner.tokens_per_rank is not None:
+        return None
+    if planner.shares_families:
+        return _of_families(planner)
+    found = cached_arrays(reader, "savings", _decisive(planner), lambda: _estimate(planner, reader))
+    rows, flops, in_families = (float(found[name]) for name in ("rows", "flops", "in_families"))
+    is_sample = len(planner.documents) > NUM_STRETCHES * STRETCH
+    packs = int(found["num_packs"])
+    return PrefixSavings(
+        setting=planner.share_prefixes,
+        rows=rows if planner.share_prefixes == "pack" else 1.0,
+        flops=flops if planner.share_prefixes == "pack" else 1.0,
+        in_packs=rows,
+        in_families=None if np.isnan(in_families) else in_families,
+        num_packs=packs if packs == NUM_PACKS else None,
+        num_documents=NUM_STRETCHES * STRETCH if is_sample else None,
+        num_families=int(found["num_families"]),
+    )
+
+
+def _of_families(planner: EpochPlanner) -> PrefixSavings:
+    schedule, tokens = planner.schedule(0), planner.documents.tokens
+    assert tokens is not None
+    slot = np.full(len(planner.documents), -1)
+    slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
+    rows, flops = _shares(planner, tokens.within(slot))
+    pieces = planner.pieces_of(0)
+    # a family is counted in each step that has documents of it
+    step = slot[schedule.order] // (planner.accumulation * planner.world_size)
+    families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
+    return PrefixSavings(
+        setting="family",
+        rows=rows,
+        flops=flops,
+        num_families=pieces.num_families,
+        families_per_step=families / planner.num_steps,
+    )
+
+
+def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
+    """Rows and FLOPs over those of whole documents, where documents next to each other share what they can."""
+    lengths, cost = planner.documents.lengths[tokens.order], planner.cost_model
+    shared = shared_by_neighbours(tokens.common, lengths)
+    return 1 - float(shared.sum() / lengths.sum()), 1 - float(cost(shared).sum() / cost(lengths).sum())
+
+
+def _decisive(planner: EpochPlanner) -> dict[str, str]:
+    return {"code": CODE, "documents": planner.documents.fingerprint, "settings": str(planner.settings())}
+
+
+def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarray]:
+    schedule, documents = planner.schedule(0), planner.documents
+    filled = np.flatnonzero(np.diff(schedule.offsets))
+    filled = filled[np.linspace(0, len(filled) - 1, min(NUM_PACKS, len(filled))).astype(int)]
+    slot = np.full(len(documents), -1)
+    for i in filled.tolist():
+        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
+    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    in_families, num_families = np.nan, 0
+    if planner.documents.block is None:
+        chosen = _stretches(len(documents))
+        tokens = token_order(reader, documents, chosen)
+        pieces = make_pieces(tokens, documents.lengths, planner.cost_model, planner.capacity, planner.capacity)
+        in_families = pieces.rows.sum() / documents.lengths[chosen].sum()
+        num_families = pieces.num_families
+    values = {"rows": rows, "flops": flops, "in_families": in_families}
+    return {name: np.array(each) for name, each in values.items()} | {
+        "num_packs": np.array(len(filled)),
+        "num_families": np.array(num_families),
+    }
+
+
+def _stretches(num_documents: int) -> Int64Array:
+    """Documents of some evenly spaced stretches of the table; all of a small table."""
+    if num_documents <= NUM_STRETCHES * STRETCH:
+        return np.arange(num_documents)
+    first = np.linspace(0, num_documents - STRETCH, NUM_STRETCHES).astype(np.int64)
+    return (first[:, None] + np.arange(STRETCH)).ravel()

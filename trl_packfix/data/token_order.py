@@ -1,0 +1,29 @@
+"""Sort the documents of a table by their tokens, for common prefixes."""
+
+import numpy as np
+
+from ..planning.arrays import Int64Array
+from ..planning.prefixes import TokenOrder, sort_by_tokens
+from .documents import Documents
+from .reader import TokenReader
+
+
+def token_order(reader: TokenReader, documents: Documents, chosen: Int64Array | None = None) -> TokenOrder:
+    """The documents, or the `chosen` ones by number, sorted by their tokens, read up to the first difference of two.
+
+    A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token. Such
+    documents come last, with nothing in common.
+    """
+    row, start, stop = documents.row, documents.start, documents.stop
+    chosen = np.arange(len(documents)) if chosen is None else chosen
+    may_share = reader.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
+    numbers, others = chosen[may_share], chosen[~may_share]
+
+    def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
+        wanted = numbers[places]
+        return reader.read_block(row[wanted], start[wanted] + first, stop[wanted], width)
+
+    found = sort_by_tokens(documents.lengths[numbers], read)
+    return TokenOrder(
+        np.concatenate([numbers[found.order], others]), np.concatenate([found.common, np.zeros_like(others)])
+    )

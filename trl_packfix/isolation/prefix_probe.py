@@ -1,0 +1,137 @@
+"""The leak probe for packs whose documents share prefixes: documents that begin alike, and what must hold for them.
+
+Isolation alone is not enough here. A document that does not attend to its shared beginning at all moves no other. So
+each document must also have the states, and the gradients with respect to its shared tokens, that it has alone.
+"""
+
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.forwards import PREFIXES
+from ..data.prefixes import PrefixCollator, SharedPrefixes
+from .probe import CannotRun, Examples, Probe
+
+TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
+# Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
+FINEST = 1e-4
+
+
+class PrefixProbe(Probe):
+    """A `Probe` whose packs share every common beginning.
+
+    States of a document are those from which a token is predicted: all but the last.
+    """
+
+    traces_leaks = False
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self._collate_shared = PrefixCollator(min_shared=1)
+
+    def examples(self, max_length: int | None) -> Examples:
+        """Documents with a common beginning, two that are equal, one that ends where others go on, and one apart."""
+        trunk = self.tokens(TRUNK)
+        first, third = torch.cat([trunk, self.tokens(9)]), torch.cat([trunk, self.tokens(7)])
+        documents = [
+            first,
+            torch.cat([trunk[:BRANCH], self.tokens(6)]),
+            third,
+            first[: TRUNK + 3].clone(),
+            third.clone(),
+            self.tokens(8),
+            torch.cat([third[: TRUNK + 4], self.tokens(5)]),
+        ]
+        changes = [
+            (0, torch.cat([trunk, self.tokens(9)])),
+            (0, torch.cat([trunk, self.tokens(12)])),
+            (2, torch.cat([trunk[:14], self.tokens(8)])),
+            (4, self.tokens(12)),
+            (6, third[: TRUNK + 2].clone()),
+        ]
+        return [ids[:max_length] for ids in documents], [(i, ids[:max_length]) for i, ids in changes]
+
+    def long_examples(self, threshold: int) -> tuple[list[Tensor], Tensor]:
+        """Two documents that part behind the threshold, and one that leaves them before it."""
+        trunk = self.tokens(threshold)
+        documents = [torch.cat([trunk, self.tokens(7)]), torch.cat([trunk, self.tokens(9)])]
+        return [*documents, torch.cat([trunk[:BRANCH], self.tokens(6)])], torch.cat([trunk, self.tokens(12)])
+
+    def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
+        batch, rows, _ = self._shared(documents)
+        num_rows = batch["input_ids"].shape[1]
+        with torch.set_grad_enabled(gradient):
+            states = self._states(batch, large)
+        if states.shape[1] != num_rows:
+            raise CannotRun(f"the LM head gets {states.shape[1]} states for {num_rows} rows")
+        return [states[0][own] for own in rows]
+
+    def alone(self, ids: Tensor, large: bool = False) -> Tensor:
+        return super().alone(ids, large)[:-1]
+
+    def gradient(self, documents: list[Tensor]) -> float | None:
+        """Largest gradient of one document's states with respect to the embeddings of rows that are not its own.
+
+        If the gradient with respect to its own rows is not that of the document alone, the relative difference: the
+        states are those of its run, so its shared rows get it through attention only.
+        """
+        limit = max(FINEST, self.rounding(documents) ** 0.5)
+        batch, every, shared = self._shared(documents)
+        largest = 0.0
+        for ids, rows, first in zip(documents, every, shared, strict=True):
+            if first >= len(rows):
+                continue  # all its rows belong to other documents, too
+            found = self._embedding_gradient(batch, rows[first:])
+            with self.evaluating():
+                alone = {"input_ids": ids.to(self.device)[None], "use_cache": False}
+                wanted = self._embedding_gradient(alone, torch.arange(first, len(rows), device=self.device))
+            if found is None or wanted is None:
+                return None
+            is_other = torch.ones(len(found), dtype=torch.bool, device=found.device)
+            is_other[rows] = False
+            largest = max(largest, found[is_other].abs().max().item())
+            own, wanted = found[rows], wanted[: len(rows)]
+            is_lost = ((own == 0).all(-1) & (wanted != 0).any(-1)).any()
+            gap = inf if is_lost else ((own - wanted).abs().max() / wanted.abs().max()).item()
+            if not gap <= limit:
+                largest = max(largest, gap)
+        return largest
+
+    def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor) -> Tensor | None:
+        """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings."""
+        embedded: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            if embedded:
+                return output
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()
+
+        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                states = self._states(dict(batch))[0][rows]
+                weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(len(rows))).to(states)
+                (gradient,) = torch.autograd.grad((states * weights).sum(), embedded[0])
+        except RuntimeError as error:
+            if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
+                return None
+            raise
+        finally:
+            handle.remove()
+        return gradient.reshape(-1, gradient.shape[-1]).double() if gradient[..., 0].numel() else None
+
+    def _shared(self, documents: list[Tensor]) -> tuple[dict[str, Any], list[Tensor], list[int]]:
+        """The batch, the rows of each document from which a token is predicted, and how many of them it shares."""
+        batch = self._moved(self._collate_shared([{"input_ids": ids} for ids in documents]))
+        batch.pop("labels")
+        if PREFIXES not in batch:  # no two documents begin alike
+            bounds = pairwise(batch["cu_seq_lens_q"].tolist())
+            rows = [torch.arange(start, stop - 1, device=self.device) for start, stop in bounds]
+            return batch, rows, [0] * len(documents)
+        prefixes: SharedPrefixes = batch[PREFIXES]
+        rows = [prefixes.target_rows[prefixes.target_documents == i] - 1 for i in range(len(documents))]
+        return batch, rows, prefixes.shared.tolist()

@@ -1,0 +1,313 @@
+"""Which documents begin with the same tokens, and how many rows a pack saves by computing such a beginning once.
+
+Documents are sorted by their tokens. Then a document shares its longest common beginning with the one before it, and
+lays only the rest, its *run*, into the pack:
+
+    documents  A B C D, A B C E F      rows  A B C D | C E F      shared  0, 2
+
+A position is shared if its own token and the next are the same, so every row has one next token. The beginning of the
+second document therefore ends one token early, and C has two rows.
+
+Documents next to each other that share at least half of the longer one are a *family*. With `share_prefixes="family"` a
+family is planned as one, or in several *pieces* if it does not fit into a pack. The rows of a piece are sum(length) -
+sum(shared). Its cost is sum(cost(length)) - sum(cost(shared)), because that of a document is a sum over its positions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .arrays import Float64Array, Int64Array
+from .costs import CostModel
+
+SharePrefixes = Literal["off", "pack", "family"]
+
+MIN_SHARED = 16
+"""Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
+MAX_KEYS = 8
+"""Times the capacity: most keys that the runs of a piece look up. Their memory is not bounded by the rows."""
+
+END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
+BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
+WIDTHS = 16, 2**16  # fewest and most tokens of a document in a block
+
+
+def sort_key(tokens: npt.NDArray[np.integer]) -> bytes:
+    """Sorts documents by their tokens; a document comes *after* those that begin with all of it.
+
+    Behind them, what is left of it is one row, its last token, which predicts nothing.
+
+    >>> sort_key(np.array([7, 8, 9])) < sort_key(np.array([7, 8])) < sort_key(np.array([7, 9]))
+    True
+    """
+    return np.ascontiguousarray(tokens, dtype=">u4").tobytes() + b"\xff\xff\xff\xff"
+
+
+def common_tokens(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
+    """Tokens with which both documents begin.
+
+    >>> common_tokens(np.array([7, 8, 9]), np.array([7, 8, 5, 6]))
+    2
+    """
+    shorter = min(len(a), len(b))
+    differ = a[:shorter] != b[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter
+
+
+def shared_rows(common: int, length: int, length_before: int, min_shared: int = MIN_SHARED) -> int:
+    """Rows that a document shares with the one before it, from their common tokens: all if they are the same."""
+    shared = common if common == length == length_before else max(common - 1, 0)
+    return shared if shared >= min_shared else 0
+
+
+def share_order(
+    documents: Sequence[npt.NDArray[np.integer]], min_shared: int = MIN_SHARED
+) -> tuple[list[int], list[int]]:
+    """The documents sorted by their tokens, and the rows that each shares with the one before it, both (N,).
+
+    >>> share_order([np.array([7, 9]), np.array([7, 8, 9, 5]), np.array([7, 8, 9, 4, 3])], min_shared=1)
+    ([2, 1, 0], [0, 2, 0])
+    """
+    order = sorted(range(len(documents)), key=[sort_key(tokens) for tokens in documents].__getitem__)
+    shared = [0]
+    for before, own in pairwise(order):
+        a, b = documents[before], documents[own]
+        shared.append(shared_rows(common_tokens(a, b), len(b), len(a), min_shared))
+    return order, shared
+
+
+def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
+    """`shared_rows` of documents sorted by their tokens, from the common tokens of neighbours, shape (N,)."""
+    before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
+    shared = np.where((common == lengths) & (common == before), common, np.maximum(common - 1, 0))
+    return np.where(shared >= min_shared, shared, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Documents sorted by their tokens, as `sort_key` sorts them; documents of the same tokens by their number.
+
+    Attributes:
+        order: the documents, shape (M,).
+        common: tokens with which each begins as the one before it does, shape (M,); 0 for the first.
+    """
+
+    order: Int64Array
+    common: Int64Array
+
+    def within(self, groups: Int64Array) -> "TokenOrder":
+        """The documents of each group sorted by their tokens, group after group.
+
+        The first of a group has nothing in common with the last of the group before. No token is read: the common
+        tokens of two documents are the fewest of the neighbours between them.
+
+        Args:
+            groups: of each document, by its number; a document of group -1 is left out.
+
+        >>> sorted_ = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
+        >>> two = sorted_.within(np.array([5, 2, 5, 2]))
+        >>> two.order.tolist(), two.common.tolist()
+        ([1, 3, 0, 2], [0, 4, 0, 4])
+        """
+        group = groups[self.order]
+        places = np.argsort(group, kind="stable")
+        places = places[np.searchsorted(group[places], 0) :]
+        group, common = group[places], np.zeros(len(places), dtype=np.int64)
+        inside = np.flatnonzero(group[1:] == group[:-1]) + 1
+        common[inside] = _range_minima(self.common, places[inside - 1] + 1, places[inside] + 1)
+        return TokenOrder(self.order[places], common)
+
+
+def _range_minima(values: Int64Array, first: Int64Array, stop: Int64Array) -> Int64Array:
+    """The smallest of `values[first[i]:stop[i]]`, from the minima of 1, 2, 4, ... values, of which two cover it."""
+    found = np.empty(len(first), dtype=np.int64)
+    level = np.frexp(stop - first)[1] - 1
+    for i in range(int(level.max(initial=-1)) + 1):
+        here, size = level == i, 1 << i
+        found[here] = np.minimum(values[first[here]], values[stop[here] - size])
+        values = np.minimum(values[:-size], values[size:])
+    return found
+
+
+def sort_by_tokens(
+    lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = BLOCK
+) -> TokenOrder:
+    """Sort documents by their tokens, and find the common tokens of neighbours on the way.
+
+    All documents are compared by a few tokens, then those that are still the same by the next, and so on. So no token
+    is read beyond the first difference, but for those of its block, and memory is that of one block.
+
+    Args:
+        lengths: tokens of each document, at least 1, shape (N,).
+        read: (documents, first, width) -> their tokens from `first` on, shape (n, width), big-endian, with 2**32 - 1
+            behind the end of a document.
+        block: tokens that are compared at a time.
+    """
+    order, common = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
+    places = np.arange(len(lengths))  # in `order`, of documents that are not yet distinct, group after group
+    group = np.zeros(len(lengths), dtype=np.int64)
+    first = 0
+    while len(places) > 1:
+        width = min(max(block // len(places), WIDTHS[0]), WIDTHS[1])
+        keys = np.empty((len(places), 1 + width), dtype=">u4")
+        keys[:, 0] = group
+        keys[:, 1:] = read(order[places], first, width)
+        differ = _differ(keys)
+        mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
+        mixed[group[1:][differ & (group[1:] == group[:-1])]] = True
+        moved = np.flatnonzero(mixed[group])
+        if len(moved):
+            moved_keys = keys[moved]
+            by_key = moved_keys.view(f"V{moved_keys.shape[1] * 4}")[:, 0].argsort(kind="stable")
+            order[places[moved]] = order[places[moved[by_key]]]
+            keys[moved] = moved_keys[by_key]
+            differ = _differ(keys)
+        parted = np.flatnonzero(differ & (group[1:] == group[:-1])) + 1
+        common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
+        first += width
+        # Documents that are the same to their end are done; so is a group of one.
+        is_first = np.concatenate([[True], differ])
+        has_next = np.concatenate([~is_first[1:], [False]])
+        ended = lengths[order[places]] < first  # so their ends were compared
+        same = np.flatnonzero(ended & ~is_first)
+        common[places[same]] = lengths[order[places[same]]]
+        going_on = (has_next | ~is_first) & ~ended
+        group = np.cumsum(is_first)[going_on]
+        places = places[going_on]
+        group = np.cumsum(np.concatenate([[0], np.diff(group) != 0])) if len(group) else group
+    return TokenOrder(order, common)
+
+
+def _differ(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    """Whether each row but the first differs from the one before, shape (n - 1,)."""
+    native = keys.view(np.uint32)  # the order of bytes does not matter, and numpy compares its own faster
+    return (native[1:] != native[:-1]).any(axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """N documents in P pieces, which are planned as documents are.
+
+    Attributes:
+        order: documents, piece after piece, in ascending order within each; pieces by their first document; shape (N,).
+        offsets: piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,).
+        rows: of each piece, shape (P,). A pack may have fewer: two of its pieces may begin alike.
+        costs: modelled cost of each piece, shape (P,).
+        family: family of each document, by its number, shape (N,); pieces of one family were cut from each other.
+    """
+
+    order: Int64Array
+    offsets: Int64Array
+    rows: Int64Array
+    costs: Float64Array
+    family: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_families(self) -> int:
+        return len(np.unique(self.family[self.order]))
+
+    def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The inverse of `documents`: the pieces that these documents are, and `offsets` into the pieces."""
+        number = np.empty(len(self.family), dtype=np.int64)
+        number[self.order] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        piece = number[documents]
+        begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
+        return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
+
+    def costs_of_documents(self) -> Float64Array:
+        """The cost of each piece at its first document and 0 at the others, by number, for sums over packs."""
+        costs = np.zeros(len(self.family))
+        costs[self.order[self.offsets[:-1]]] = self.costs
+        return costs
+
+    def documents(
+        self, pieces: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """The documents of `pieces`, and `offsets` into `pieces` as offsets into these documents.
+
+        Args:
+            rng: draws the order within each piece; None: ascending.
+        """
+        order = self.order
+        if rng is not None:
+            piece = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+            order = order[np.lexsort((rng.random(len(order)), piece))]
+        sizes = np.diff(self.offsets)[pieces]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        at = np.arange(ends[-1]) + np.repeat(self.offsets[pieces] - ends[:-1], sizes)
+        return order[at], ends[offsets]
+
+
+def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, max_rows: int, capacity: int) -> Pieces:
+    """Families of documents, cut where one would have more than `max_rows` rows or too many keys.
+
+    Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
+    would be one family.
+
+    Args:
+        tokens: the documents, all or some of them.
+        lengths: tokens of each document by its number, at most `max_rows`.
+        max_rows: of a piece, at most `capacity`.
+        capacity: most tokens of a pack.
+
+    >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
+    >>> pieces = make_pieces(tokens, np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0), 100, 100)
+    >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
+    ([[0, 2], [1]], [50, 60])
+    """
+    size = lengths[tokens.order]
+    shared = shared_by_neighbours(tokens.common, size)
+    longer = np.maximum(size, np.concatenate([[0], size[:-1]])[: len(size)])
+    begins = 2 * shared < longer
+    family = np.empty(len(lengths), dtype=np.int64)
+    family[tokens.order] = np.cumsum(begins) - 1
+    shared[begins] = 0
+    begins[_cuts(size, shared, begins, max_rows, MAX_KEYS * capacity)] = True
+    shared[begins] = 0
+    starts = np.flatnonzero(begins)
+    costs = cost_model(size) - cost_model(shared)
+    # numbered by their first document
+    by_first = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
+    number = np.empty(len(starts), dtype=np.int64)
+    number[by_first] = np.arange(len(starts))
+    order = tokens.order[np.lexsort((tokens.order, number[np.cumsum(begins) - 1]))]
+    sizes = np.diff(np.append(starts, len(size)))[by_first]
+    return Pieces(
+        order,
+        np.concatenate([[0], np.cumsum(sizes)]),
+        np.add.reduceat(size - shared, starts)[by_first],
+        np.add.reduceat(costs, starts)[by_first],
+        family,
+    )
+
+
+def _cuts(
+    lengths: Int64Array, shared: Int64Array, begins: npt.NDArray[np.bool_], max_rows: int, max_keys: int
+) -> list[int]:
+    """Places at which families are cut, so that parts of several documents have at most so many rows and keys."""
+    own = lengths - shared
+    # A document of which at most its last row is left has no run, and looks up nothing.
+    rows, keys = (np.concatenate([[0], np.cumsum(each)]) for each in (own, np.where(own > 1, lengths, 0)))
+    starts = np.flatnonzero(begins)
+    stops = np.append(starts[1:], len(lengths))
+    too_large = (rows[stops] - rows[starts] > max_rows) | (keys[stops] - keys[starts] > max_keys)
+    cuts = []
+    for first, stop in zip(starts[too_large].tolist(), stops[too_large].tolist(), strict=True):
+        at = first
+        while True:
+            fits = np.searchsorted(rows, max_rows - shared[at] + rows[at], side="right") - 1
+            looks_up = lengths[at] if own[at] <= 1 else 0  # the first of a part has a run
+            looked = np.searchsorted(keys, max_keys - looks_up + keys[at], side="right") - 1
+            at = max(min(int(fits), int(looked)), at + 1)
+            if at >= stop:
+                break
+            cuts.append(at)
+    return cuts

@@ -1,0 +1,35 @@
+"""Shared prefixes in the trainer: the proof on the wrapped model, and what happens where it fails."""
+
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from ..isolation.report import PackingLeakError
+
+logger = logging.get_logger(__name__)
+
+
+def prove_prefixes(trainer: Any, wrapped: nn.Module) -> None:
+    """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
+
+    All ranks must call it. The packed model must be proved.
+
+    Raises:
+        PackingLeakError: it fails, and `share_prefixes="family"` has planned packs that hold more tokens than fit
+            without sharing, or `on_leak="raise"`.
+    """
+    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
+        reason = trainer.packed_model.prove_prefixes(wrapped)
+    if reason is None:
+        return
+    args = trainer.args
+    if args.share_prefixes == "family" or args.on_leak == "raise":
+        raise PackingLeakError(
+            f"`share_prefixes={args.share_prefixes!r}` was given, and on this model {reason}. So a beginning that "
+            "documents share cannot be computed once"
+            + ("" if args.on_leak == "raise" else ", and without sharing the planned packs do not fit")
+            + '. Set `share_prefixes="off"`.'
+        )
+    trainer.shares_prefixes = False
+    logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
