@@ -84,6 +84,7 @@ class Documents:
         trained: trained tokens of each document, shape (N,).
         block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
         ledger: what was cut, split and dropped.
+        image_values, image_squares: of the images of each document, see `Rows`; None if no document has images.
         fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
         file: their cache file, if there is one; plans are cached beside it.
     """
@@ -94,6 +95,8 @@ class Documents:
     trained: Int64Array
     ledger: Ledger
     block: Int64Array | None = None
+    image_values: Int64Array | None = None
+    image_squares: Int64Array | None = None
     fingerprint: str = ""
     file: Path | None = None
 
@@ -107,7 +110,8 @@ class Documents:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
-        arrays = {name: getattr(self, name) for name in ("row", "start", "stop", "trained", "block")}
+        names = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")
+        arrays = {name: getattr(self, name) for name in names}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
         arrays["fingerprint"] = np.array(self.fingerprint)
         return {name: values for name, values in arrays.items() if values is not None}
