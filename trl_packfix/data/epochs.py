@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from ..planning.arrays import Float64Array
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
@@ -113,6 +115,14 @@ class EpochPlanner:
     def _traits(self) -> StrategyTraits:
         return STRATEGIES[self.strategy]
 
+    @cached_property
+    def image_costs(self) -> Float64Array | None:
+        """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
+        values, squares = self.documents.image_values, self.documents.image_squares
+        if self.cost_model.tower is None or values is None or squares is None:
+            return None
+        return self.cost_model.tower(values, squares)
+
     @property
     def steps(self) -> StepSettings:
         """How every optimizer step is divided."""
@@ -121,6 +131,7 @@ class EpochPlanner:
             accumulation=self.accumulation,
             world_size=self.world_size,
             cost_model=self.cost_model,
+            image_costs=self.image_costs,
             balance=self.balance,
             synchronisation=self.synchronisation,
             drop_last=self.drop_last,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .costs import LLAMA_7B, CostModel
+from .costs import LLAMA_7B, CostModel, document_costs
 from .dealing import Deal
 
 Balance = Literal["step", "none"]
@@ -33,6 +33,7 @@ class StepSettings:
         accumulation: G, micro-batches per optimizer step and rank.
         world_size: W, data-parallel ranks.
         cost_model: modelled cost of a document.
+        image_costs: FLOPs of the images of each document of the dataset, shape (N,); None without images.
         balance: "step" deals the documents of a step by cost, so that ranks finish together; "none" keeps the packs.
         synchronisation: when ranks wait for each other, after every micro-batch or after the step.
         drop_last: leave out the last incomplete step.
@@ -42,6 +43,7 @@ class StepSettings:
     accumulation: int = 1
     world_size: int = 1
     cost_model: CostModel = LLAMA_7B
+    image_costs: Float64Array | None = None
     balance: Balance = "step"
     synchronisation: Synchronisation = "micro"
     drop_last: bool = False
@@ -75,7 +77,8 @@ def balanced(packs: list[Int64Array], lengths: Int64Array, settings: StepSetting
         return packs
     by_rank = settings.synchronisation == "step" and accumulation > 1
     documents = np.concatenate(packs)
-    cost = settings.cost_model(lengths[documents])
+    images = None if settings.image_costs is None else settings.image_costs[documents]
+    cost = document_costs(lengths[documents], settings.cost_model, images)
     sizes = np.array([len(pack) for pack in packs])
     pack_costs = _sums(cost, sizes)
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)

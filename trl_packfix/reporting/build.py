@@ -1,5 +1,7 @@
 """Make the report of a run: count what packing did with the documents."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..data.epochs import EpochPlanner
@@ -8,10 +10,10 @@ from ..data.stream import PackedStream, StreamCounts
 from ..planning.costs import CostModel
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
-from .report import PackingReport, SharedPacks
+from .report import PackedImages, PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
 
-PER_VALUE = CostModel(per_token=1.0, per_pair=0.0)  # a vision tower reads each number of an image once
+WITHOUT_TEXT = CostModel(per_token=0.0, per_pair=0.0)  # for the costs of images alone
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
 
@@ -36,7 +38,6 @@ def make_report(
     synchronisation = "micro" if shared else planner.synchronisation
     trained = int(documents.trained.sum())
     divisor = trained
-    images = None if reader.image_values is None else reader.image_values[documents.row]
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
@@ -62,18 +63,37 @@ def make_report(
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
-        imbalance=imbalance(schedule, lengths, planner.cost_model, synchronisation),
+        imbalance=imbalance(schedule, lengths, planner.cost_model, synchronisation, planner.image_costs),
         imbalance_bound=None
         if shared
-        else imbalance_bound(schedule, lengths, planner.cost_model, planner.capacity, synchronisation),
-        shared=shared,
-        num_with_images=None if images is None else int((images > 0).sum()),
-        image_imbalance=(
-            None if images is None or not images.any() else imbalance(schedule, images, PER_VALUE, synchronisation)
+        else imbalance_bound(
+            schedule, lengths, planner.cost_model, planner.capacity, synchronisation, planner.image_costs
         ),
+        shared=shared,
+        images=_packed_images(planner, reader),
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),
         sample=plan_sample(planner, reader),
+    )
+
+
+def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
+    """The images of the first epoch; None for rows without."""
+    if reader.image_counts is None:
+        return None
+    schedule, lengths, costs = planner.schedule(0), planner.documents.lengths, planner.image_costs
+    counts = reader.image_counts[planner.documents.row]
+    total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
+    packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
+    found = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
+    if costs is None or not costs.any():
+        return found
+    share = costs.sum() / (costs.sum() + planner.cost_model(lengths).sum())
+    return replace(
+        found,
+        tower_share=float(share),
+        tower_imbalance=imbalance(schedule, lengths, WITHOUT_TEXT, planner.synchronisation, costs),
+        language_imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
     )
 
 

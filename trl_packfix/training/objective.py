@@ -37,6 +37,8 @@ from ..attention.forwards import PACK_PART
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
+from ..data.images import sequence_sizes
+from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
@@ -387,18 +389,26 @@ class PackedObjective(PackedLoading):
             tokens = is_document[inputs["seq_idx"]].sum()
             is_document, trained, lengths = (x * _is_first(inputs) for x in (is_document, trained, lengths))
         sums = [trained.sum(), tokens, rows, is_document.sum(), is_document.any(), has_documents]
-        self._totals_of_training.add_batch([*sums, self._training_flops(lengths)])
+        self._totals_of_training.add_batch([*sums, self._training_flops(lengths, inputs)])
 
-    def _training_flops(self, lengths: Tensor) -> Tensor:
-        """FLOPs of forward and backward of these documents, (N,); 0 if the cost of the model is not known."""
+    def _training_flops(self, lengths: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """FLOPs of forward and backward of these documents, (N,), and of the images in the vision tower.
+
+        0 if the cost of the model is not known. A tower whose cost is not known adds nothing.
+        """
         if self._cost_model is LLAMA_7B:
             return lengths.new_zeros(())
         exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
-        return training_flops(self._cost_model, exact, self._trained_share).sum()
+        found = training_flops(self._cost_model, exact, self._trained_share).sum()
+        if self._cost_model.tower is not None:
+            sizes = sequence_sizes(inputs).to(exact)
+            found = found + 3 * self._cost_model.tower.flops(sizes, sizes**2).sum()
+        return found
 
     @cached_property
     def _trained_share(self) -> float:
-        return trained_share(self.model)
+        tower = None if self._cost_model.tower is None else vision_tower(base_model(self.model))
+        return trained_share(self.model, without=tower)
 
     @cached_property
     def _peak_tflops(self) -> float | None:
