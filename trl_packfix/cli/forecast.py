@@ -14,7 +14,7 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.spans import make_documents
 from ..planning.balance import Synchronisation
-from ..planning.costs import CostModel
+from ..planning.costs import CostModel, document_costs
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
@@ -93,7 +93,9 @@ def forecasts(
         planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
         report = make_report(planner, config.effective_overlong, reader)
         # only of the documents that the epoch reaches, like the imbalance
-        flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
+        reached, images = planner.schedule(0).order, planner.image_costs
+        costs = document_costs(documents.lengths[reached], cost_model, None if images is None else images[reached])
+        flops = FORWARD_AND_BACKWARD * float(costs.sum())
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue

@@ -70,11 +70,13 @@ class PackedImages:
 
     def line(self) -> str:
         """How many images there are, and what they cost."""
-        text = f"{self.num_images:,} in {self.num_documents:,} documents; {self.per_pack:.1f} in a pack, at most "
-        if self.tower_share is None:
-            cost = "" if not self.num_images else "; the cost of the vision tower is not known, so it is not balanced"
-            return f"{text}{self.most:,}{cost}"
-        return f"{text}{self.most:,}; vision tower: {self.tower_share:.1%} of the modelled FLOPs"
+        tower = "cost not known, so not balanced"
+        if self.tower_share is not None:
+            tower = f"{self.tower_share:.1%} of the modelled FLOPs"
+        return (
+            f"{self.num_images:,} in {self.num_documents:,} documents; {self.per_pack:.1f} in a pack, at most "
+            f"{self.most:,}; vision tower: {tower}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Show packs as text. They are made by the reader and the collator of training, and read back from the batch."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.collator import IGNORE_INDEX, READ, PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset
 from ..data.reader import Rows
 from .sample import plan_sample
 
+REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times: the tokens of an image
 STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # documents are numbered too, for output without colour
 LEGEND = (
     "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
@@ -29,6 +31,7 @@ class ShownDocument:
         positions: its first and last position id.
         runs: (whether trained, first, one after the last) for each run of its tokens, from its start.
         tokens: its token ids, shape (n,).
+        num_images: its images; None if the table has none.
     """
 
     row: int
@@ -37,6 +40,7 @@ class ShownDocument:
     positions: tuple[int, int]
     runs: list[tuple[bool, int, int]]
     tokens: np.ndarray
+    num_images: int | None = None
 
     @property
     def num_trained(self) -> int:
@@ -70,6 +74,7 @@ class ShownPack:
                     "stop": each.stop,
                     "position_ids": list(each.positions),
                     "trained_tokens": each.num_trained,
+                    **({} if each.num_images is None else {"images": each.num_images}),
                     "parts": [
                         {
                             "trained": trained,
@@ -100,8 +105,10 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
     """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
     documents = planner.documents
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
+    counts = reader.image_counts
     for pack in plan_sample(planner, reader, num_packs).packs:
-        batch = collate(dataset.__getitems__(pack.documents))
+        read = dataset.__getitems__(pack.documents)
+        batch = collate([{name: each[name] for name in READ if name in each} for each in read])
         tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
         bounds = batch["cu_seq_lens_q"].tolist()
         shown = [
@@ -112,6 +119,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
                 positions=(int(positions[first]), int(positions[end - 1])),
                 runs=_runs(labels[first:end] != IGNORE_INDEX),
                 tokens=tokens[first:end],
+                num_images=None if counts is None else int(counts[documents.row[document]]),
             )
             for document, first, end in zip(pack.documents, bounds[:-1], bounds[1:], strict=True)
         ]
@@ -147,9 +155,10 @@ def pack_text(
         text.append(f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
     for number, each in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
+        images = f"images: {each.num_images:,}, " if each.num_images else ""
         text.append(
             f"[{number}] row {each.row:,}, tokens {each.start:,}-{each.stop - 1:,}, {each.num_trained:,} trained, "
-            f"position_ids {each.positions[0]}..{each.positions[1]}\n",
+            f"{images}position_ids {each.positions[0]}..{each.positions[1]}\n",
             f"bold {style}",
         )
         if has_tokens:
@@ -178,7 +187,9 @@ def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator
 
 def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text.replace("\n", "\\n") if one_line else text
+    if not one_line:
+        return text
+    return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", text).replace("\n", "\\n")
 
 
 def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
