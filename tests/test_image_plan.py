@@ -1,4 +1,4 @@
-"""`trl-packfix plan`, `show` and `prepare` on rows with images: the figures of a training run, and lengths made ahead."""
+"""`trl-packfix plan`, `show` and `prepare` on rows with images: figures of a training run, and lengths made ahead."""
 
 import io
 import json

@@ -318,7 +318,9 @@ def test_weights_and_sources_of_rows_with_images(tmp_path):
     counts = np.array([len(images) for images in few["images"]])
     share = [0.0 if i % 3 == 1 else 1.0 for i in range(12)]
     source = ["text" if count == 0 else "images" for count in counts]
-    assert any(count and not weight for count, weight in zip(counts, share, strict=True)) and 0 < (counts > 0).sum() < 12
+    assert (
+        any(count and not weight for count, weight in zip(counts, share, strict=True)) and 0 < (counts > 0).sum() < 12
+    )
     weighted = few.add_column("share", share).add_column("source", source)
     settings = SGD | {"packing_strategy": "minibatch", "per_device_train_batch_size": 12, "max_steps": 1}
     run = make(

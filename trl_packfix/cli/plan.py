@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), most)
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
     if reader.image_counts is not None:
-        for each in configs:
-            check_settings(each, "images")
+        for config_to_plan in configs:
+            check_settings(config_to_plan, "images")
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))

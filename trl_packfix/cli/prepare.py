@@ -100,48 +100,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
-
-
-def _save_tokens(
-    parts: "list[Dataset]", tokenizer: Any, settings: "Tokenisation", output: Path
-) -> "tuple[int, int, Ledger]":
-    """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
-    from datasets import concatenate_datasets
-
-    from ..data.reader import TokenReader
-    from ..data.spans import make_documents
-    from ..training.bad_rows import without_bad_rows
-    from .sources import tokenised
-
-    parts = [tokenised(part, tokenizer, settings) for part in parts]
-    table = concatenate_datasets([without_bad_rows(part) for part in parts])
-    ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
-    return len(table), sum(map(len, parts)), ledger
-
-
-def _save_measured(
-    parts: "list[Dataset]", processor: str, settings: "Tokenisation", output: Path
-) -> "tuple[int, int, Ledger]":
-    """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
-    from datasets import load_from_disk
-
-    from ..data.spans import make_documents
-    from .sources import joined, measured
-
-    table = joined(parts)
-    given = len(table)
-    if settings.bad_rows == "drop":
-        bad = measured(table, processor, settings).bad_rows()
-        table = table if bad is None else table.select(np.flatnonzero(~bad))
-    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
-    try:
-        reader = measured(load_from_disk(str(output)), processor, settings)
-        ledger = make_documents(reader, max_length=None).ledger
-    except BaseException:
-        shutil.rmtree(output)  # it did not exist, or was empty
-        raise
-    return len(table), given, ledger
     if given > rows:
         print(f"{given - rows:,} of {given:,} rows cannot be tokenised and are dropped")
     print(

@@ -60,8 +60,9 @@ def check_settings(args: SFTConfig, column: str) -> None:
     for setting in ("tokens_per_rank", "pad_documents_to_multiple_of"):
         if (value := getattr(args, setting)) is not None:
             raise ValueError(
-                f"`{setting}={value!r}` was given, and the dataset has the column `{column}`. With images in packs it is "
-                f"not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of images."
+                f"`{setting}={value!r}` was given, and the dataset has the column `{column}`. With images in packs it "
+                f"is not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of "
+                "images."
             )
     if args.effective_overlong == "split":
         raise ValueError(
