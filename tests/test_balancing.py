@@ -159,17 +159,23 @@ def test_steps_keep_their_documents_and_no_slot_is_above_the_capacity(lengths, w
             CostModel(1, 0, ((3, 1.0),)),
         ]
     ),
+    images=st.lists(st.sampled_from([0, 0, 1, 5, 30]), min_size=6, max_size=6),
 )
-@example(lengths=[7, 6, 5, 7, 6, 9], shape=(1, 2), spare=0, model=CostModel(1.0, 0.0, chunks=((4, 3.0),)))
-def test_no_assignment_beats_the_bound(lengths, shape, spare, model):
-    """Every way to put up to six documents into the micro-batches of two to four ranks."""
+@example(
+    lengths=[7, 6, 5, 7, 6, 9], shape=(1, 2), spare=0, model=CostModel(1.0, 0.0, chunks=((4, 3.0),)), images=[0] * 6
+)
+@example(lengths=[9, 8, 8, 2, 1], shape=(2, 2), spare=0, model=CostModel(1.0, 0.0), images=[0, 1, 2, 30, 40, 0])
+def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
+    """Every way to put up to six documents, of which some have images, into the micro-batches of two to four ranks."""
     lengths = np.array(lengths)[: 6 if np.prod(shape) < 6 else 5]
+    images = np.array(images, dtype=np.float64)[: len(lengths)]
+    total = model(lengths) + images
     micro, ranks = shape
     slots = micro * ranks
     capacity = max(int(lengths.max()), -(-int(lengths.sum()) // slots)) + spare
     assigned = np.stack(np.meshgrid(*[np.arange(slots)] * len(lengths), indexing="ij"), -1).reshape(-1, len(lengths))
     costs, tokens = np.zeros((2, len(assigned), slots))
-    for document, (cost, length) in enumerate(zip(model(lengths), lengths, strict=True)):
+    for document, (cost, length) in enumerate(zip(total, lengths, strict=True)):
         rows = np.arange(len(assigned)), assigned[:, document]
         costs[rows] += cost
         tokens[rows] += length
@@ -180,8 +186,8 @@ def test_no_assignment_beats_the_bound(lengths, shape, spare, model):
     offsets = np.array([0] + [len(lengths)] * slots)
     one_step = Schedule(np.arange(len(lengths)), offsets, micro, ranks)
     for synchronisation, least in best.items():
-        bound = imbalance_bound(one_step, lengths, model, capacity, synchronisation)
-        assert bound <= least / (model(lengths).sum() / ranks) + 1e-9, synchronisation
+        bound = imbalance_bound(one_step, lengths, model, capacity, synchronisation, images)
+        assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 
 def bound_of(lengths, micro, ranks, capacity, synchronisation, model):

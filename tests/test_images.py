@@ -13,14 +13,12 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import check_isolation
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
 from trl_packfix.data.images import ImageRows, RowProcessor, measure
 from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.reporting.build import make_report
 
 NATIVE = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3")
 ROWS = rows(12)
@@ -118,19 +116,6 @@ def test_a_document_is_truncated_behind_its_images_or_dropped():
     assert (document["labels"][1:] != -100).sum() == documents.trained[cut]
     with pytest.raises(ValueError, match=r"(?s)evaluation set have images that end behind `max_length=.*cannot be cut"):
         make_documents(found, limit, keep_untrained=True)
-
-
-def test_the_report_counts_images_and_their_imbalance():
-    found = read("qwen2_5_vl")
-    planner = EpochPlanner(make_documents(found, 200), "stream", 1, 200, world_size=2)
-    report = make_report(planner, "truncate", found)
-    assert report.num_with_images == (found.image_stops > 0).sum() < len(ROWS)
-    schedule, row = planner.schedule(0), planner.documents.row
-    ranks = [
-        [found.image_values[row[batch[batch >= 0]]].sum() for batch in schedule.micro_batches(rank)] for rank in (0, 1)
-    ]
-    assert report.image_imbalance == pytest.approx(np.max(ranks, axis=0).sum() / np.mean(ranks, axis=0).sum())
-    assert any("imbalance of the vision tower" in text for _, text in report.lines())
 
 
 # Bad rows

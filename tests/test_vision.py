@@ -237,7 +237,7 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path):
 def test_what_cannot_be_packed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"(?s)'bfd_split'.*`images`.*begin inside an image.*Set"):
         make(tmp_path, packing_strategy="bfd_split")
-    for given in ({"tokens_per_rank": 64, "per_device_train_batch_size": 1}, {"weight_column": "weight"}):
+    for given in ({"tokens_per_rank": 64, "per_device_train_batch_size": 1}, {"pad_documents_to_multiple_of": 8}):
         with pytest.raises(ValueError, match=rf"`{next(iter(given))}=.*With images in packs it is not supported"):
             make(tmp_path, **given)
     with pytest.raises(ValueError, match=r"(?s)`processing_class=\w+` was given.*makes no pixels"):
@@ -312,3 +312,45 @@ def test_ranks_without_images_do_not_wait(engine, ranks):
     uneven = ranks[engine]["uneven"]
     assert any(len(set(has)) == 2 for has in zip(*uneven, strict=True)), "all ranks had images in every micro-batch"
     assert ranks[engine]["uneven_steps"] > 0
+
+
+# Weights and sources of rows
+
+
+def test_weights_and_sources_of_rows_with_images(tmp_path):
+    """Rows of weight 0 train nothing, so the others train alone; and each source has the loss of its rows."""
+    few = ROWS.select(range(12))
+    counts = np.array([len(images) for images in few["images"]])
+    share = [0.0 if i % 3 == 1 else 1.0 for i in range(12)]
+    source = ["text" if count == 0 else "images" for count in counts]
+    assert (
+        any(count and not weight for count, weight in zip(counts, share, strict=True)) and 0 < (counts > 0).sum() < 12
+    )
+    weighted = few.add_column("share", share).add_column("source", source)
+    settings = SGD | {"packing_strategy": "minibatch", "per_device_train_batch_size": 12, "max_steps": 1}
+    run = make(
+        tmp_path,
+        dataset=weighted,
+        weight_column="share",
+        source_column="source",
+        trainer_kwargs={"eval_dataset": weighted},
+        **settings,
+    )
+    # before training: the loss of each source is that of its rows alone, without weights
+    found = run.evaluate()
+    for name in ("text", "images"):
+        rows_of = weighted.select([i for i in range(12) if source[i] == name])
+        assert found[f"eval_loss/{name}"] == pytest.approx(run.evaluate(rows_of)["eval_loss"], rel=1e-5)
+    run.train()
+    kept = few.select([i for i in range(12) if share[i]])
+    alone = make(tmp_path, dataset=kept, **(settings | {"per_device_train_batch_size": len(kept)}))
+    alone.train()
+    start = flat(build_model("qwen2_5_vl"))
+    regrouped = make(
+        tmp_path,
+        dataset=kept,
+        **(settings | {"per_device_train_batch_size": len(kept) // 2, "gradient_accumulation_steps": 2}),
+    )
+    regrouped.train()
+    rounding = weight_difference(flat(regrouped.model), flat(alone.model), start)
+    assert weight_difference(flat(run.model), flat(alone.model), start) <= tolerance(rounding)

@@ -169,11 +169,13 @@ def load_model_config(args: argparse.Namespace) -> Any:
     return AutoConfig.from_pretrained(args.model)
 
 
-def load_cost_model(args: argparse.Namespace) -> "CostModel":
-    """The cost model of `--model`, else of a Llama with 7B parameters."""
-    from ..data.model_costs import make_cost_model
+def load_cost_model(args: argparse.Namespace, reader: "Rows") -> "CostModel":
+    """The cost model of `--model`, else of a Llama with 7B parameters; with the costs of images if rows have some."""
+    from ..data.model_costs import make_cost_model, with_tower
 
-    return make_cost_model(load_model_config(args))
+    config = load_model_config(args)
+    costs = make_cost_model(config)
+    return costs if reader.image_counts is None else with_tower(costs, config)
 
 
 def batch_size(args: argparse.Namespace) -> int:

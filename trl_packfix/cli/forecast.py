@@ -94,8 +94,9 @@ def forecasts(
         planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
         report = make_report(planner, config.effective_overlong, reader)
         # only of the documents that the epoch reaches, like the imbalance
-        flops = FORWARD_AND_BACKWARD * float(cost_model(documents.lengths[planner.schedule(0).order]).sum())
-        flops *= 1.0 if report.prefixes is None else report.prefixes.flops
+        reached, costs = planner.schedule(0).order, planner.costs
+        flops = float((cost_model(documents.lengths[reached]) if costs is None else costs[reached]).sum())
+        flops *= FORWARD_AND_BACKWARD * (1.0 if report.prefixes is None else report.prefixes.flops)
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..planning.degrees import possible_degrees
     from ..reporting.report import MAX_LOST_SHARE
+    from ..training.images import check_settings
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             flags.packing_config(args, length, strategy)  # to check the settings before tokenising
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     flags.check_has_tokens(args, reader)
-    model = flags.load_cost_model(args)
+    model = flags.load_cost_model(args, reader)
     most = positions
     if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
         most = min(
@@ -82,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         most = most if positions is None else min(most, positions)
     lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), most)
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
+    if reader.image_counts is not None:
+        for config_to_plan in configs:
+            check_settings(config_to_plan, "images")
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
@@ -104,6 +108,16 @@ def _prefix_cells(prefixes: Any) -> list[str]:
     ]
 
 
+def _image_cells(report: Any) -> list[str]:
+    too_long = report.ledger.dropped.get("overlong")
+    parts = (report.images.language_imbalance, report.images.tower_imbalance)
+    return [
+        f"{report.images.per_pack:.1f}",
+        f"{too_long.documents if too_long else 0:,}",
+        *("-" if part is None else f"{part:.3f}" for part in parts),
+    ]
+
+
 def _shared_cells(shared: Any) -> list[str]:
     return [
         f"{shared.exchange_share:.1%}",
@@ -121,6 +135,9 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
     first = found[0].report
     print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     print(f"lengths  {first.lengths.line()}")
+    images = first.images
+    if images is not None:
+        print(f"images   {images.line()} (in the first line of the table)")
     shares = args.tokens_per_rank is not None
     size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
     print(
@@ -142,6 +159,7 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
         "lost",
         "PFLOP",
         *(["computed", "families/step"] if args.share_prefixes != "off" else []),
+        *(["images/pack", "too long", "language", "tower"] if images is not None else []),
         *(["exchange", "time/bound", "part", "micro-steps by degree"] if shares else []),
         *(["tokens/s", "hours"] if args.tflops else []),
     ):
@@ -163,16 +181,22 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
             f"{each.lost:.2%}",
             f"{each.flops / 1e15:,.3g}",
             *(_prefix_cells(report.prefixes) if args.share_prefixes != "off" else []),
+            *([] if report.images is None else _image_cells(report)),
             *(_shared_cells(report.shared) if shares else []),
             *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
         )
     console = Console()
     # A file or a pipe has no width: its lines must not be wrapped.
-    (console if console.is_terminal else Console(width=200 if shares else 160)).print(table)
+    (console if console.is_terminal else Console(width=200 if shares or images is not None else 160)).print(table)
     print(
         "filled: share of the packs; padded: the same of unpacked batches of this size; cut: documents truncated, "
         "split or\ndropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
     )
+    if images is not None:
+        print(
+            'too long: documents dropped because an image does not fit, or by overlong="drop"; language, tower: '
+            "imbalance of the\nlanguage model and of the vision tower alone"
+        )
     if shares:
         print(
             "exchange: share of the time in the exchange between ranks that share a pack; time/bound: modelled time "

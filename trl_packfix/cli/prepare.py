@@ -2,13 +2,22 @@
 
 import argparse
 import json
+import shutil
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..version import __version__
 from . import flags
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ..data.documents import Ledger
+    from .sources import Tokenisation
 
 MANIFEST = "prepared.json"
 
@@ -52,31 +61,34 @@ def run(args: argparse.Namespace) -> int:
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    from datasets import concatenate_datasets
     from transformers import AutoTokenizer
 
-    from ..data.reader import TokenReader
-    from ..data.spans import make_documents
-    from ..training.bad_rows import without_bad_rows
-    from .sources import load_rows, tokenised
+    from ..data.images import has_images
+    from .sources import load_rows
 
     settings = flags.tokenisation(args)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    tables = [load_rows(name, args.split, args.name) for name in args.data]
-    parts = [tokenised(table, tokenizer, settings) for table in tables]
-    given = sum(map(len, parts))
-    table = concatenate_datasets([without_bad_rows(part) for part in parts])
-    ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=args.num_proc)
+    parts = [load_rows(name, args.split, args.name) for name in args.data]
+    with_images = sum(map(has_images, parts))
+    if 0 < with_images < len(parts):
+        raise ValueError(
+            f"{len(parts)} datasets were given, and {with_images} of them have images. Rows of text are tokenised, and "
+            "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
+            "rows of text an empty column `images`."
+        )
+    if with_images:
+        rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output)
+    else:
+        rows, given, ledger = _save_tokens(parts, tokenizer, settings, output)
     manifest = {
         "data": args.data,
         "split": args.split,
         "tokenizer": tokenizer_name,
         "vocabulary": len(tokenizer),
         "settings": vars(settings),
-        "conversations": sum(map(len, tables)) if settings.per_turn else None,
-        "rows": len(table),
-        "bad_rows_dropped": given - len(table),
+        "conversations": sum(map(len, parts)) if settings.per_turn else None,
+        "rows": rows,
+        "bad_rows_dropped": given - rows,
         "documents": ledger.given.documents,
         "tokens": ledger.given.tokens,
         "trained_tokens": ledger.given.trained_tokens,
@@ -89,16 +101,58 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
-    if given > len(table):
-        print(f"{given - len(table):,} of {given:,} rows cannot be tokenised and are dropped")
+    if given > rows:
+        print(f"{given - rows:,} of {given:,} rows cannot be tokenised and are dropped")
     if settings.per_turn:
         without = manifest["documents_without_a_trained_token"]
         print(
-            f"{manifest['conversations']:,} conversations, one row for each of their {len(table) - without:,} "
+            f"{manifest['conversations']:,} conversations, one row for each of their {rows - without:,} "
             f"assistant turns; {without:,} without an assistant turn are not trained"
         )
     print(
-        f"{output}: {len(table):,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
+        f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
     return 0
+
+
+def _save_tokens(
+    parts: "list[Dataset]", tokenizer: Any, settings: "Tokenisation", output: Path
+) -> "tuple[int, int, Ledger]":
+    """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
+    from datasets import concatenate_datasets
+
+    from ..data.reader import TokenReader
+    from ..data.spans import make_documents
+    from ..training.bad_rows import without_bad_rows
+    from .sources import tokenised
+
+    parts = [tokenised(part, tokenizer, settings) for part in parts]
+    table = concatenate_datasets([without_bad_rows(part) for part in parts])
+    ledger = make_documents(TokenReader(table), max_length=None).ledger
+    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
+    return len(table), sum(map(len, parts)), ledger
+
+
+def _save_measured(
+    parts: "list[Dataset]", processor: str, settings: "Tokenisation", output: Path
+) -> "tuple[int, int, Ledger]":
+    """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
+    from datasets import load_from_disk
+
+    from ..data.spans import make_documents
+    from .sources import joined, measured
+
+    table = joined(parts)
+    given = len(table)
+    if settings.bad_rows == "drop":
+        bad = measured(table, processor, settings).bad_rows()
+        table = table if bad is None else table.select(np.flatnonzero(~bad))
+    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
+    try:
+        reader = measured(load_from_disk(str(output)), processor, settings)
+        ledger = make_documents(reader, max_length=None).ledger
+    except BaseException:
+        shutil.rmtree(output)  # it did not exist, or was empty
+        raise
+    return len(table), given, ledger

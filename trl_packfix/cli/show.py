@@ -40,13 +40,16 @@ def run(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from ..reporting.build import make_report
+    from ..training.images import check_settings
     from .forecast import planner_for
     from .sources import LengthRows, open_tables
 
     config = flags.packing_config(args, args.max_length, args.strategy)
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     flags.check_has_tokens(args, reader)
-    planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args))
+    if reader.image_counts is not None:
+        check_settings(config, "images")
+    planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args, reader))
     if args.plot:
         try:
             make_report(planner, config.effective_overlong, reader).plot(args.plot)

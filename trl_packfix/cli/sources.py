@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,12 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 from datasets.exceptions import DatasetGenerationError
 
 from ..data.collator import IGNORE_INDEX
+from ..data.images import IMAGES, ImageRows, has_images
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 from ..data.turns import check_conversations
+
+if TYPE_CHECKING:
+    from ..training.trainer import SFTTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,7 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    image_stops = image_values = None  # lengths alone have no images
+    image_stops = image_counts = image_values = image_squares = None  # lengths alone have no images
 
     def seq_lengths(self) -> None:
         return None
@@ -223,13 +227,53 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
             )
         return _with_labels(dataset, settings)
 
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
+
+    if isinstance(tokenizer, str):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    found = _trainer(dataset, tokenizer, settings).train_dataset
+    assert isinstance(found, Dataset)
+    return _with_labels(found, settings)
+
+
+def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = None) -> ImageRows:
+    """The documents of rows with images, as `SFTTrainer` measures them.
+
+    `datasets` caches the lengths, so a training run with the same processor and settings does not measure again.
+
+    Args:
+        dataset: in a form of TRL's vision datasets.
+        processor: object, local path or name on the hub.
+
+    Raises:
+        ValueError: no processor, or a tokenizer in its place.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    name = next(name for name in IMAGES if name in dataset.column_names)
+    given = processor
+    if isinstance(processor, str):
+        processor = AutoProcessor.from_pretrained(processor)
+    if not isinstance(processor, ProcessorMixin):
+        what = "no model was given" if given is None else f"`{given}` has a tokenizer only"
+        raise ValueError(
+            f"The dataset of {len(dataset)} rows has the column `{name}`, and {what}. The number of tokens of an image "
+            "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
+            f"will train, or remove the column `{name}` if the text alone is to be trained."
+        )
+    reader = _trainer(dataset, processor, settings or Tokenisation())._reader
+    assert isinstance(reader, ImageRows)
+    return reader
+
+
+def _trainer(dataset: Dataset, processing_class: Any, settings: Tokenisation) -> "SFTTrainer":
+    """A trainer of these rows, with a tiny model that is discarded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..training.config import SFTConfig
     from ..training.trainer import SFTTrainer
 
-    if isinstance(tokenizer, str):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=max(len(tokenizer), tokenizer.vocab_size),
@@ -244,10 +288,7 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
         args = SFTConfig(
             folder, packing=True, max_length=2**40, use_cpu=True, bf16=False, report_to=[], **vars(settings)
         )
-        trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-    found = trainer.train_dataset
-    assert isinstance(found, Dataset)
-    return _with_labels(found, settings)
+        return SFTTrainer(model, args, train_dataset=dataset, processing_class=processing_class)
 
 
 def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
@@ -284,7 +325,7 @@ def open_tables(
         ValueError: datasets and files of lengths together; see also the functions above.
         OSError: a dataset or file does not exist.
     """
-    lengths, tables = [], []
+    lengths, tables, pictures = [], [], []
     for name in names:
         print(f"Reading {name}", file=sys.stderr)
         found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
@@ -299,22 +340,44 @@ def open_tables(
             lengths.append(found)
         else:
             rows = load_rows(name, split, config)
-            what = "rows of tokens" if "input_ids" in rows.column_names else f"rows, which {tokenizer} tokenises"
+            is_tokenised = "input_ids" in rows.column_names
+            shows = has_images(rows) and not is_tokenised
+            what = (
+                "rows of tokens" if is_tokenised else f"rows, which {tokenizer} {'processes' if shows else 'tokenises'}"
+            )
             print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
-            tables.append(tokenised(rows, tokenizer, settings))
-    if lengths and tables:
+            if shows:
+                pictures.append(rows)
+            else:
+                tables.append(tokenised(rows, tokenizer, settings))
+    if lengths and (tables or pictures):
         raise ValueError(
-            f"{len(lengths)} files of lengths and {len(tables)} datasets were given. A file of lengths has no tokens, "
-            "so they cannot be joined to one table. Give lengths only, or datasets only."
+            f"{len(lengths)} files of lengths and {len(tables) + len(pictures)} datasets were given. A file of lengths "
+            "has no tokens, so they cannot be joined to one table. Give lengths only, or datasets only."
         )
     if lengths:
         return LengthRows(np.concatenate(lengths))
+    if pictures and tables:
+        raise ValueError(
+            f"{len(pictures)} datasets with images and {len(tables)} without were given. Rows with images are "
+            "processed when they are read, and rows of text are tokenised before, so they cannot be joined to one "
+            "table. Plan them one by one, or give the rows of text an empty column `images`."
+        )
+    return measured(joined(pictures), tokenizer, settings) if pictures else TokenReader(joined(tables))
+
+
+def joined(tables: Sequence[Dataset]) -> Dataset:
+    """One table of all rows.
+
+    Raises:
+        ValueError: the tables have different columns.
+    """
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
         one, other = columns[0], next(each for each in columns if each != columns[0])
         raise ValueError(
-            f"{len(tables)} tokenised datasets were given, one with the columns {one} and another with {other}. To "
-            "join them, all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix "
-            "prepare`."
+            f"{len(tables)} datasets were given, one with the columns {one} and another with {other}. To join them, "
+            "all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix prepare`; of "
+            "datasets with images, select the same columns."
         )
-    return TokenReader(concatenate_datasets(tables) if len(tables) > 1 else tables[0])
+    return concatenate_datasets(tables) if len(tables) > 1 else tables[0]

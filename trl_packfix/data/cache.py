@@ -25,7 +25,7 @@ from .token_order import token_order
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # raise it when the same settings give other spans, or the files get another form
+VERSION = 3  # raise it when the same settings give other spans, or the files get another form
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 
@@ -148,6 +148,7 @@ def _read_or_compute(
         logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
         remove(path)
     arrays = make()
-    # without `allow_pickle=False`, which numpy below 2.1 takes for one more array
-    is_cached = write_atomically(path, lambda file: np.savez(file, **arrays))
+    # Without `allow_pickle=False`, which numpy below 2.1 takes for one more array; its annotation asks for the argument
+    savez: Callable[..., None] = np.savez
+    is_cached = write_atomically(path, lambda file: savez(file, **arrays))
     return read(arrays, path if is_cached else None)

@@ -86,6 +86,7 @@ class Documents:
         block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
         ledger: what was cut, split and dropped.
         tokens: the documents sorted by their tokens, for `share_prefixes="family"`; else None.
+        image_values, image_squares: of the images of each document, see `Rows`; None if no document has images.
         fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
         file: their cache file, if there is one; plans are cached beside it.
     """
@@ -97,6 +98,8 @@ class Documents:
     ledger: Ledger
     block: Int64Array | None = None
     tokens: TokenOrder | None = None
+    image_values: Int64Array | None = None
+    image_squares: Int64Array | None = None
     fingerprint: str = ""
     file: Path | None = None
 
@@ -110,7 +113,8 @@ class Documents:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
-        arrays = {name: getattr(self, name) for name in ("row", "start", "stop", "trained", "block")}
+        names = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")
+        arrays = {name: getattr(self, name) for name in names}
         if self.tokens is not None:
             arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))

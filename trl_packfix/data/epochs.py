@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..planning.arrays import Int64Array
+from ..planning.arrays import Float64Array, Int64Array
 from ..planning.balance import Balance, StepSettings, Synchronisation
-from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.costs import LLAMA_7B, CostModel, document_costs
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
 from ..planning.prefixes import Pieces, SharePrefixes, make_pieces
@@ -122,6 +122,21 @@ class EpochPlanner:
     def _traits(self) -> StrategyTraits:
         return STRATEGIES[self.strategy]
 
+    @cached_property
+    def image_costs(self) -> Float64Array | None:
+        """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
+        values, squares = self.documents.image_values, self.documents.image_squares
+        if self.cost_model.tower is None or values is None or squares is None:
+            return None
+        return self.cost_model.tower(values, squares)
+
+    @property
+    def costs(self) -> Float64Array | None:
+        """Modelled cost of each document, shape (N,), where its length alone does not tell; else None."""
+        if self.image_costs is None:
+            return None
+        return document_costs(self.documents.lengths, self.cost_model, self.image_costs)
+
     @property
     def steps(self) -> StepSettings:
         """How every optimizer step is divided."""
@@ -133,7 +148,7 @@ class EpochPlanner:
             balance=self.balance,
             synchronisation=self.synchronisation,
             drop_last=self.drop_last,
-            costs=self.pieces.costs if self.shares_families and not self._traits.keeps_steps else None,
+            costs=self.pieces.costs if self.shares_families and not self._traits.keeps_steps else self.costs,
         )
 
     @property

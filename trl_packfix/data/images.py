@@ -2,24 +2,34 @@
 
 A processor turns the text and the images of a row into tokens and pixels. Only its result says how many tokens an image
 has, so it runs once for every row before training, and the numbers that planning needs are cached: the length, the
-trained tokens, where the last image ends. Pixels are not kept. Whoever reads a document (a worker of the data loader)
-decodes its images and runs the processor again, and must get the same tokens.
+trained tokens, where the last image ends, what the vision tower reads. Images are decoded then, since a broken one must
+be found before training. They are not processed where another of the same size was (`image_sizes`), except in every
+16th row, whose numbers are compared. Pixels are not kept. Whoever reads a document (a worker of the data loader)
+decodes its images and runs the processor, and must get the same tokens.
 """
 
 import hashlib
+import logging
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from datasets import Dataset, Features, IterableDataset, Value
+from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
 from .collator import IGNORE_INDEX
+from .image_sizes import depends_on_sizes, processing_sizes
 from .reader import BAD_ROW, bad_rows
 
+logger = logging.getLogger(__name__)
+
+CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
 NUM_SHOWN = 10  # rows that a message names
 IMAGES = ("image", "images")
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
@@ -30,8 +40,11 @@ MEASURES = Features(
         "trained": Value("int64"),
         "first_is_labelled": Value("bool"),
         "image_stop": Value("int64"),
+        "image_count": Value("int64"),
         "image_values": Value("int64"),
+        "image_squares": Value("int64"),
         "digest": Value("binary"),
+        "differs": Value("bool"),
         BAD_ROW: Value("string"),
     }
 )
@@ -55,6 +68,22 @@ class RowProcessor:
     def __init__(self, collate: DataCollatorForVisionLanguageModeling):
         self.processor = collate.processor
         self._collate = replace(collate, max_length=None, pad_to_multiple_of=None)
+        self._by_size: RowProcessor | None = None
+
+    def __reduce__(self) -> Any:
+        return RowProcessor, (self._collate,)  # without the sizes known so far: `datasets` hashes it to find its cache
+
+    @property
+    def by_size(self) -> "RowProcessor":
+        """The same without processing images, if others of the same size were processed: pixels are left out."""
+        if self._by_size is None:
+            self._by_size = RowProcessor(replace(self._collate, processor=processing_sizes(self.processor)))
+        return self._by_size
+
+    @cached_property
+    def settings(self) -> bytes:
+        """What decides the pixels of an image, besides the image."""
+        return str(self.processor.image_processor.to_json_string()).encode()
 
     def without_masks(self) -> "RowProcessor":
         """The same for rows in which every token is trained."""
@@ -62,9 +91,7 @@ class RowProcessor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
-        row = dict(row)
-        images = [row.pop("image")] if "image" in row else row.get("images")
-        row["images"] = [image for image in images or [] if image is not None]
+        row = {name: value for name, value in row.items() if name != "image"} | {"images": images_of(row)}
         document = dict(self._collate([row]))
         document.pop("attention_mask", None)  # all ones: one row has no padding
         for name in ("input_ids", "labels"):
@@ -89,6 +116,8 @@ class RowProcessor:
 def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool) -> Dataset:
     """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
 
+    Images of a size that was processed already are not processed again. If one of the rows compared differs, all are.
+
     Args:
         name: of the dataset, for messages.
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
@@ -102,14 +131,30 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
             "packing is on. Packing must know the length of every document before training, and a transform may make "
             "another image at each reading. Materialise it with `Dataset.map`, or set `packing=False`."
         )
-    found = dataset.map(
-        _measures,
-        fn_kwargs={"process": process},
-        remove_columns=dataset.column_names,
-        features=MEASURES,
-        num_proc=num_proc,
-        desc=f"Measuring {name} dataset",
-    )
+
+    def run(every: int) -> Dataset:
+        return dataset.map(
+            _measures,
+            with_indices=True,
+            fn_kwargs={"process": process, "every": every},
+            remove_columns=dataset.column_names,
+            features=MEASURES,
+            num_proc=num_proc,
+            desc=f"Measuring {name} dataset",
+        )
+
+    if depends_on_sizes(process.processor):
+        found = run(CHECKED)
+        differs = np.flatnonzero(found["differs"])
+        if len(differs):
+            logger.warning(
+                "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
+                "first is row %d. The processor runs on every row instead, which takes longer.",
+                *(len(differs), -(-len(found) // CHECKED), name, differs[0]),
+            )
+            found = run(1)
+    else:
+        found = run(1)
     if not drops:
         bad = np.flatnonzero(np.array(found[BAD_ROW]) != "")
         if len(bad):
@@ -123,32 +168,78 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
     return found
 
 
-def _measures(row: Any, process: RowProcessor) -> dict[str, Any]:
+def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[str, Any]:
+    """The numbers of a row. Its images are processed in one of `every` rows, and in all with 1."""
     try:
         # Reading the row decodes its images, so a missing or broken one is found here.
-        document = process(dict(row))
+        row = dict(row)
+        by_size = None if every == 1 else _numbers_by_size(row, process)
+        if by_size is not None and index % every:
+            return by_size
+        found = _numbers(row, process)
+        return found | {"differs": every > 1 and by_size != found}
     except Exception as error:  # any error of the processor, the image library or the file system
         text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
-        empty = {"length": 0, "trained": 0, "first_is_labelled": False, "image_stop": 0, "image_values": 0}
-        return empty | {"digest": b"", BAD_ROW: f"{type(error).__name__}: {text}"}
+        numbers = dict.fromkeys((name for name, kind in MEASURES.items() if kind.dtype == "int64"), 0)
+        reason = f"{type(error).__name__}: {text}"
+        return numbers | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
+
+
+def _numbers_by_size(row: dict[str, Any], process: RowProcessor) -> dict[str, Any] | None:
+    try:
+        return _numbers(row, process.by_size)
+    except Exception:  # the processor itself then says what is wrong with the row
+        return None
+
+
+def _numbers(row: dict[str, Any], process: RowProcessor) -> dict[str, Any]:
+    document = process(row)
     tokens, labels = document["input_ids"], document["labels"]
-    pixels = document.get("pixel_values")
+    sizes = sequence_sizes(document)
     return {
         "length": len(tokens),
         "trained": int((labels[1:] != IGNORE_INDEX).sum()),
         "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
         "image_stop": process.image_span(document)[1],
-        "image_values": 0 if pixels is None else pixels.numel(),
-        "digest": _digest(document),
+        "image_count": len(images_of(row)),
+        "image_values": int(sizes.sum()),
+        "image_squares": int((sizes**2).sum()),
+        "digest": _digest(document, images_of(row), process.settings),
+        "differs": False,
         BAD_ROW: "",
     }
 
 
-def _digest(document: dict[str, Any]) -> bytes:
-    """Hash of all tokens, labels and numbers of a document."""
-    digest = hashlib.sha256()
-    for name in sorted(document):
-        digest.update(name.encode() + np.ascontiguousarray(document[name]).tobytes())
+def images_of(row: Any) -> list[Any]:
+    """The images of a row of the dataset; [] if it has none."""
+    images = [row["image"]] if "image" in row else row.get("images")
+    return [image for image in images or [] if image is not None]
+
+
+def sequence_sizes(document: dict[str, Any]) -> Tensor:
+    """Numbers in each sequence that the vision tower reads, shape (S,): an image, or a tile of one.
+
+    Processors return images as the patches of all of them, with the grid of each; or as tiles, as patches of several
+    images or as images of one size each, padded with zeros to the most tiles.
+    """
+    pixels = document.get("pixel_values")
+    if pixels is None:
+        return torch.zeros(0, dtype=torch.int64)
+    grid = document.get("image_grid_thw")
+    if grid is not None:
+        return grid.prod(-1) * (pixels.numel() // pixels.shape[0])
+    sequences = pixels.reshape(-1, *pixels.shape[-3 if pixels.dim() > 3 else -2 :]).flatten(1)
+    return sequences.any(1) * sequences.shape[1]
+
+
+def _digest(document: dict[str, Any], images: list[Any], settings: bytes) -> bytes:
+    """Hash of the tokens and labels of a document, of its images, and of what the processor makes of them."""
+    digest = hashlib.sha256(settings if images else b"")
+    for name in ("input_ids", "labels"):
+        digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
+    for image in images:
+        pixels = np.asarray(image)
+        digest.update(f"{pixels.dtype} {pixels.shape}".encode() + pixels.tobytes())
     return digest.digest()
 
 
@@ -168,9 +259,9 @@ class ImageRows:
         self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
         self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
         self.image_stops: npt.NDArray[np.int64] = table["image_stop"].to_numpy()
-        """Index after the last token of an image, shape (R,); 0 for rows without images."""
+        self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
         self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
-        """Numbers in the processed images of each row, shape (R,): what the vision tower reads."""
+        self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
 
     def __len__(self) -> int:
         return len(self._dataset)

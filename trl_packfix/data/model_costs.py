@@ -2,10 +2,12 @@
 
 A token costs two operations per parameter that is applied to it. The parameters are counted on the model itself, which
 torch's meta device builds at its real size within a second and without memory. So no architecture needs its own rule.
+A patch costs the same in the vision tower, by the parameters of the tower.
 """
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..planning.costs import LLAMA_7B, CostModel, with_pairs_of
+from ..planning.costs import LLAMA_7B, CostModel, TowerCosts, tower_costs_of, with_pairs_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,51 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
             "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
         )
         return LLAMA_7B
+
+
+def with_tower(
+    costs: CostModel, config: Any, model_class: type[PreTrainedModel] | None = None, is_trained: bool = True
+) -> CostModel:
+    """The same cost model, with the costs of images in the vision tower; without them if they cannot be counted.
+
+    The projector behind the tower is not counted, unless it is a part of it.
+
+    Args:
+        config: of the whole model.
+        model_class: the class to build; by default transformers' own for this config.
+        is_trained: False counts a third, since a tower without a trained weight has no backward pass.
+    """
+    found: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if found is None or getattr(config, "vision_config", None) is None:
+        return costs
+    try:
+        tower = vision_tower(_built(found, config))
+        return costs if tower is None else replace(costs, tower=_tower_costs(tower, is_trained))
+    except Exception as error:  # any error of the model's own code, or a config with other names
+        logger.warning(
+            f"The costs of the vision tower of {found.__name__} cannot be counted ({type(error).__name__}: {error}). "
+            "Ranks are balanced by the language model alone."
+        )
+        return costs
+
+
+def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The part of a model that has its vision config; None if there is none."""
+    kind = type(getattr(model.config, "vision_config", None))
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is kind)
+    return next(parts, None)
+
+
+def _tower_costs(tower: PreTrainedModel, is_trained: bool) -> TowerCosts:
+    """Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none."""
+    square = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2
+    parameters = 0.0
+    for name, module in tower.named_modules():
+        if not isinstance(module, nn.Embedding):
+            size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            parameters += size / square if "merger" in name else size
+    found = tower_costs_of(tower.config, 2 * parameters)
+    return found if is_trained else TowerCosts(found.per_value / 3, found.per_pair / 3)
 
 
 def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

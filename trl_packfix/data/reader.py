@@ -39,8 +39,19 @@ class Rows(Protocol):
         """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
 
     @property
+    def image_counts(self) -> npt.NDArray[np.int64] | None:
+        """Images of each row, shape (R,); None if no row has images."""
+
+    @property
     def image_values(self) -> npt.NDArray[np.int64] | None:
-        """Numbers in the processed images of each row, shape (R,); None if no row has images."""
+        """Numbers in the processed images of each row, shape (R,): what the vision tower reads. None as above."""
+
+    @property
+    def image_squares(self) -> npt.NDArray[np.int64] | None:
+        """Sum of the squares of the numbers of each image in a row, shape (R,): what attention in the tower costs.
+
+        A tile that the tower reads alone counts as an image. None as above.
+        """
 
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
@@ -257,7 +268,7 @@ class TokenReader:
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    image_stops = image_values = None  # tokens alone have no images
+    image_stops = image_counts = image_values = image_squares = None  # tokens alone have no images
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:
         """None: the tokens are at hand."""

@@ -96,7 +96,19 @@ def make_documents(
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
-    return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block)
+    values, squares = (
+        None if column is None else column[spans.row] for column in (reader.image_values, reader.image_squares)
+    )
+    return Documents(
+        spans.row,
+        spans.start,
+        spans.stop,
+        spans.trained,
+        ledger,
+        block,
+        image_values=values,
+        image_squares=squares,
+    )
 
 
 def refuse_no_documents(ledger: Ledger, given: str, max_length: int | None) -> None:

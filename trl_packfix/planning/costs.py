@@ -4,6 +4,9 @@ A token costs the same wherever it stands, in the matrices of the model; a pair 
 two products of attention. So a document of n tokens costs `per_token * n + per_pair * n (n + 1) / 2`, and a pack the
 sum of its documents. Only ratios of costs decide anything. The unit is FLOPs of one forward pass (a multiplication and
 an addition are two); a backward pass takes about twice that, of both parts.
+
+Images cost what the vision tower does with them. Every image, or tile of one, is a sequence of its own there, in which
+all patches see each other.
 """
 
 from collections import Counter
@@ -33,6 +36,36 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TowerCosts:
+    """FLOPs of a forward pass of a vision tower, by the numbers in its input: a patch is some hundreds of them.
+
+    Attributes:
+        per_value: FLOPs of one number in all matrices, and in attention within windows.
+        per_pair: FLOPs of one pair of numbers of the same image, in all layers with full attention.
+
+    >>> TowerCosts(per_value=10, per_pair=2)([3], [9]).tolist()  # one image of three numbers
+    [48.0]
+    """
+
+    per_value: float
+    per_pair: float
+
+    def __call__(self, values: npt.ArrayLike, squares: npt.ArrayLike) -> Float64Array:
+        """FLOPs of the images of each document, shape (N,).
+
+        Args:
+            values: numbers in all images of each document, shape (N,).
+            squares: sum of the squares of the numbers of each image, shape (N,).
+        """
+        cost: Float64Array = self.flops(np.asarray(values, dtype=np.float64), np.asarray(squares, dtype=np.float64))
+        return cost
+
+    def flops(self, values: Any, squares: Any) -> Any:
+        """The same for arrays of float64, or tensors on any device."""
+        return self.per_value * values + self.per_pair * squares
+
+
+@dataclass(frozen=True)
 class CostModel:
     """FLOPs of a forward pass by document length.
 
@@ -42,6 +75,7 @@ class CostModel:
         windows: (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included.
         chunks: the same for layers in which a token sees its own chunk of so many tokens only.
         attention: the heads of the layers with attention, for the cost of sequence parallelism; empty: not known.
+        tower: the costs of images; None without a vision tower, or if they cannot be counted.
 
     >>> CostModel(per_token=10, per_pair=2)([1, 3]).tolist()
     [12.0, 42.0]
@@ -52,6 +86,7 @@ class CostModel:
     windows: tuple[tuple[int, float], ...] = ()
     chunks: tuple[tuple[int, float], ...] = ()
     attention: tuple[Heads, ...] = field(default=(), compare=False)
+    tower: TowerCosts | None = None
 
     @property
     def heads(self) -> int | None:
@@ -72,6 +107,12 @@ class CostModel:
             whole = n // chunk
             cost = cost + per_pair * (whole * _pairs(chunk) + _pairs(n - whole * chunk))
         return cost
+
+
+def document_costs(lengths: npt.ArrayLike, cost_model: CostModel, image_costs: Float64Array | None) -> Float64Array:
+    """FLOPs of documents, in the language model and in the vision tower, shape (N,)."""
+    costs = cost_model(lengths)
+    return costs if image_costs is None else costs + image_costs
 
 
 def _pairs(n: Any) -> Any:
@@ -121,6 +162,32 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
             full += pair
     attention = tuple(Heads(layers, *each) for each, layers in heads.items())
     return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
+
+
+def tower_costs_of(config: Any, per_patch: float) -> TowerCosts:
+    """The costs of a vision tower with this config, read by the names that transformers' configs share.
+
+    Windows are counted as if every patch saw a whole one.
+
+    Args:
+        config: of the vision tower.
+        per_patch: FLOPs of one patch in all matrices.
+
+    Raises:
+        AttributeError, TypeError: the config has other fields.
+    """
+    layers = getattr(config, "num_hidden_layers", None) or config.depth
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    if heads := getattr(config, "head_dim", None):
+        width = heads * config.num_attention_heads
+    height, breadth = config.patch_size if isinstance(config.patch_size, list | tuple) else 2 * (config.patch_size,)
+    values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * breadth
+    pair = 4.0 * width
+    full = getattr(config, "fullatt_block_indexes", None)
+    if full is not None:
+        per_patch += (layers - len(full)) * pair * (config.window_size / height) ** 2
+        layers = len(full)
+    return TowerCosts(per_patch / values, layers * pair / values**2)
 
 
 def _layer_kinds(config: Any) -> list[str]:

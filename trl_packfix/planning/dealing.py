@@ -41,11 +41,12 @@ class Deal:
         self.capacity = capacity
         self.world_size = world_size
         self.num_slots = num_slots
-        longest_first = np.argsort(-lengths, kind="stable")
-        tokens = np.cumsum(lengths[longest_first])
+        # By cost and not by length: a short document with large images costs as much as a long one.
+        dearest_first = np.argsort(-cost, kind="stable")
+        tokens = np.cumsum(lengths[dearest_first])
         num_long = min((lengths * SHORT > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING)))
-        self.long: list[int] = longest_first[:num_long].tolist()
-        self.short = longest_first[num_long:]
+        self.long: list[int] = dearest_first[:num_long].tolist()
+        self.short = dearest_first[num_long:]
         excess = cost - cost[self.short].sum() / max(lengths[self.short].sum(), 1) * lengths
         self.excess: list[float] = np.maximum(excess, 0).tolist()
         self.slots = Slots(lengths, cost, excess, capacity, num_slots)
@@ -119,10 +120,12 @@ class Deal:
         return first
 
     def _level(self, groups: list[list[int]]) -> None:
-        """Each document, longest first, to the group with the least load that has room."""
+        """Each document, dearest first, to the group with the least load that has room."""
         room = self.slots.room
         heap = [(0.0, i) for i in range(len(groups))]
-        too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
+        too_full: list[
+            tuple[int, float, int]
+        ] = []  # most room first: most later documents are shorter, so they come back
         for document in self.long:
             wanted = min(self.slots.lengths[document] + self.capacity // LEVELLED, self.capacity)
             while too_full and -too_full[0][0] >= wanted:
@@ -224,7 +227,7 @@ class Deal:
         self.short = self.short[~np.isin(self.short, chosen)]
 
     def _pour(self, short: Int64Array, lacking: Float64Array, slots: Iterable[int]) -> None:
-        """Each document, longest first, to the slot that lacks most tokens."""
+        """Each document, dearest first, to the slot that lacks most tokens."""
         heap = [(-lacking[slot], slot) for slot in slots]
         heapq.heapify(heap)
         for document, length in zip(short.tolist(), self.lengths[short].tolist(), strict=True):

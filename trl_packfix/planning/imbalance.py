@@ -43,7 +43,11 @@ def imbalance(
     synchronisation: Synchronisation,
     costs: Float64Array | None = None,
 ) -> float:
-    """The imbalance as defined above; 1.0 with one rank. `costs` as in `rank_costs`.
+    """The imbalance as defined above; 1.0 with one rank.
+
+    Args:
+        lengths: tokens of each document of the dataset, shape (N,).
+        costs: as in `rank_costs`.
 
     >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
     >>> imbalance(schedule, np.array([4, 2, 1, 3]), CostModel(per_token=1.0, per_pair=0.0), "micro")
@@ -79,23 +83,24 @@ def imbalance_bound(
     for step in range(schedule.num_steps):
         of_step = schedule.step_documents(step)
         each = cost_model(lengths[of_step]) if costs is None else costs[of_step]
-        documents = _Sorted(lengths[of_step], each, micro, ranks, capacity)
+        documents = _Bounds(lengths[of_step], each, micro, ranks, capacity)
         mean += documents.total / ranks
         least += documents.longest_rank() if synchronisation == "step" else documents.longest_micro_steps()
     return least / mean
 
 
-class _Sorted:
-    """Documents of a step, longest first, and lower bounds of the cost of slots that hold some of them.
+class _Bounds:
+    """Documents of a step, and lower bounds of the cost of slots that hold some of them.
 
     A Lagrangian bound: for any price p per token, slots with T tokens cost at least p * T, plus the excess cost over p
     of the documents known to be in them, minus what all documents cheaper than p save. The best of several p is taken.
+    For each price, the documents are in the order of their excess, since a long one may cost less than a short one: by
+    chunks of attention, or by its images.
     """
 
     def __init__(self, lengths: Int64Array, costs: Float64Array, micro: int, ranks: int, capacity: int):
         self.micro, self.ranks, self.capacity = micro, ranks, capacity
-        longest_first = np.argsort(-lengths, kind="stable")
-        self.lengths, self.costs = lengths[longest_first], costs[longest_first]
+        self.lengths, self.costs = lengths, costs
         self.total = float(self.costs.sum())
         price = self.costs / self.lengths
         order = np.argsort(price, kind="stable")
@@ -104,10 +109,11 @@ class _Sorted:
         tokens, costs = (np.cumsum(np.append(0, values[order])) for values in (self.lengths, self.costs))
         self.cheapest = tokens, costs
         self.cheaper = np.append(0.0, costs[places] - price[order[places]] * tokens[places])[:, None]
-        # Of a document or of one that is longer: with chunked attention a longer one may have less.
-        longest = slice(0, max(GROUPS, micro) * ranks)
-        excess = np.maximum(self.costs[longest] - self.prices * self.lengths[longest], 0)
-        self.excess = np.minimum.accumulate(excess, axis=1)
+        dearest = np.argsort(-self.costs, kind="stable")[: max(GROUPS, micro) * ranks]
+        excess = np.maximum(self.costs[dearest] - self.prices * lengths[dearest], 0)
+        self.excess = -np.sort(-excess, axis=1, kind="stable")
+        # Of documents above half the capacity, which never share a slot
+        self.apart = -np.sort(-excess[:, 2 * lengths[dearest] > capacity], axis=1, kind="stable")
 
     def least(self, slots: npt.ArrayLike, excess: Float64Array) -> Float64Array:
         """Lower bound of the cost of this many slots, shape (n,), with documents of this excess, shape (prices, n)."""
@@ -118,8 +124,8 @@ class _Sorted:
     def longest_rank(self) -> float:
         """Lower bound of the largest cost of a rank in the step.
 
-        By the pigeonhole principle, k + 1 of the k * W + 1 longest documents are on one rank. And either the m longest
-        are on m ranks, of which one costs at least their mean, or two of them share a rank.
+        By the pigeonhole principle, k + 1 of the k * W + 1 documents with the most excess are on one rank. And either
+        the m with the most are on m ranks, of which one costs at least their mean, or two of them share a rank.
         """
         sums = np.concatenate([0 * self.prices, np.cumsum(self.excess, axis=1)], axis=1)
         k = np.arange(-(-self.excess.shape[1] // self.ranks))
@@ -133,16 +139,17 @@ class _Sorted:
     def longest_micro_steps(self) -> float:
         """Lower bound of the summed largest costs of the micro-steps.
 
-        Documents above half the capacity never share a slot, so micro-step g lasts at least as long as document g * W,
-        counted from the longest. The first j micro-steps hold at most `most`; the others last at least the mean of the
-        rest.
+        Documents above half the capacity never share a slot, so some j micro-steps last at least as long as documents
+        0, W, ... (j - 1) * W of them, in the order of their excess. These micro-steps hold at most `most`; the others
+        last at least the mean of the rest. One micro-step lasts at least as long as any document.
         """
         best = self.total / self.ranks
         for j in range(1, self.micro + 1):
             ending = np.arange(j) * self.ranks
-            if j > 1 and (ending[-1] >= len(self.lengths) or 2 * self.lengths[ending[-1]] <= self.capacity):
+            if j > 1 and ending[-1] >= self.apart.shape[1]:
                 break
-            ends = float(self.least(j, self.excess[:, ending].sum(axis=1, keepdims=True))[0])
+            excess = (self.excess if j == 1 else self.apart)[:, ending]
+            ends = float(self.least(j, excess.sum(axis=1, keepdims=True))[0])
             held = min(self.most(j * self.ranks), self.ranks * ends)
             best = max(best, ends + (self.total - held) / self.ranks)
         return best

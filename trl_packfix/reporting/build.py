@@ -9,13 +9,11 @@ from ..data.reader import Rows
 from ..data.savings import prefix_savings
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
-from ..planning.costs import CostModel
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
-from .report import PackingReport, SharedPacks
+from .report import PackedImages, PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
 
-PER_VALUE = CostModel(per_token=1.0, per_pair=0.0)  # a vision tower reads each number of an image once
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
 
@@ -36,7 +34,7 @@ def make_report(
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
     # what is balanced: documents, or with share_prefixes="family" pieces of several
-    units, unit_lengths, unit_costs = schedule, lengths, None
+    units, unit_lengths, unit_costs = schedule, lengths, planner.costs
     if planner.shares_families:
         pieces = planner.pieces_of(0)
         order, offsets = pieces.of(schedule.order, schedule.offsets)
@@ -51,7 +49,6 @@ def make_report(
     synchronisation = "micro" if shared else planner.synchronisation
     trained = int(documents.trained.sum())
     divisor = trained
-    images = None if reader.image_values is None else reader.image_values[documents.row]
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
@@ -83,14 +80,31 @@ def make_report(
         else imbalance_bound(units, unit_lengths, planner.cost_model, planner.capacity, synchronisation, unit_costs),
         prefixes=prefix_savings(planner, reader),
         shared=shared,
-        num_with_images=None if images is None else int((images > 0).sum()),
-        image_imbalance=(
-            None if images is None or not images.any() else imbalance(schedule, images, PER_VALUE, synchronisation)
-        ),
+        images=_packed_images(planner, reader),
         turns=turns,
         ledger=documents.ledger,
         lengths=length_histogram(lengths_given),
         sample=plan_sample(planner, reader),
+    )
+
+
+def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
+    """The images of the first epoch; None for rows without."""
+    if reader.image_counts is None:
+        return None
+    schedule, lengths, costs = planner.schedule(0), planner.documents.lengths, planner.image_costs
+    counts = reader.image_counts[planner.documents.row]
+    total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
+    packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
+    found = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
+    if costs is None or not costs.any():
+        return found
+    share = costs.sum() / (costs.sum() + planner.cost_model(lengths).sum())
+    return replace(
+        found,
+        tower_share=float(share),
+        tower_imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation, costs),
+        language_imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
     )
 
 

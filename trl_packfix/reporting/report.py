@@ -52,6 +52,37 @@ class SharedPacks:
 
 
 @dataclass(frozen=True)
+class PackedImages:
+    """The images of the documents, and what they cost in the first epoch, modelled.
+
+    Attributes:
+        num_images, num_documents: images, and documents with any.
+        per_pack, most: images in a pack, mean and largest number.
+        tower_share: share of the vision tower in the FLOPs; None if its cost is not known.
+        tower_imbalance, language_imbalance: imbalance of the vision tower and of the language model, each by itself.
+            Ranks are balanced by the sum of both.
+    """
+
+    num_images: int
+    num_documents: int
+    per_pack: float
+    most: int
+    tower_share: float | None = None
+    tower_imbalance: float | None = None
+    language_imbalance: float | None = None
+
+    def line(self) -> str:
+        """How many images there are, and what they cost."""
+        tower = "cost not known, so not balanced"
+        if self.tower_share is not None:
+            tower = f"{self.tower_share:.1%} of the modelled FLOPs"
+        return (
+            f"{self.num_images:,} in {self.num_documents:,} documents; {self.per_pack:.1f} in a pack, at most "
+            f"{self.most:,}; vision tower: {tower}"
+        )
+
+
+@dataclass(frozen=True)
 class PackingReport:
     """What packing did with the training set. It is made once, before the first step.
 
@@ -67,8 +98,7 @@ class PackingReport:
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
     - `prefixes`: the share of the tokens that is computed, see `share_prefixes`; None if tokens are not known.
-    - `num_with_images`: documents with images; None for a dataset without. `image_imbalance`: largest / mean number of
-      pixel values per rank, over micro-steps or steps: the imbalance of the vision tower, which is not evened out.
+    - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
@@ -112,8 +142,7 @@ class PackingReport:
     imbalance_bound: float | None = None
     shared: SharedPacks | None = None
     prefixes: PrefixSavings | None = None
-    num_with_images: int | None = None
-    image_imbalance: float | None = None
+    images: PackedImages | None = None
     turns: TurnCounts | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
@@ -179,9 +208,8 @@ class PackingReport:
         ]
         if self.turns is not None:
             rows.insert(0, ("conversations", self.turns.line()))
-        if self.num_with_images is not None:
-            balance = "" if self.world_size == 1 else f"; imbalance of the vision tower {self.image_imbalance:.3f}"
-            rows.append(("images", f"in {self.num_with_images:,} of the documents{balance}"))
+        if self.images is not None:
+            rows.append(("images", self.images.line()))
         if self.lengths is not None:
             rows.append(("lengths", self.lengths.line()))
         if self.num_packs is not None:
@@ -229,11 +257,17 @@ class PackingReport:
                 )
             )
         elif self.world_size > 1:
+            parts = ""
+            if self.images is not None and self.images.tower_imbalance is not None:
+                parts = (
+                    f"; of the language model alone {self.images.language_imbalance:.3f}, of the vision tower alone "
+                    f"{self.images.tower_imbalance:.3f}"
+                )
             rows.append(
                 (
                     "imbalance",
                     f"{self.imbalance:.3f} modelled (1 is perfect); lower bound for the documents of these steps: "
-                    f"{self.imbalance_bound:.3f}",
+                    f"{self.imbalance_bound:.3f}{parts}",
                 )
             )
         return rows
@@ -423,9 +457,11 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "imbalance": report.imbalance,
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
-        "image_imbalance": report.image_imbalance,
         "rows_computed": None if report.prefixes is None else report.prefixes.rows,
         "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
+        "images_per_pack": None if report.images is None else report.images.per_pack,
+        "tower_imbalance": None if report.images is None else report.images.tower_imbalance,
+        "language_imbalance": None if report.images is None else report.images.language_imbalance,
         "lost_trained_share": report.lost_trained_share,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}

@@ -1,6 +1,7 @@
 """Show packs as text. They are made by the reader and the collator of training, and read back from the batch."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.collator import IGNORE_INDEX, READ, PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset
 from ..data.prefixes import PrefixCollator
 from ..data.reader import Rows
 from .sample import plan_sample
 
+REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times: the tokens of an image
 STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # documents are numbered too, for output without colour
 LEGEND = (
     "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
@@ -31,6 +33,7 @@ class ShownDocument:
         runs: (whether trained, first, one after the last) for each run of its tokens, from its start.
         tokens: its token ids, shape (n,).
         shared: tokens whose rows are those of the document before it.
+        num_images: its images; None if the table has none.
     """
 
     row: int
@@ -40,6 +43,7 @@ class ShownDocument:
     runs: list[tuple[bool, int, int]]
     tokens: np.ndarray
     shared: int = 0
+    num_images: int | None = None
 
     @property
     def own(self) -> "ShownDocument":
@@ -84,6 +88,7 @@ class ShownPack:
                     "position_ids": list(each.positions),
                     **({} if self.cu_seq_lens_k is None else {"shared_tokens": each.shared}),
                     "trained_tokens": each.num_trained,
+                    **({} if each.num_images is None else {"images": each.num_images}),
                     "parts": [
                         {
                             "trained": trained,
@@ -115,9 +120,10 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
     """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
     documents = planner.documents
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
+    counts = reader.image_counts
     for pack in plan_sample(planner, reader, num_packs).packs:
         read = dataset.__getitems__(pack.documents)
-        batch = collate(read)
+        batch = collate([{name: each[name] for name in READ if name in each} for each in read])
         tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
         bounds = batch["cu_seq_lens_q"].tolist()
         shown = [
@@ -129,6 +135,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
                 runs=_runs(labels[first:end] != IGNORE_INDEX),
                 tokens=tokens[first:end],
                 shared=common,
+                num_images=None if counts is None else int(counts[documents.row[document]]),
             )
             for document, first, end, common in zip(
                 pack.documents, bounds[:-1], bounds[1:], pack.shared or [0] * len(pack.documents), strict=True
@@ -175,9 +182,10 @@ def pack_text(
         text.append(f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
     for number, each in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
+        images = f"images: {each.num_images:,}, " if each.num_images else ""
         text.append(
             f"[{number}] row {each.row:,}, tokens {each.start:,}-{each.stop - 1:,}, {each.num_trained:,} trained, "
-            f"position_ids {each.positions[0]}..{each.positions[1]}"
+            f"{images}position_ids {each.positions[0]}..{each.positions[1]}"
             + (f", the first {each.shared:,} tokens shared with [{number - 1}]\n" if each.shared else "\n"),
             f"bold {style}",
         )
@@ -209,7 +217,9 @@ def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator
 
 def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text.replace("\n", "\\n") if one_line else text
+    if not one_line:
+        return text
+    return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", text).replace("\n", "\\n")
 
 
 def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:

@@ -61,7 +61,12 @@ def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
     return 3 * costs.flops(lengths) - (1 - trained_share) * costs.per_token * lengths
 
 
-def trained_share(model: nn.Module) -> float:
-    """Share of the weights that are trained, also where ZeRO-3 has divided them."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:
+    """Share of the weights that are trained, also where ZeRO-3 has divided them.
+
+    Args:
+        without: a part that does not count, such as a vision tower, which has costs of its own.
+    """
+    skipped = set() if without is None else set(without.parameters())
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters() if p not in skipped]
     return sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)

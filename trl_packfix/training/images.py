@@ -36,30 +36,40 @@ def check_before_loading(args: SFTConfig, train_dataset: Any, processing_class: 
             "and a stream is read only once. Load the dataset without streaming, or set `packing=False` and "
             "`padding_free=False`."
         )
-    for setting in ("tokens_per_rank", "pad_documents_to_multiple_of", "weight_column", "source_column"):
-        if (value := getattr(args, setting)) is not None:
-            raise ValueError(
-                f"`{setting}={value!r}` was given, and the dataset has the column `{name}`. With images in packs it is "
-                f"not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of images."
-            )
+    check_settings(args, name)
     if isinstance(processing_class, PreTrainedTokenizerBase):
         raise ValueError(
             f"The dataset has the column `{name}` and `processing_class={type(processing_class).__name__}` was given. "
             "It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of the "
             "model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
         )
-    if args.effective_overlong == "split":
-        raise ValueError(
-            f"`packing_strategy={args.packing_strategy!r}` and `overlong={args.overlong!r}` were given with the column "
-            f"`{name}`. Long documents would be split, and a fragment may begin inside an image. Set "
-            '`packing_strategy="stream"` or "bfd", and `overlong` to "truncate" (after the last image, else the '
-            'document is dropped), "drop" or "raise".'
-        )
     if processing_class is not None and not isinstance(processing_class, ProcessorMixin):
         raise ValueError(
             f"The dataset has the column `{name}` and `processing_class={type(processing_class).__name__}` was given. "
             "Images are made into tokens by a processor of transformers. Give the processor of the model "
             "(`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
+        )
+
+
+def check_settings(args: SFTConfig, column: str) -> None:
+    """Refuse settings that images in packs do not support.
+
+    Raises:
+        ValueError: sequence parallelism, constant shapes, a policy that cuts documents anywhere.
+    """
+    for setting in ("tokens_per_rank", "pad_documents_to_multiple_of"):
+        if (value := getattr(args, setting)) is not None:
+            raise ValueError(
+                f"`{setting}={value!r}` was given, and the dataset has the column `{column}`. With images in packs it "
+                f"is not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of "
+                "images."
+            )
+    if args.effective_overlong == "split":
+        raise ValueError(
+            f"`packing_strategy={args.packing_strategy!r}` and `overlong={args.overlong!r}` were given with the column "
+            f"`{column}`. Long documents would be split, and a fragment may begin inside an image. Set "
+            '`packing_strategy="stream"` or "bfd", and `overlong` to "truncate" (after the last image, else the '
+            'document is dropped), "drop" or "raise".'
         )
 
 

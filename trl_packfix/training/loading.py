@@ -16,7 +16,7 @@ from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
-from ..data.model_costs import make_cost_model
+from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.prefixes import PrefixCollator
 from ..data.reader import TokenReader
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
@@ -164,7 +164,11 @@ class PackedLoading(trl.SFTTrainer):
     @cached_property
     def _cost_model(self) -> CostModel:
         model = base_model(self.model)
-        return make_cost_model(model.config, type(model))
+        costs = make_cost_model(model.config, type(model))
+        tower = vision_tower(model) if self.packs_images else None
+        if tower is None:
+            return costs
+        return with_tower(costs, model.config, type(model), any(p.requires_grad for p in tower.parameters()))
 
     def _make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable

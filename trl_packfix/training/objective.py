@@ -40,6 +40,8 @@ from ..attention.forwards import PACK_PART, PREFIXES
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
+from ..data.images import sequence_sizes
+from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
@@ -416,18 +418,27 @@ class PackedObjective(PackedLoading):
             computed = (shared.num_documents > 0).sum()
             flops = flops - self._training_flops(shared.shared)
         sums = [trained.sum(), tokens, computed, rows, is_document.sum(), is_document.any(), has_documents]
-        self._totals_of_training.add_batch([*sums, flops])
+        self._totals_of_training.add_batch([*sums, flops + self._tower_flops(inputs)])
 
     def _training_flops(self, lengths: Tensor) -> Tensor:
-        """FLOPs of forward and backward of these documents, (N,); 0 if the cost of the model is not known."""
+        """FLOPs of forward and backward of the text of these documents, (N,); 0 if the cost is not known."""
         if self._cost_model is LLAMA_7B:
             return lengths.new_zeros(())
         exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
         return training_flops(self._cost_model, exact, self._trained_share).sum()
 
+    def _tower_flops(self, inputs: dict[str, Any]) -> Tensor | float:
+        """FLOPs of forward and backward of the images of a batch in the vision tower; 0 if their cost is not known."""
+        if self._cost_model is LLAMA_7B or self._cost_model.tower is None:
+            return 0.0
+        sizes = sequence_sizes(inputs)
+        exact = sizes.to(torch.float32 if sizes.device.type == "mps" else torch.float64)
+        return 3 * self._cost_model.tower.flops(exact, exact**2).sum()
+
     @cached_property
     def _trained_share(self) -> float:
-        return trained_share(self.model)
+        tower = None if self._cost_model.tower is None else vision_tower(base_model(self.model))
+        return trained_share(self.model, without=tower)
 
     @cached_property
     def _peak_tflops(self) -> float | None:

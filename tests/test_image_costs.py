@@ -1,0 +1,173 @@
+"""What images cost: the vision tower against torch's counter, the balance of ranks, the report and the log."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.runs import config
+from support.vision import build_model, build_processor, rows
+from torch.utils.flop_counter import FlopCounterMode
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packfix import SFTTrainer
+from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.image_collator import ImageExamples
+from trl_packfix.data.images import ImageRows, RowProcessor, measure, sequence_sizes
+from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
+from trl_packfix.data.spans import make_documents
+from trl_packfix.planning.costs import CostModel, TowerCosts
+from trl_packfix.planning.imbalance import imbalance, imbalance_bound
+from trl_packfix.reporting.build import make_report
+
+ROWS = rows(12)
+
+
+def processor_of(family):
+    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
+
+
+def costs_of(model, **settings):
+    return with_tower(make_cost_model(model.config), model.config, **settings)
+
+
+# The vision tower
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3"])
+def test_the_tower_costs_what_torch_counts(family):
+    """Images of several sizes, and two in one document: each image or tile is a sequence of its own."""
+    model = build_model(family).eval()
+    model.set_attn_implementation("eager")  # the counter does not see fused kernels
+    tower, examples = vision_tower(model), ImageExamples(processor_of(family))
+    name = next(name for name, module in model.named_modules() if module is tower)
+    costs = costs_of(model).tower
+    ratios, seen = [], set()
+    for sizes in ([(24, 24)], [(40, 56)], [(100, 100)], [(24, 24), (100, 100)]):
+        document = examples.document([examples.image(*size) for size in sizes])
+        with FlopCounterMode(display=False, depth=99) as counter, torch.no_grad():
+            model(**examples.alone(document))
+        paths = counter.get_flop_counts()
+        wanted = sum(paths[next(path for path in paths if path.endswith(f".{name}"))].values())
+        sequences = sequence_sizes(document).numpy()
+        ratios.append(costs(sequences.sum(), (sequences**2).sum()) / wanted)
+        seen.add(wanted)
+    assert len(seen) > 1, "all images cost the same"
+    # Class tokens, norms and windows at the edge of an image are not counted exactly
+    assert min(ratios) >= 0.95 and max(ratios) <= 1.06, ratios
+
+
+def test_a_frozen_tower_costs_a_third():
+    model = build_model("llava")
+    whole, third = costs_of(model).tower, costs_of(model, is_trained=False).tower
+    assert third(100, 5000) == pytest.approx(whole(100, 5000) / 3)
+
+
+def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
+    model = build_model("llava")
+    model.config.vision_config.patch_size = None
+    with caplog.at_level(logging.WARNING):
+        costs = costs_of(model)
+    assert costs.tower is None and "balanced by the language model alone" in caplog.text
+    found = read("llava")
+    planner = EpochPlanner(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
+    report = make_report(planner, "truncate", found)
+    assert planner.image_costs is None and report.images.tower_share is None
+    assert any("vision tower: cost not known, so not balanced" in text for _, text in report.lines())
+
+
+# Balance
+
+
+def read(family):
+    process = processor_of(family)
+    return ImageRows(ROWS, process, measure(ROWS, process, "train", None, drops=False))
+
+
+def documents_with_images(num: int = 2000) -> Documents:
+    """Every second document has an image, of 16 to 1,000 tokens; each token is four patches of 12 numbers."""
+    rng = np.random.default_rng(0)
+    image = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 16, 1000) * (np.arange(num) % 2)
+    lengths = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 8, 1000) + image
+    values = 48 * image
+    images = {"image_values": values, "image_squares": values**2}
+    return Documents(np.arange(num), 0 * lengths, lengths, lengths, Ledger(), **images)
+
+
+@pytest.mark.parametrize("synchronisation", ["micro", "step"])
+def test_ranks_are_balanced_by_text_and_images(synchronisation):
+    documents = documents_with_images()
+    costs = CostModel(per_token=1e3, per_pair=1e-2, tower=TowerCosts(per_value=30.0, per_pair=2e-4))
+    settings = {"accumulation": 2, "world_size": 4, "cost_model": costs, "synchronisation": synchronisation}
+    ours = EpochPlanner(documents, "stream", 1, 2048, **settings)
+    by_tokens = EpochPlanner(replace(documents, image_values=None, image_squares=None), "stream", 1, 2048, **settings)
+    images, lengths = ours.image_costs, documents.lengths
+    assert images.sum() == pytest.approx(costs.tower(documents.image_values.sum(), documents.image_squares.sum()))
+    assert 0.3 < images.sum() / (images.sum() + costs(lengths).sum()) < 0.7, "one of the parts hardly counts"
+
+    def waiting(planner):
+        return imbalance(planner.schedule(0), lengths, costs, synchronisation, ours.costs) - 1
+
+    assert waiting(ours) < 0.6 * waiting(by_tokens)
+    bound = imbalance_bound(ours.schedule(0), lengths, costs, 2048, synchronisation, ours.costs)
+    assert 1 <= bound <= 1 + waiting(ours)
+    tokens = [sum(lengths[batch[batch >= 0]]) for rank in range(4) for batch in ours.schedule(0).micro_batches(rank)]
+    assert max(tokens) <= 2048 and sorted(ours.schedule(0).order) == list(range(len(documents)))
+
+
+def test_cached_documents_have_the_costs_of_their_images(tmp_path):
+    documents = documents_with_images(50)
+    np.savez(tmp_path / "spans.npz", **documents.to_arrays())
+    again = Documents.from_arrays(dict(np.load(tmp_path / "spans.npz")))
+    assert again.image_values.tolist() == documents.image_values.tolist()
+    assert again.image_squares.tolist() == documents.image_squares.tolist()
+
+
+def test_the_report_has_the_imbalance_of_both_parts():
+    found, costs = read("qwen2_5_vl"), costs_of(build_model("qwen2_5_vl"))
+    planner = EpochPlanner(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
+    images = make_report(planner, "truncate", found).images
+    counts = np.array([len(row["images"]) for row in ROWS])
+    assert (images.num_images, images.num_documents) == (counts.sum(), (counts > 0).sum())
+    schedule, row = planner.schedule(0), planner.documents.row
+    batches = [[batch[batch >= 0] for batch in schedule.micro_batches(rank)] for rank in (0, 1)]
+    packs = [counts[row[batch]].sum() for rank in batches for batch in rank if len(batch)]
+    assert images.most == max(packs) and images.per_pack == pytest.approx(np.mean(packs))
+    tower, language = costs.tower(found.image_values, found.image_squares)[row], costs(planner.documents.lengths)
+    for found_imbalance, cost in ((images.tower_imbalance, tower), (images.language_imbalance, language)):
+        ranks = np.array([[cost[batch].sum() for batch in rank] for rank in batches])
+        assert found_imbalance == pytest.approx(ranks.max(0).sum() / ranks.mean(0).sum())
+    assert images.tower_share == pytest.approx(tower.sum() / (tower.sum() + language.sum()))
+    lines = dict(make_report(planner, "truncate", found).lines())
+    assert f"{counts.sum()} in {(counts > 0).sum()} documents" in lines["images"]
+    assert f"of the vision tower alone {images.tower_imbalance:.3f}" in lines["imbalance"]
+
+
+# The log
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_the_log_counts_the_tower(tmp_path, is_frozen):
+    model = build_model("llava_next")
+    vision_tower(model).requires_grad_(not is_frozen)
+    settings = {"packing_strategy": "minibatch", "max_steps": 1, "peak_tflops": 1.0, "max_length": 512}
+    noted = []
+
+    class Noting(SFTTrainer):
+        def _training_flops(self, lengths, inputs):
+            noted.append(super()._training_flops(lengths, inputs))
+            return noted[-1]
+
+    run = Noting(
+        model, config(tmp_path, **settings), train_dataset=ROWS, processing_class=build_processor("llava_next")
+    )
+    run.train()
+    assert run._trained_share == 1.0, "the frozen tower counts as a part of the language model"
+    documents, first = run._documents, run._train_planner.schedule(0).step_documents(0)
+    text = run._cost_model(documents.lengths[first]).sum()
+    tower = costs_of(model).tower(documents.image_values[first], documents.image_squares[first]).sum()
+    assert tower > 0.1 * text
+    # Tiles are joined with padding, and a frozen tower has no backward pass.
+    assert sum(noted).item() == pytest.approx(3 * text + (1 if is_frozen else 3) * tower)

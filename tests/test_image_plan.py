@@ -1,0 +1,144 @@
+"""`trl-packfix plan`, `show` and `prepare` on rows with images: figures of a training run, and lengths made ahead."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, Image, List, load_from_disk
+from support.models import build_tokenizer
+from support.runs import config
+from support.vision import MESSAGES, build_model, build_processor, message, picture, rows
+from transformers import AutoProcessor
+
+from trl_packfix import SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.data import images
+
+NOT_PLANNED = ("attention", "isolation")  # what only a model can say
+ROWS = rows(40)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("image_plan")
+    build_model("llava").save_pretrained(folder / "model")
+    build_processor("llava").save_pretrained(folder / "model")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+    ROWS.to_parquet(folder / "rows.parquet")
+    Dataset.from_dict({"text": ["some text"] * 3}).to_json(folder / "text.jsonl")
+    (folder / "lengths.txt").write_text("5\n6\n")
+    return folder
+
+
+def run(capsys, *words, code=0):
+    assert main([*map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def trainer(folder, workplace, dataset, processor=None, **settings):
+    processor = processor or AutoProcessor.from_pretrained(workplace / "model")
+    return SFTTrainer(
+        build_model("llava"), config(folder, **settings), train_dataset=dataset, processing_class=processor
+    )
+
+
+def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
+    """Images of 16 tokens: some documents with two of them are too long, others are truncated behind them."""
+    words = ["plan", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 36, "--batch-size", 2]
+    alone, ranks = run(capsys, *words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
+    training = trainer(tmp_path, workplace, ROWS, max_length=36)
+    training.get_train_dataloader()
+    wanted = training.packing_report.to_dict()
+    assert {name: alone[name] for name in wanted if name not in NOT_PLANNED} == {
+        name: value for name, value in wanted.items() if name not in NOT_PLANNED
+    }
+    counts = np.array([len(row["images"]) for row in ROWS])
+    dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
+    assert 0 < dropped <= (counts == 2).sum() and wanted["ledger"]["truncated"]["documents"] > 0
+    assert alone["images"]["num_images"] == counts.sum() - 2 * dropped
+    assert 0.1 < alone["images"]["tower_share"] < 0.9
+    documents = training._documents.lengths
+    text = 3 * training._cost_model(documents).sum()
+    assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
+    assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
+
+
+def test_the_table_has_the_images(workplace, capsys):
+    words = [workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 56, "--world-size", 2]
+    assert main(["plan", *map(str, words)]) == 1
+    out = capsys.readouterr().out
+    assert "images   " in out and "images/pack   too long   language   tower" in out
+
+
+def test_show_names_the_images_of_a_document(workplace, capsys):
+    words = ["show", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 80]
+    packs = run(capsys, *words, "--packs", 3)
+    shown = [(each["row"], each["images"]) for pack in packs for each in pack["documents"]]
+    assert shown == [(row, len(ROWS[row]["images"])) for row, _ in shown]
+    assert {images for _, images in shown} == {0, 1, 2}
+    assert main([*map(str, words), "--packs", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "images: 2, position_ids" in out and "<image> x 16 " in out and "<image>" * 4 not in out
+
+
+def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsys, monkeypatch):
+    words = ["prepare", workplace / "rows.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
+    manifest = run(capsys, *words)
+
+    def never(*args):
+        raise AssertionError("a row was measured again")
+
+    monkeypatch.setattr(images, "_numbers", never)
+    found = trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), max_length=80)
+    assert manifest["tokens"] == found._reader.lengths.sum() and manifest["rows"] == len(ROWS)
+    with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
+        other = AutoProcessor.from_pretrained(workplace / "model")
+        other.num_additional_image_tokens = 0
+        trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), other)
+
+
+def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_path, capsys):
+    buffer = io.BytesIO()
+    picture(24, 24, 0).save(buffer, "PNG")
+    chat = [message("user", "ab", 1), message("assistant", "c")]
+    table = [
+        {"images": [{"bytes": each, "path": None}], "messages": chat} for each in (buffer.getvalue(), b"not an image")
+    ]
+    Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES})).to_parquet(
+        tmp_path / "bad.parquet"
+    )
+    words = ["prepare", tmp_path / "bad.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
+    assert main([*map(str, words)]) == 2
+    assert "1 of 2 rows of the train dataset with images cannot be processed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    manifest = run(capsys, *words, "--bad-rows", "drop")
+    assert (manifest["rows"], manifest["bad_rows_dropped"]) == (1, 1)
+    assert len(load_from_disk(str(tmp_path / "out"))) == 1
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["plan", "rows.parquet"], "has the column `images`, and no model was given"),
+        (["plan", "rows.parquet", "--tokenizer", "tokenizer"], "has the column `images`, and .* has a tokenizer only"),
+        (["show", "rows.parquet", "text.jsonl", "--model", "model"], "1 datasets with images and 1 without were given"),
+        (["plan", "rows.parquet", "lengths.txt", "--model", "model"], "1 files of lengths and 1 datasets were given"),
+        (
+            ["prepare", "rows.parquet", "text.jsonl", "--model", "model", "--output", "both"],
+            "2 datasets were given, and 1 of them have images",
+        ),
+        (["plan", "rows.parquet", "--model", "model", "--strategy", "wrapped"], "begin inside an image"),
+        (
+            ["plan", "rows.parquet", "--model", "model", "--tokens-per-rank", "32"],
+            "With images in packs it is not supported",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_said(words, reason, workplace, capsys, monkeypatch):
+    monkeypatch.chdir(workplace)
+    assert main(words) == 2
+    found = capsys.readouterr().err.replace("\n", " ")
+    assert re.search(reason, found), found
+    assert not (workplace / "both").exists()

@@ -1,0 +1,110 @@
+"""Lengths from the sizes of images: the processor's own for every family, and what happens where they are not."""
+
+import io
+import logging
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, Image, List
+from support.runs import config
+from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, rows
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packfix import SFTTrainer
+from trl_packfix.data.images import CHECKED, RowProcessor, _numbers, measure
+
+ROWS = rows(40)
+
+
+class Counting:
+    """An image processor that counts its calls."""
+
+    def __init__(self, image_processor):
+        self.image_processor, self.calls = image_processor, 0
+
+    def __getattr__(self, name):
+        return getattr(self.image_processor, name)
+
+    def __call__(self, images, **kwargs):
+        self.calls += 1
+        return self.image_processor(images=images, **kwargs)
+
+
+def processor_of(family):
+    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_give_what_the_processor_gives(family):
+    process = processor_of(family)
+    wanted = [_numbers(dict(row), process) for row in ROWS]
+    counting = process.processor.image_processor = Counting(process.processor.image_processor)
+    found = [_numbers(dict(row), process.by_size) for row in ROWS]
+    assert found == wanted
+    sizes = {str([image.size for image in row["images"]]) for row in ROWS if row["images"]}
+    with_images = sum(bool(row["images"]) for row in ROWS)
+    assert 1 < counting.calls == len(sizes) < with_images, "every row was processed, or none"
+    assert len({each["length"] for each in found}) > 5 and max(each["image_count"] for each in found) == 2
+
+
+class BrightIsLarge(LlavaImageProcessorPil):
+    """Bright images get more tokens."""
+
+    def __call__(self, images, **kwargs):
+        first = images
+        while isinstance(first, list | tuple):
+            first = first[0]
+        if np.asarray(first).mean() > 128:
+            kwargs["crop_size"] = {"height": 48, "width": 48}
+            kwargs["size"] = {"shortest_edge": 48}
+        return super().__call__(images, **kwargs)
+
+
+@pytest.fixture
+def bright() -> tuple[RowProcessor, Dataset]:
+    process = processor_of("llava")
+    given = process.processor.image_processor
+    process.processor.image_processor = BrightIsLarge(size=given.size, crop_size=given.crop_size, do_pad=False)
+    images = [picture(24, 24, i) if i % 3 else picture(24, 24, i).point(lambda value: 255) for i in range(40)]
+    chat = [message("user", "ab", 1), message("assistant", "c")]
+    table = [{"images": [image], "messages": chat} for image in images]
+    return process, Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
+def lengths(dataset, process):
+    return [len(process(row)["input_ids"]) for row in dataset]
+
+
+def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog, monkeypatch):
+    process, dataset = bright
+    wanted = lengths(dataset, process)
+    assert len(set(wanted)) == 2
+    with caplog.at_level(logging.WARNING):
+        # Not of transformers, so sizes are not trusted
+        assert measure(dataset, process, "train", None, drops=False)["length"] == wanted
+        assert "have another length" not in caplog.text
+        monkeypatch.setattr(BrightIsLarge, "__module__", "transformers.models.llava")
+        assert measure(dataset, process, "train", None, drops=False)["length"] == wanted
+    differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECKED))
+    assert differing > 0 and f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text
+
+
+def test_an_image_without_its_end_is_found_before_training():
+    """Its header is whole, so its size is known."""
+    buffer = io.BytesIO()
+    picture(600, 400, 0).save(buffer, "JPEG")
+    chat = [message("user", "ab", 1), message("assistant", "c")]
+    good, cut = buffer.getvalue(), buffer.getvalue()[: len(buffer.getvalue()) // 2]
+    table = [{"images": [{"bytes": each, "path": None}], "messages": chat} for each in (good, cut)]
+    dataset = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    with pytest.raises(ValueError, match=r"(?s)1 of 2 rows of the train dataset.*Row 1: OSError.*truncated"):
+        measure(dataset, processor_of("llava"), "train", None, drops=False)
+
+
+def test_a_worker_raises_if_a_length_differs(tmp_path):
+    args = config(tmp_path, max_length=200, dataloader_num_workers=1, max_steps=1)
+    run = SFTTrainer(build_model("llava"), args, train_dataset=ROWS, processing_class=build_processor("llava"))
+    run._reader.lengths = run._reader.lengths + (run._reader.image_counts > 0)
+    with pytest.raises(ValueError, match=r"(?s)has \d+ tokens, and it had \d+ when it was measured"):
+        run.train()

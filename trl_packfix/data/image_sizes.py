@@ -1,0 +1,86 @@
+"""Lengths of documents from the sizes of their images, without processing a pixel.
+
+How many tokens an image gets depends on its width and height in every image processor of transformers. So images of one
+size are processed once, and the others of that size get arrays of the same shapes without content. All else is done by
+the processor itself: it expands placeholders, tokenises and counts.
+"""
+
+import copy
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+
+
+def depends_on_sizes(processor: ProcessorMixin) -> bool:
+    """Whether the shapes of processed images may be taken from images of the same sizes.
+
+    Only with the image processors of transformers: those of others may look at what an image shows.
+    """
+    image_processor = getattr(processor, "image_processor", None)
+    return type(image_processor).__module__.partition(".")[0] == "transformers"
+
+
+def processing_sizes(processor: ProcessorMixin) -> ProcessorMixin:
+    """A copy of a processor that gives the same tokens, and arrays of images that have the right shapes only."""
+    found = copy.copy(processor)
+    found.image_processor = SizeProcessor(processor.image_processor)
+    return found
+
+
+class SizeProcessor:
+    """An image processor that remembers the shapes of what it returned for images of some sizes.
+
+    Images of other sizes are processed, but as plain images of one colour: if the result depends on more than the size,
+    it differs from that of the user's images.
+    """
+
+    def __init__(self, image_processor: Any):
+        self._image_processor = image_processor
+        self._known: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # while a copy is made there is no `_image_processor` yet
+            raise AttributeError(name)
+        return getattr(self._image_processor, name)
+
+    def __call__(self, images: Any, **kwargs: Any) -> Any:
+        try:
+            key = repr((_sizes(images), sorted(kwargs.items(), key=str)))
+        except TypeError:  # arrays, for example
+            return self._image_processor(images=images, **kwargs)
+        if key not in self._known:
+            made = self._image_processor(images=_plain(images), **kwargs)
+            self._known[key] = type(made)({name: _shape(value) for name, value in made.items()})
+        return copy.copy(self._known[key])
+
+
+def _sizes(images: Any) -> Any:
+    """Width, height and mode of each image, nested as the images are.
+
+    Raises:
+        TypeError: something else than images of PIL.
+    """
+    if isinstance(images, Image.Image):
+        return images.size, images.mode
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"not an image: {type(images).__name__}")
+    return [_sizes(each) for each in images]
+
+
+def _plain(images: Any) -> Any:
+    """Images of one colour with these sizes, nested as the images are."""
+    if isinstance(images, Image.Image):
+        return Image.new(images.mode, images.size, 1)
+    return [_plain(each) for each in images]
+
+
+def _shape(value: Any) -> Any:
+    """Of pixels and masks: the shape, and for each image or tile whether it is not padding. It needs no memory."""
+    if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
+        return value  # the sizes and grids of images, by which placeholders are expanded
+    inner = min(value.dim(), 3 if value.dim() > 3 else 2)
+    outer = value.shape[: value.dim() - inner]
+    is_image = value.reshape(*outer, -1).any(-1).to(value.dtype)
+    return is_image.reshape(*outer, *[1] * inner).expand(value.shape)
