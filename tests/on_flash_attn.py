@@ -2,6 +2,7 @@
 
     python tests/on_flash_attn.py judge llama qwen3   # a JSON line per model type: probe, judge, what was recorded
     python tests/on_flash_attn.py judge --all         # every causal-LM type, some minutes
+    python tests/on_flash_attn.py images qwen2_5_vl   # the probe with images, vision tower and text on flash attention
     python tests/on_flash_attn.py train FOLDER        # a JSON line per training
 
 A process of its own: transformers must believe that flash-attn is installed and that the CPU is a device for it. What
@@ -29,8 +30,11 @@ from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention import choice
+from trl_packfix.data.image_collator import ImageExamples, RopeIndex
+from trl_packfix.data.images import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
@@ -82,6 +86,25 @@ def judge(model_type: str) -> dict:
     found |= {"proved": report.isolated and report.equal, "right": judgement.right, "error": judgement.error}
     found |= {"refusal": judgement.refusal, "repairs": "; ".join(map(str, packed.repaired))}
     return found | recorded() | {"seconds": round(time.process_time() - started, 1)}
+
+
+def judge_images(family: str) -> dict:
+    """The probe's result on packs with images, for `attn_implementation="flash_attention_2"` of the whole model."""
+    from support import vision
+
+    # As in transformers 5.16, which passes the boundaries of the text on to the tower
+    transformers.utils.generic._FLASH_VARLEN_KWARGS = frozenset()
+    model = vision.build_model(family)
+    model.set_attn_implementation("flash_attention_2")
+    kind = type(model.base_model)
+    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
+    process = RowProcessor(DataCollatorForVisionLanguageModeling(vision.build_processor(family)))
+    recorded()
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, images=ImageExamples(process, rope_index=rope_index))
+    report = packed.prove(model)
+    found = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    found |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}
+    return found | {"proved": report.isolated and report.equal, "reason": packed.attention.reason} | recorded()
 
 
 TRAINED = {"llama": {}, "gemma3": {}}
@@ -136,9 +159,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     believe_in_flash_attn()
     command, *arguments = sys.argv[1:]
-    if command == "judge":
+    if command != "train":
         strict.dtypes |= {torch.float32, torch.float64}
-        found = map(judge, zoo.causal_types() if arguments == ["--all"] else arguments)
+        function = judge_images if command == "images" else judge
+        found = map(function, zoo.causal_types() if arguments == ["--all"] else arguments)
     else:
         found = trainings(Path(arguments[0]))
     for row in found:

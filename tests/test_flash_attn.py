@@ -49,6 +49,26 @@ def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
         assert row["silent"] == [], row
 
 
+FAMILIES = "qwen2_5_vl qwen3_vl llava idefics3".split()
+
+
+@pytest.fixture(scope="module")
+def judged_images(tmp_path_factory):
+    pytest.importorskip("PIL")
+    return {row["type"]: row for row in run(tmp_path_factory.mktemp("images"), "images", *FAMILIES)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_with_images_on_the_flash_path(family, judged_images):
+    """Chosen for the whole model, as users do: the tower runs on it, too, with boundaries of its own."""
+    row = judged_images[family]
+    assert row["attention"] == row["tower"] == "flash_attention_2", row
+    assert row["proved"] and not row["unpacked"] and row["repairs"] == [], row
+    assert row["calls"]["varlen"] > 10 and row["silent"] == [], row
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")

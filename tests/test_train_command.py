@@ -223,3 +223,14 @@ def test_a_mixture_that_cannot_be_made_is_refused(entries, settings, message, wo
 
 def test_the_default_of_deepspeed_is_the_config_of_the_repository():
     assert json.loads(training.ZERO3.read_text()) == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+
+
+@pytest.mark.parametrize("launcher", [{}, {"CROSS_SIZE": "1"}])
+def test_on_a_gpu_no_filter_waits_after_every_micro_batch(launcher, monkeypatch):
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "CROSS_SIZE"):
+        monkeypatch.setenv(name, "unset")  # so that monkeypatch puts the environment back
+        monkeypatch.delenv(name)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(training.torch.cuda, "is_available", lambda: True)
+    assert training.machine_settings() == {"logging_nan_inf_filter": False}

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
-from .models import base_model, text_config
+from .models import backbone, base_model, text_config
 from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
 
@@ -275,6 +275,7 @@ class PackedForwardGuard(ModelHooks):
                 module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
                 for module in _flash_attentions(self.model)
             ),
+            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in _towers(self.model)),
         ]
 
     def remove(self) -> None:
@@ -323,6 +324,24 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
         and getattr(module, "config", text) is text
         and inspect.getfullargspec(module.forward).varkw is not None
     ]
+
+
+def _towers(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model that read something else than its text, such as images."""
+    text, decoder = text_config(model), backbone(model)
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module.config is not text and decoder not in module.modules()
+    ]
+
+
+def _take_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Remove the boundaries of the text from the arguments of a tower, to which transformers 5.16 passes them on.
+
+    Its flash attention has boundaries of its own under the same names.
+    """
+    return args, {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
 
 
 def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -10,6 +10,8 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import TokenOrder
 
+COLUMNS = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")  # of `Documents`, in its file
+
 
 @dataclass
 class Count:
@@ -113,8 +115,7 @@ class Documents:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
-        names = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")
-        arrays = {name: getattr(self, name) for name in names}
+        arrays = {name: getattr(self, name) for name in COLUMNS}
         if self.tokens is not None:
             arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
@@ -127,6 +128,6 @@ class Documents:
         texts = ("ledger", "fingerprint")
         ledger, fingerprint = (str(arrays[name]) for name in texts)
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
-        spans = {name: arrays[name] for name in ("row", "start", "stop", "trained", "block") if name in arrays}
+        columns = {name: arrays[name] for name in COLUMNS if name in arrays}
         ledger_read = Ledger.from_dict(json.loads(ledger))
-        return cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **spans)
+        return cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
