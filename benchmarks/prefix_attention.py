@@ -205,14 +205,14 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
+        if arguments.csv:  # after each case, as all of them take a while
+            write_csv(arguments.csv, rows)
     table = Table(title=describe(), title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "documents" else "right")
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=160).print(table)
-    if arguments.csv:
-        write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":
