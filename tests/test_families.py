@@ -1,5 +1,7 @@
 """`share_prefixes="family"`: documents that begin alike are planned as one, once each, at the cost of what is new."""
 
+import json
+import re
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -15,10 +17,12 @@ from support.rounding import tolerance, weight_difference
 from support.runs import trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import main
 from trl_packfix.data import ahead, epochs, savings
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loading import PackedBatchSampler
+from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.savings import prefix_savings
 from trl_packfix.data.spans import make_documents
@@ -565,3 +569,90 @@ def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path
         trained(tmp_path, **settings | {"share_prefixes": "pack"})[0].train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-3")
         )
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("families")
+    forest().select_columns(["input_ids", "labels"]).save_to_disk(path / "forest")
+    (path / "lengths.txt").write_text("10 20 30")
+    return path
+
+
+FLAGS = ["--max-length", "96", "--batch-size", "4", "--world-size", "2", "--strategy", "stream"]
+
+
+def test_plan_forecasts_what_sharing_computes(folder, capsys):
+    plans = {}
+    for name in ("off", "pack", "family"):
+        assert main(["plan", str(folder / "forest"), *FLAGS, "--share_prefixes", name, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        (plans[name],) = found["plans"]
+        assert "Common prefixes: " in found["reasons"][-1]
+    shares = {name: plan["prefixes"]["rows"] for name, plan in plans.items()}
+    assert shares["off"] == 1 > shares["pack"] > shares["family"] + 0.05
+    assert plans["off"]["prefixes"]["in_packs"] == shares["pack"]
+    assert plans["pack"]["num_packs"] == plans["off"]["num_packs"] > plans["family"]["num_packs"]
+    for name in ("pack", "family"):
+        assert plans[name]["flops"] == pytest.approx(plans["off"]["flops"] * plans[name]["prefixes"]["flops"])
+        assert plans[name]["prefixes"]["flops"] == pytest.approx(shares[name], abs=0.01)
+    assert main(["plan", str(folder / "forest"), *FLAGS, "--share-prefixes", "family"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if " stream " in line)
+    steps = plans["family"]["prefixes"]["families_per_step"]
+    assert row.split()[-2:] == [f"{shares['family']:.2f}", f"{steps:,.1f}"]
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_lengths_alone_do_not_say_what_is_shared(command, folder, capsys):
+    assert main([command, str(folder / "lengths.txt"), "--share-prefixes", "pack"]) == 2
+    assert "`--share-prefixes pack` was given with the lengths of 3 documents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["pack", "family"])
+def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
+    words = ["show", str(folder / "forest"), *FLAGS[:4], "--share-prefixes", name]
+    assert main([*words, "--packs", "2", "--json"]) == 0
+    packs = json.loads(capsys.readouterr().out)
+    reader = TokenReader(load_from_disk(folder / "forest"))
+    assert max(each["shared_tokens"] for pack in packs for each in pack["documents"]) >= 16
+    for pack in packs:
+        batch = PrefixCollator()([reader.read(each["row"], each["start"], each["stop"]) for each in pack["documents"]])
+        shared = batch["shared_prefixes"]
+        rows = np.array([each["shared_tokens"] for each in pack["documents"]])
+        own = shared.lengths - torch.tensor(rows)
+        assert ((own == shared.lengths - shared.shared) | (own == 1)).all()  # a last row of its own is not computed
+        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() != pack["cu_seq_lens_k"]
+        assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
+        tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
+        for before, after, count in zip(tokens, tokens[1:], rows[1:], strict=False):
+            assert before[:count] == after[:count]
+    assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
+    out = capsys.readouterr().out
+    number, count = next(
+        (i, each["shared_tokens"]) for i, each in enumerate(packs[0]["documents"]) if each["shared_tokens"]
+    )
+    assert f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] " in out
+    assert main([*words, "--plot", str(tmp_path / "packs.png")]) == 0
+
+
+def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
+    found, _ = report("family")
+    pack = found.sample.packs[0]
+    assert sum(pack.runs) < 0.8 * sum(pack.lengths)
+    for length, path in zip(pack.lengths, pack.paths(), strict=True):
+        rows = np.concatenate([np.arange(first, end) for first, end in path])
+        assert len(rows) == length and (np.diff(rows) > 0).all()
+    figure = found.plot()
+    mask = figure.axes[1]
+    areas = {3: 0.0, 4: 0.0}
+    for patch in mask.patches:
+        corners = patch.get_xy()[:-1]
+        width, height = np.ptp(corners[:, 0]), np.ptp(corners[:, 1])
+        areas[len(corners)] += width * height / (2 if len(corners) == 3 else 1)
+    total = mask.get_xlim()[1]
+    named = int(re.search(r"(\d+)% of", mask.get_title(loc="left")).group(1))
+    assert areas[4] > 0 and named == pytest.approx(100 * 2 * sum(areas.values()) / total**2, abs=2)
+    assert "drawn once" in figure.axes[0].get_xlabel()
