@@ -290,6 +290,41 @@ def test_weights_and_sources_on_two_ranks_are_the_loop_by_hand(result, engine, s
     assert ends[True] < LIMIT < 1e-2 < ends[False]
 
 
+# Shared prefixes
+
+
+@pytest.fixture(scope="module")
+def unshared(folder) -> list[dict]:
+    """The five steps on one rank, nothing shared, in micro-batches of 4, 8 and 1 documents."""
+    return [
+        two_ranks.shared(
+            folder,
+            f"one/unshared_{size}",
+            share_prefixes="off",
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+        )
+        for size in (4, 8, 1)
+    ]
+
+
+@on_whole_engines
+def test_shared_prefixes_on_two_ranks_are_documents_alone_on_one(result, engine, folder, unshared):
+    found, (expected, *again) = result("shared"), unshared
+    assert sum(found["computed"]) / 5 < 0.95 and not expected["computed"]
+    assert_same_training(folder, found, expected, again, start="model")
+    assert found["num_tokens"] == expected["num_tokens"]
+    for logged, alone in zip(found["logged"], expected["logged"], strict=True):
+        assert logged == pytest.approx(alone, rel=1e-5)
+    for by_source, alone in zip(found["by_source"], expected["by_source"], strict=True):
+        assert by_source == pytest.approx(alone, rel=1e-5)
+    names = [name for name in expected["evaluated"] if "loss" in name or "tokens" in name]
+    assert len(names) > 4
+    assert [found["evaluated"][name] for name in names] == pytest.approx(
+        [expected["evaluated"][name] for name in names], rel=1e-5
+    )
+
+
 # The probe
 
 

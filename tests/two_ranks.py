@@ -36,6 +36,7 @@ from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from support import engine_state
 from support.models import build_tokenizer
+from support.prefixes import forest
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
@@ -318,6 +319,12 @@ def five_steps_unpacked(folder: Path, name: str, **settings) -> dict:
     return outcome(trainer)
 
 
+def shared(folder: Path, name: str, **settings) -> dict:
+    """The same of documents that begin alike; the model is saved as `folder / name`."""
+    sets = {"dataset": forest(37), "eval_dataset": forest(NUM_EVALUATED, seed=1), "max_length": 96}
+    return weighted(folder, name, **sets | {"share_prefixes": "pack"} | settings)
+
+
 def weighted(folder: Path, name: str, **settings) -> dict:
     """Five steps with weights and sources, and an evaluation; the model is saved as `folder / name`."""
     values = {"weight_column": "share", "source_column": "source"}
@@ -328,7 +335,8 @@ def weighted(folder: Path, name: str, **settings) -> dict:
     by_source = [
         {key: entry[key] for key in entry if "/" in key} for entry in trainer.state.log_history if "loss" in entry
     ]
-    return outcome(trainer, by_source=by_source, evaluated=trainer.evaluate())
+    shares = [entry["computed_share"] for entry in trainer.state.log_history if "computed_share" in entry]
+    return outcome(trainer, by_source=by_source, computed=shares, evaluated=trainer.evaluate())
 
 
 def alternating(folder: Path, name: str, model: str, cls: type = Alternating, **settings) -> dict:
@@ -489,6 +497,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
     found["weighted"] = partial(weighted, name=f"{engine}/weighted", engine=engine)
+    found["shared"] = partial(shared, name=f"{engine}/shared", engine=engine)
     if engine == "ddp":
         settings = {"packing_strategy": "stream", "document_weighting": "document"}
         found["weighted_documents"] = partial(weighted, name="ddp/weighted_documents", engine=engine, **settings)

@@ -11,13 +11,9 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.balance import StepSettings
 from ..planning.packs import PackPlan
+from ..planning.prefixes import MAX_KEYS, shared_by_neighbours
 from ..planning.schedule import Schedule, schedule_packs
 from .documents import Documents
-from .prefixes import collated_order
-from .reader import Rows
-
-MAX_TOKENS = 8
-"""Times the capacity: most tokens of the documents of a pack, because their keys need memory that rows do not show."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +36,19 @@ class SortedSet:
         return self.whole
 
 
-def plan_sorted(documents: Documents, reader: Rows, capacity: int, world_size: int) -> SortedSet:
-    """Read all documents, sort them by their tokens, and pack them in this order.
+def plan_sorted(documents: Documents, capacity: int, world_size: int) -> SortedSet:
+    """Pack documents in the order of their tokens.
 
     Args:
+        documents: sorted by their tokens.
         capacity: most rows of a pack; at least the longest document.
     """
-    spans = zip(documents.row.tolist(), documents.start.tolist(), documents.stop.tolist(), strict=True)
-    read = [reader.read(*span) for span in spans]
-    order, shared = collated_order([each["input_ids"] for each in read], [each["labels"] for each in read])
-    plan = pack_sorted(documents.lengths, np.array(order), np.array(shared), capacity)
+    tokens, lengths = documents.tokens, documents.lengths
+    assert tokens is not None, "documents are not sorted by their tokens"
+    shared = shared_by_neighbours(tokens.common, lengths[tokens.order])
+    plan = pack_sorted(lengths, tokens.order, shared, capacity)
     settings = StepSettings(capacity=capacity, world_size=world_size, balance="none")
-    return SortedSet(schedule_packs(plan, documents.lengths, -(-plan.num_packs // world_size), settings))
+    return SortedSet(schedule_packs(plan, lengths, -(-plan.num_packs // world_size), settings))
 
 
 def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capacity: int) -> PackPlan:
@@ -59,8 +56,9 @@ def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capa
 
     Args:
         lengths: tokens of each document, shape (N,).
-        order, shared: as `share_order` gives them, shape (N,).
-        capacity: most rows of a pack; of tokens it has at most `MAX_TOKENS` times as many.
+        order, shared: documents sorted by their tokens, and the rows that each shares with the one before, shape (N,).
+        capacity: most rows of a pack. Its documents have at most `MAX_KEYS` times as many tokens, because their keys
+            need memory, too.
 
     >>> plan = pack_sorted(np.array([50, 40, 60]), np.array([2, 0, 1]), np.array([0, 45, 20]), capacity=70)
     >>> [pack.tolist() for pack in np.split(plan.order, plan.offsets[1:-1])]
@@ -70,7 +68,7 @@ def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capa
     sizes = lengths[order]
     for place, (length, common) in enumerate(zip(sizes.tolist(), shared.tolist(), strict=True)):
         rows, tokens = rows + length - common, tokens + length
-        if rows > capacity or tokens > MAX_TOKENS * capacity:
+        if rows > capacity or tokens > MAX_KEYS * capacity:
             offsets.append(place)
             rows = tokens = length
     return PackPlan(order, np.array([*offsets, len(order)]), lengths, capacity)

@@ -171,11 +171,23 @@ class ExactEvaluation(PackedObjective):
                 prove_prefixes(self, self.model)
         return self.packed_model.is_proved
 
+    @property
+    def _shares_evaluation(self) -> bool:
+        """Whether packs of an evaluation share prefixes. A loss of the user has one label per row."""
+        return self.shares_prefixes and self._is_exact
+
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
-        return cached_documents(reader, args.max_length, overlong, args.truncation_mode, keep_untrained=True)
+        return cached_documents(
+            reader,
+            args.max_length,
+            overlong,
+            args.truncation_mode,
+            keep_untrained=True,
+            sorts_tokens=self._shares_evaluation,
+        )
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them.
@@ -245,18 +257,17 @@ class ExactEvaluation(PackedObjective):
             else:
                 collate = PaddedCollator(self._padded_collator)
             return self._make_loader(rows, sampler, self._with_row_values(collate, values))
-        shares = self.shares_prefixes and self._is_exact  # a loss of the user has one label per row
-        planner = self._evaluation_planner(reader, documents, shares)
-        collate = self._with_row_values(self._make_packed_collator(args.eval_batch_size, shares), values)
-        return self._make_loader(rows, PackedBatchSampler(planner, args.process_index), collate)
+        planner = self._evaluation_planner(documents)
+        collate = self._make_packed_collator(args.eval_batch_size, self._shares_evaluation)
+        return self._make_loader(
+            rows, PackedBatchSampler(planner, args.process_index), self._with_row_values(collate, values)
+        )
 
-    def _evaluation_planner(
-        self, reader: TokenReader | ImageRows, documents: Documents, shares: bool
-    ) -> EpochPlanner | SortedSet:
+    def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
         args, training = self.args, self._train_planner
         max_length = args.max_length or int(documents.lengths.max())
-        if shares:
-            return plan_sorted(documents, reader, args.eval_batch_size * max_length, args.world_size)
+        if self._shares_evaluation:
+            return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
         return EpochPlanner(
             documents,
             "bfd",
