@@ -130,7 +130,7 @@ def marked(case):
     return case if case[0] in NOT_IN_TRL else pytest.param(*case, marks=scores_tokens)
 
 
-@pytest.mark.parametrize("name, more", map(marked, CASES), ids=str)
+@pytest.mark.parametrize("name, more", [marked(case) for case in CASES], ids=str)
 def test_shared_training_is_unpacked_training(name, more):
     found, after, start = run(name, **more)
     difference = weight_difference(after, reference(name)[1], start)
