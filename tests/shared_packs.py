@@ -39,10 +39,11 @@ from transformers import AutoModelForCausalLM
 import trl_packfix
 from trl_packfix.attention import exchange, varlen
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.forwards import PACK_PART, PackedForward, entered, packed_forwards
+from trl_packfix.attention.forwards import CU_SEQ_LENS, PACK_PART, PREFIXES, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loading, parts
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
+from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.training import objective
 from trl_packfix.training.planner import make_planner
 
@@ -89,10 +90,24 @@ def wrong_heads():
         yield
 
 
-FAULTS = {"leak": leaking, "chunks": wrong_chunks, "heads": wrong_heads}
+@contextmanager
+def without_prefixes():
+    """Attention on parts takes the runs of a pack for whole documents."""
+    right = PackedForward.shared.fget
+
+    def wrong(self):
+        return None if self.degree > 1 else right(self)
+
+    with mock.patch.object(PackedForward, "shared", property(wrong)):
+        yield
+
+
+FAULTS = {"leak": leaking, "chunks": wrong_chunks, "heads": wrong_heads, "prefixes": without_prefixes}
 
 # Attention alone
 
+# Turns of a chat: 47 rows and padding, and runs attend to rows in other parts
+CHAT = [[*range(20), 30 + n, *range(40, 45)] for n in range(4)]
 LENGTHS = [5, 1, 30, 2, 9, 1]  # 48 tokens: parts of 24 and of 12, and the third document lies in several
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 1), (28, 4), (9, 3), (10, 5)]
 FEATURES = {
@@ -102,6 +117,7 @@ FEATURES = {
     "window and sinks": {"sliding_window": 4, "sinks": True},
     "value dim": {"value_dim": 6},
     "softcap": {"softcap": 2.0},
+    "prefixes": {"prefixes": True},
 }
 
 
@@ -118,7 +134,7 @@ def attention(folder: Path) -> dict:
     faults = {}
     for name, fault in FAULTS.items():
         with fault():
-            faults[name] = [difference(8, 2, degree) for degree in (2, 4)]
+            faults[name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in (2, 4)]
     return {"cases": cases, "faults": faults, "groups": {degree: group_ranks(degree) for degree in (2, 4)}}
 
 
@@ -132,16 +148,21 @@ def group_ranks(degree: int) -> list[int]:
     return dist.get_process_group_ranks(exchange.group_of(degree))
 
 
-def difference(heads, kv_heads, degree, value_dim=4, sinks=False, **features) -> float:
+def pack_of_runs() -> PackedForward:
+    batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=batch[PREFIXES].kv_index)
+
+
+def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, **features) -> float:
     """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
     generator = torch.Generator().manual_seed(heads)
-    num_tokens = sum(LENGTHS)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    whole = pack_of_runs() if prefixes else PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    num_tokens = whole.num_tokens
     shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
     states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     logits = torch.randn(heads, generator=generator, dtype=torch.float64)
     weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
     tokens = num_tokens // degree
     first = dist.get_rank() % degree * tokens
     part = slice(first, first + tokens)

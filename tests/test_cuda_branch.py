@@ -15,11 +15,12 @@ from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_packfix.attention import choice, varlen
+from trl_packfix.attention import choice, prefixes, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.prefixes import PrefixCollator
 
 # The masks of transformers compare positions once per mask and forward, although no mask is made for packs.
 NOT_OURS = {"masking_utils.py:find_packed_sequence_indices"}
@@ -124,3 +125,43 @@ def test_one_graph_for_packs_of_one_shape(as_on_cuda):
         lengths = torch.randint(2, 60, (int(torch.randint(2, 5, (), generator=rng)),), generator=rng).tolist()
         compiled(**pack(lengths, **static)).logits.sum().backward()
     assert counter.frame_count == 1
+
+
+# Documents that share prefixes
+
+
+def shared_pack(num_documents, device="meta", length=80):
+    """Documents of which each shares more with the one before it than with those before that, as turns of a chat do."""
+    documents = [{"input_ids": [5] * (length - 3 * i) + [6 + i] * 8} for i in range(num_documents)]
+    batch = PrefixCollator()(documents)
+    del batch["labels"]
+    return {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_no_read_on_the_host_with_shared_prefixes(model_type, most_keys, as_on_cuda, monkeypatch):
+    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    model = prepared(model_type)
+    with Calls() as calls:
+        model(**shared_pack(8)).logits.sum().backward()
+    assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
+    layers = model.config.num_hidden_layers
+    if most_keys == 100:
+        assert calls.kernels == {"forward": layers, "backward": layers}
+    else:
+        assert calls.kernels["forward"] == calls.kernels["backward"] > 2 * layers
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text"])
+def test_one_graph_without_breaks_with_shared_prefixes(model_type, as_on_cuda):
+    torch._dynamo.reset()
+    model, counter = prepared(model_type), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    counts = []
+    for num_documents in (3, 5, 12, 4):
+        compiled(**shared_pack(num_documents)).logits.sum().backward()
+        counts.append(counter.frame_count)
+    # the hook of the guard is a graph of its own, which is made twice as well
+    assert counts[0] == 1 and counts[1] == counts[-1] <= 3, counts

@@ -8,11 +8,14 @@ import torch
 from support.versions import enable_checkpointing
 from torch import nn
 
+from trl_packfix.attention import prefixes
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.prefixes import PrefixCollator
 
 pytestmark = pytest.mark.gpu
 
@@ -161,3 +164,40 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).cuda()).sum().backward()
     ours, theirs = (torch.cat([p.grad.flatten().float() for p in m.parameters()]) for m in (model, alone))
     assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def shared_runs(device):
+    """Turns of a chat, each of which begins as the one before it, and a document of its own: 5.5 keys per row."""
+    turns = [{"input_ids": [*range(1, 150 * n), *([1000 + n] * 9)]} for n in range(1, 12)]
+    batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
+    shared = batch["shared_prefixes"].to(device)
+    bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
+    return SharedRuns(bounds, (batch["max_length_q"], batch["max_length_k"]), shared.kv_index, shared.run_lengths)
+
+
+@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
+def test_shared_prefixes_equal_the_cpu(features, most_keys, monkeypatch):
+    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    features, on_cpu = dict(features), shared_runs("cpu")
+    sinks = features.pop("sinks", False)
+    num_rows = int(on_cpu.cu_seq_lens[0][-1])
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, num_rows, 64, generator=generator).to(torch.bfloat16) for heads in (8, 2, 2)]
+    tensors += [torch.randn(8, generator=generator)] if sinks else []
+
+    def attention(attend, shared):
+        return lambda q, k, v, s=None: attend(q, k, v, shared, scale=0.125, sinks=s, **features)
+
+    exact = run(attention(attend_shared, on_cpu), tensors, "cpu", torch.float64)
+    rounded = run(attention(attend_shared, on_cpu), tensors, "cpu")
+    on_gpu = shared_runs("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs = [x.cuda().requires_grad_() for x in tensors]
+        torch.autograd.grad(attention(attend_shared_on_cuda, on_gpu)(*inputs).sum(), inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = run(attention(attend_shared_on_cuda, on_gpu), tensors, "cuda")
+    for got, want, other in zip(found, exact, rounded, strict=True):
+        assert (got - want).norm() < 2 * (other - want).norm() + 1e-3 * want.norm()

@@ -76,19 +76,20 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
+    _derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @cached_property
-    def bounds(self) -> list[int]:
-        """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
-        return bounds_on_host(self.cu_seq_lens_q)
-
-    @cached_property
+    @property
     def shared(self) -> SharedRuns | None:
         """The runs of documents that share prefixes; None if none do."""
         if self.kv_index is None:
             return None
         bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
-        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths)
+        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self._derived)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
+        return bounds_on_host(self.cu_seq_lens_q)
 
     @property
     def lengths(self) -> list[int]:

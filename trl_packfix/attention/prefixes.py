@@ -19,10 +19,10 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -99,21 +99,36 @@ class Stretch(NamedTuple):
     keys: slice
 
 
+def _once(derive: Callable[[Any], Any]) -> property:
+    """A property that is derived once per pack."""
+
+    @wraps(derive)
+    def get(runs: "SharedRuns") -> Any:
+        name = derive.__name__
+        if name not in runs.derived:
+            runs.derived[name] = derive(runs)
+        return runs.derived[name]
+
+    return property(get)
+
+
 @dataclass(frozen=True)
 class SharedRuns:
     """The runs of a pack, and what attention derives from them once per pack.
 
     Attributes:
         run_lengths: rows and keys of each run, (N, 2), on the host; None if they are not known there.
+        derived: what was derived from them. The owner of the pack passes it, as `torch.compile` can trace neither a
+            `cached_property` nor an owner that holds an object of this class.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]
     max_lengths: tuple[int, int]
     kv_index: Tensor
     run_lengths: Tensor | None = None
-    _chunked: dict[int, list[Run]] = field(default_factory=dict, repr=False, compare=False)
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @cached_property
+    @_once
     def runs(self) -> list[Run]:
         """All runs, without empty ones that pad. Waits for the device if `run_lengths` is None.
 
@@ -129,7 +144,7 @@ class SharedRuns:
         spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
         return [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
 
-    @cached_property
+    @_once
     def stretches(self) -> list[Stretch]:
         """Stretches of rows that several documents share, each cut where a document leaves it.
 
@@ -161,11 +176,11 @@ class SharedRuns:
         """The runs, or the parts of them in each chunk of their document; a part has keys of its own chunk only."""
         if chunk is None:
             return self.runs
-        if chunk not in self._chunked:
-            self._chunked[chunk] = [part for run in self.runs for part in _parts(run, chunk)]
-        return self._chunked[chunk]
+        if chunk not in self.derived:
+            self.derived[chunk] = [part for run in self.runs for part in _parts(run, chunk)]
+        return self.derived[chunk]
 
-    @cached_property
+    @_once
     def groups(self) -> list[Launch]:
         """All runs in groups with at most `MAX_KEYS` keys per row of the pack; a run is in one group."""
         most = MAX_KEYS * self.runs[-1].rows.stop
@@ -185,7 +200,7 @@ class SharedRuns:
             launches.append(Launch(rows, keys, (q_bounds, k_bounds), longest))
         return launches
 
-    @cached_property
+    @_once
     def levels(self) -> list[Level]:
         """The stretches by level of nesting.
 
@@ -387,13 +402,13 @@ class _LookUpKernel(FlashCalls):
 def _cuda_kernel(shared: SharedRuns, num_rows: int, scale: float, window: int | None, chunk: int | None) -> FlashCalls:
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or shared.run_lengths is None or len(shared.kv_index) <= MAX_KEYS * num_rows:
-        launches = [Launch(slice(0, num_rows), slice(None), shared.cu_seq_lens, shared.max_lengths)]
+        launches = [Launch(slice(None), slice(None), shared.cu_seq_lens, shared.max_lengths)]
     elif window is None and chunk is None:
         return _LevelKernel(shared, scale)
     else:
         launches = shared.groups
     if chunk is not None:
-        launches = [_in_chunks(launch, chunk) for launch in launches]
+        launches = [_in_chunks(launch, num_rows, chunk) for launch in launches]
     return _CopyKernel(launches, shared.kv_index, window, scale)
 
 
@@ -433,18 +448,18 @@ class _LevelKernel(FlashCalls):
             yield FlashCall(rows, keys, CudaKernel(cu_seq_lens, most, None, self.scale, is_causal=False), merges=True)
 
 
-def _in_chunks(launch: Launch, chunk: int) -> Launch:
-    """Boundaries of the parts of runs in each chunk, made on the device.
+def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
+    """Boundaries of the parts of runs in each chunk, made on the device. The launch has at most `num_rows` rows.
 
     What is known of their number without reading the lengths is an upper bound; empty parts at the end fill it up. The
     keys of a run before its first chunk are a part without rows, so that keys stay end to end.
 
     >>> launch = Launch(slice(0, 4), slice(0, 7), (torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7))
-    >>> [bounds.tolist() for bounds in _in_chunks(launch, 2).cu_seq_lens]
+    >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
     [[0, 0, 1, 3, 4, 4], [0, 2, 4, 6, 7, 7]]
     """
     q_bounds, k_bounds = (bounds.long() for bounds in launch.cu_seq_lens)
-    num_runs, num_rows = len(q_bounds) - 1, launch.rows.stop - launch.rows.start
+    num_runs = len(q_bounds) - 1
     before = k_bounds.diff() - q_bounds.diff()
     first_chunk = before // chunk
     num_parts = 1 + (k_bounds.diff() + chunk - 1) // chunk - first_chunk

@@ -1,0 +1,480 @@
+"""Attention over packs whose documents share prefixes, against each document alone: outputs, loss, all gradients."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from support.strict_varlen import StrictVarlen
+from support.versions import enable_checkpointing
+from test_attention import MODELS, largest_gradient_error
+from torch import nn
+
+from trl_packfix.attention import kernels, prefixes, varlen
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import PREFIXES, PackedForward, entered, mark_packed_forwards, packed_forwards
+from trl_packfix.attention.kernels import math_attention, visible_keys
+from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_shared_on_cuda
+from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
+from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.data.prefixes import PrefixCollator
+
+# The kernels
+
+
+def packed(documents, **settings):
+    return PrefixCollator(min_shared=1, **settings)([{"input_ids": tokens} for tokens in documents])
+
+
+def runs_of(batch):
+    shared = batch[PREFIXES]
+    bounds, longest = zip(*((batch[f"cu_seq_lens_{x}"], batch[f"max_length_{x}"]) for x in "qk"), strict=True)
+    return SharedRuns(bounds, longest, shared.kv_index, shared.run_lengths)
+
+
+def dense(query, key, value, shared, scale, window=None, chunk=None, softcap=None, sinks=None):
+    """The definition: each run by its formula over its own copy of its keys."""
+    outs = []
+    q_bounds, k_bounds = (bounds.tolist() for bounds in shared.cu_seq_lens)
+    for a, b, c, d in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
+        visible = visible_keys(b - a, d - c, window, "cpu")
+        if chunk is not None:
+            of_chunk = torch.arange(d - c) // chunk
+            visible &= of_chunk[-(b - a) :, None] == of_chunk
+        keys = shared.kv_index[c:d]
+        given = query[:, :, a:b], key[:, :, keys], value[:, :, keys], visible
+        outs.append(math_attention(*given, scale=scale, softcap=softcap, sinks=sinks))
+    return torch.cat(outs, dim=2)
+
+
+def difference(attend, shared, **options):
+    return max(differences(attend, shared, **options))
+
+
+def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dense, **features):
+    """Largest differences of outputs and of the gradients of queries, keys, values and sinks."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = int(shared.cu_seq_lens[0][-1])
+    shapes = [(1, 4, num_rows, 6), (1, 2, num_rows, 6), (1, 2, num_rows, 4), (1, 4, num_rows, 4)]
+    *states, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    logits = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    def run(attend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (*states, *([logits] if sinks else []))]
+        out = attend(*leaves[:3], shared, scale=0.5, sinks=leaves[3] if sinks else None, **features)
+        return [x.double() for x in (out, *torch.autograd.grad(out, leaves, weights.to(dtype)))]
+
+    pairs = zip(run(attend, dtype), run(reference, torch.float64), strict=True)
+    return [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
+
+
+def in_tiles(query, key, value, shared, *, window=None, chunk=None, softcap=None, sinks=None, **options):
+    """As on devices without a flash kernel."""
+    options |= {"softcap": softcap, "dropout": 0.0}
+    return prefixes._attend_in_tiles(query, key, value, shared, window, chunk, sinks, options)
+
+
+FEATURES = {
+    "full": {},
+    "window": {"window": 4},
+    "chunk": {"chunk": 5},
+    "sinks": {"sinks": True},
+    "window and sinks": {"window": 3, "sinks": True},
+    "softcap": {"softcap": 2.0},
+    "softcap, window and sinks": {"softcap": 1.5, "window": 3, "sinks": True},
+}
+TOKENS = st.integers(1, 3).flatmap(lambda most: st.lists(st.integers(1, most), min_size=1, max_size=24))
+PACKS = st.lists(TOKENS, min_size=2, max_size=9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_tiles():
+    """So that the runs of these tests have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "FLASH_TILE", 4)
+        patch.setattr(prefixes, "MATH_TILE", 4)
+        patch.setattr(kernels, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
+        yield
+
+
+@settings(max_examples=25, deadline=None)
+@given(PACKS, st.sampled_from(sorted(FEATURES)), st.booleans())
+def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
+    batch = packed(documents, keeps_last_rows=keeps_last_rows)
+    if PREFIXES not in batch:
+        return
+    assert difference(attend_shared, runs_of(batch), **FEATURES[name]) < 1e-12
+    assert difference(in_tiles, runs_of(batch), **FEATURES[name]) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(PACKS, st.sampled_from([name for name in sorted(FEATURES) if "softcap" not in name]), st.sampled_from([1, 4]))
+def test_random_packs_equal_the_definition_on_cuda(documents, name, most_keys):
+    """With a strict stand-in for the operators of torch; 1 key per row makes all of them pass the bound."""
+    batch = packed(documents)
+    if PREFIXES not in batch:
+        return
+    with pytest.MonkeyPatch.context() as patch, StrictVarlen():
+        patch.setattr(prefixes, "MAX_KEYS", most_keys)
+        assert difference(attend_shared_on_cuda, runs_of(batch), **FEATURES[name]) < 1e-12
+
+
+# A chat of which each turn is a document, with two answers to the last, and a document of its own
+CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 6, 6], [4, 4]]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("attend", [attend_shared, in_tiles, attend_shared_on_cuda])
+def test_a_chat_by_turns(attend, name):
+    shared = runs_of(packed(CHAT))
+    if attend is not attend_shared_on_cuda:
+        assert difference(attend, shared, **FEATURES[name]) < 1e-12
+    elif "softcap" not in FEATURES[name]:
+        with StrictVarlen() as calls:
+            assert difference(attend, shared, **FEATURES[name]) < 1e-12
+        assert len(calls.forwards) == len(calls.backwards) == 1
+
+
+@pytest.mark.parametrize(("name", "number"), [("full", 5), ("sinks", 5), ("window", 2), ("chunk", 2)])
+def test_launches_above_the_bound_of_copied_keys(name, number, monkeypatch):
+    """Full attention copies no key twice; windows and chunks copy the keys of some runs at a time."""
+    shared = runs_of(packed(CHAT))
+    num_rows, num_keys = int(shared.cu_seq_lens[0][-1]), len(shared.kv_index)
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 1)
+    with StrictVarlen() as calls:
+        assert difference(attend_shared_on_cuda, shared, **FEATURES[name]) < 1e-12
+    assert len(calls.forwards) == len(calls.backwards) == number
+    copied = [keys for _, keys, _, _ in calls.forwards]
+    if name in ("full", "sinks"):
+        own, *levels = calls.forwards
+        assert own[:2] == (num_rows, num_rows) and sum(keys for _, keys, _, _ in levels) < num_rows
+    else:
+        assert max(copied) <= num_rows < sum(copied) == num_keys
+
+
+def test_lengths_alone_say_which_rows_are_shared():
+    """On a GPU nothing but the lengths of runs is known on the host."""
+    for documents in (CHAT, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5]], [[1, 2], [1, 2, 3, 5], [1, 2, 3, 4]]):
+        shared = runs_of(packed(documents))
+        assert replace(shared, kv_index=shared.kv_index.to("meta"), derived={}).stretches == shared.stretches != []
+
+
+def test_every_shared_key_is_in_one_stretch_for_each_row():
+    shared = runs_of(packed(CHAT))
+    pairs = [(row, key) for rows, keys in shared.stretches for row in _range(rows) for key in _range(keys)]
+    expected = [
+        (row, int(key))
+        for run in shared.runs
+        for row in _range(run.rows)
+        for key in shared.kv_index[run.keys][: run.before]
+    ]
+    assert sorted(pairs) == sorted(expected) and len(shared.stretches) < len(expected) / 4
+
+
+def _range(places):
+    return range(places.start, places.stop)
+
+
+@pytest.mark.parametrize("attend", [attend_shared, in_tiles, attend_shared_on_cuda])
+@pytest.mark.parametrize("fault", ["foreign key", "lost prefix", "positions restart", "run too late"])
+def test_a_fault_is_seen(attend, fault):
+    """`positions restart` moves the chunks; the others move keys."""
+    shared = runs_of(packed(CHAT))
+    features = {}
+    wrong = replace(shared, kv_index=shared.kv_index.clone(), derived={})
+    run = max(shared.runs, key=lambda run: run.before)
+    if fault == "foreign key":
+        wrong.kv_index[run.keys.start + 1] = run.rows.start - 1
+    elif fault == "lost prefix":
+        bounds = shared.cu_seq_lens[0]
+        wrong = SharedRuns((bounds, bounds), (shared.max_lengths[0],) * 2, torch.arange(int(bounds[-1])))
+    elif fault == "positions restart":
+        features = {"chunk": 3}
+    else:
+        wrong.kv_index[run.keys.start : run.keys.start + run.before] += 1
+
+    def faulty(query, key, value, shared, **options):
+        return attend(query, key, value, wrong, **options)
+
+    def reference(query, key, value, shared, **options):
+        return dense(query, key, value, shared, **options | {"chunk": None})
+
+    with StrictVarlen():
+        assert difference(faulty, shared, reference=reference if features else dense, **features) > 1e-2
+
+
+def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
+    """Documents with 60 shared tokens in bfloat16; summed in bfloat16 the gradients of keys are further off."""
+    rng = np.random.default_rng(0)
+    shared = runs_of(packed([[1] * 60 + rng.integers(2, 99, 4).tolist() for _ in range(32)]))
+
+    def error(attend):
+        with StrictVarlen():
+            return max(differences(attend, shared, dtype=torch.bfloat16)[2:])
+
+    def in_bfloat16(total, places, part):
+        for i in range(part.shape[2]):
+            place = i if isinstance(places, slice) else int(places[i])
+            total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
+
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)  # a launch per level sums most of them within the kernel
+    right = error(attend_shared_on_cuda)
+    assert 0 < error(attend_shared) < 2 * right and 0 < error(in_tiles) < 2 * right < 0.02
+    monkeypatch.setattr(kernels, "_add", in_bfloat16)
+    assert error(attend_shared_on_cuda) > 3 * right
+
+
+@pytest.mark.parametrize("fault", ["rows", "own", "number"])
+def test_contradicting_keys_are_refused_on_the_cpu(fault):
+    shared = runs_of(packed(CHAT))
+    keys = shared.kv_index.clone()
+    if fault == "rows":
+        keys[0] = 10**6
+    elif fault == "own":
+        keys[shared.runs[1].keys.stop - 1] -= 1
+    else:
+        keys = keys[:-1]
+    with pytest.raises(ValueError, match=r"(?s)runs with .* rows and .* share_prefixes"):
+        difference(attend_shared, replace(shared, kv_index=keys, derived={}))
+
+
+def test_dropout_is_the_same_in_backward():
+    """The gradient of a sum is linear in the values: with the same dropout in backward it gives the sum back."""
+    shared = runs_of(packed(CHAT))
+    num_rows = int(shared.cu_seq_lens[0][-1])
+    query, key, value = (torch.randn(1, 2, num_rows, 4, dtype=torch.float64) for _ in range(3))
+    value.requires_grad_()
+    torch.manual_seed(0)
+    out = attend_shared(query, key, value, shared, scale=0.5, dropout=0.5)
+    state = torch.get_rng_state()
+    (grad,) = torch.autograd.grad(out.sum(), value)
+    torch.testing.assert_close((grad * value).sum(), out.sum())
+    assert torch.equal(state, torch.get_rng_state())
+    assert (out - attend_shared(query, key, value, shared, scale=0.5, dropout=0.5)).abs().max() > 1e-2
+
+
+# Whole models
+
+TYPES = ["llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "llama4_text"]
+
+
+@pytest.fixture
+def float64_everywhere(monkeypatch):
+    """transformers computes norms, routers and softmaxes in float32 whatever the dtype.
+
+    A gradient summed over documents before it is rounded there differs by 1e-9 to 1e-7 from one summed after it.
+    """
+    softmax, to, to_float, of_type = nn.functional.softmax, torch.Tensor.to, torch.Tensor.float, torch.Tensor.type
+
+    def stays(x, *args):
+        return x.dtype == torch.float64 and torch.float32 in args
+
+    def wide_softmax(x, dim=None, _stacklevel=3, dtype=None):
+        return softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(nn.functional, "softmax", wide_softmax)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda x, *args, **kwargs: x if stays(x, *args, *kwargs.values()) else to(x, *args, **kwargs),
+    )
+    monkeypatch.setattr(torch.Tensor, "type", lambda x, *args: x if stays(x, *args) else of_type(x, *args))
+
+
+def forest():
+    """13 documents: a tree, prefixes of each other, one twice, an overlap of one token, none; masks that disagree."""
+    rng = np.random.default_rng(0)
+
+    def new(length):
+        return rng.integers(3, 300, length).tolist()
+
+    system, first, second = new(30), new(12), new(20)
+    turns = system + first + second + new(9)
+    documents = [
+        turns, turns, turns[:50], turns[:42], turns[:31], system + first + new(25), system + first + second + new(1),
+        system + new(40), system + new(2), system[:1] + new(18), new(33), new(2), new(1),
+    ]  # fmt: skip
+    labels = [
+        [t if rng.random() < share else IGNORE_INDEX for t in x]
+        for x, share in zip(documents, [0.5, 1] * 7, strict=False)
+    ]
+    return [{"input_ids": tokens, "labels": own} for tokens, own in zip(documents, labels, strict=True)]
+
+
+def shared_loss(model, batch):
+    """The sum over the trained tokens of all documents."""
+    shared, labels = batch[PREFIXES], batch["labels"][0]
+    logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
+    return nn.functional.cross_entropy(
+        logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
+    ), logits
+
+
+def loss_alone(model, documents):
+    loss, logits = 0, []
+    for document in documents:
+        logits.append(model(torch.tensor([document["input_ids"]]), use_cache=False).logits[0])
+        labels = torch.tensor(document["labels"])[1:]
+        loss = loss + nn.functional.cross_entropy(logits[-1][:-1], labels, reduction="sum", ignore_index=IGNORE_INDEX)
+    return loss, logits
+
+
+def prepared(tiny_model, model_type, **settings):
+    """A model on our attention, and the same on stock attention for single documents."""
+    settings = {**MODELS[model_type], **settings}
+    model, alone = tiny_model(model_type, **settings), tiny_model(model_type, attn_implementation="eager", **settings)
+    for each in (model, alone):
+        each.train()
+        each.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    select_attention(model)
+    mark_packed_forwards(model)
+    return model, alone
+
+
+def assert_equal_alone(model, alone, documents=None):
+    documents = forest() if documents is None else documents
+    batch = PrefixCollator(min_shared=1)(documents)
+    loss, logits = shared_loss(model, batch)
+    expected, expected_logits = loss_alone(alone, documents)
+    # the rows of each document, but for its last
+    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[PREFIXES]
+    assert len(every.target_rows) > 2 * len(logits)
+    for i, own in enumerate(expected_logits):
+        rows = every.target_rows[every.target_documents == i] - 1
+        assert len(rows) == len(own) - 1
+        torch.testing.assert_close(logits[rows], own[:-1], rtol=0, atol=1e-12)
+    loss.backward()
+    expected.backward()
+    assert abs(loss - expected) < 1e-12 * expected
+    assert largest_gradient_error(model, alone) < 1e-13
+    assert not packed_forwards
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_each_document_is_as_alone(model_type, tiny_model, float64_everywhere):
+    assert_equal_alone(*prepared(tiny_model, model_type, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text"])
+def test_each_document_is_as_alone_on_cuda(model_type, most_keys, tiny_model, float64_everywhere, monkeypatch):
+    """The code for CUDA, with a strict stand-in for the operators of torch."""
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
+    with StrictVarlen() as calls:
+        assert_equal_alone(model, alone)
+    assert (len(calls.forwards) == 2) == (most_keys == 100) and len(calls.forwards) >= 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
+def test_checkpointed_layers_get_the_shared_keys_again(model_type, reentrant, tiny_model, float64_everywhere):
+    model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
+    enable_checkpointing(model, reentrant)
+    model.enable_input_require_grads()
+    assert_equal_alone(model, alone)
+
+
+def test_checkpointed_lora(tiny_model, float64_everywhere):
+    model, alone = prepared(tiny_model, "llama", dtype=torch.float64)
+    for each in (model, alone):
+        torch.manual_seed(0)
+        get_peft_model(
+            each, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), autocast_adapter_dtype=False
+        )
+    enable_checkpointing(model, True)
+    model.enable_input_require_grads()
+    assert_equal_alone(model, alone)
+    assert any("lora" in name for name, parameter in model.named_parameters() if parameter.grad is not None)
+
+
+def test_autocast(tiny_model):
+    """Under bfloat16 autocast a shared pack is as far from float32 as single documents are."""
+    documents, batch = forest(), PrefixCollator(min_shared=1)(forest())
+    model, alone = prepared(tiny_model, "llama")
+    exact, _ = prepared(tiny_model, "llama")
+    shared_loss(exact, batch)[0].backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = shared_loss(model, batch)[0], loss_alone(alone, documents)[0]
+    for loss in losses:
+        loss.backward()
+    errors = [largest_gradient_error(each, exact) for each in (model, alone)]
+    assert 1e-4 < errors[0] < 2 * errors[1] < 0.1, errors
+
+
+@pytest.mark.parametrize("fault", ["foreign key", "lost prefix", "positions restart", "run too late"])
+def test_the_same_test_sees_a_fault(fault, tiny_model, float64_everywhere, monkeypatch):
+    right = PrefixCollator.__call__
+
+    def wrong(self, documents):
+        batch = right(self, documents)
+        shared, bounds = batch[PREFIXES], batch["cu_seq_lens_q"]
+        index = shared.kv_index.clone()
+        run = max(runs_of(batch).runs[:-1], key=lambda run: run.before)
+        if fault == "foreign key":
+            index[run.keys.start + 3] = run.rows.start - 1
+        elif fault == "lost prefix":
+            index, batch["cu_seq_lens_k"] = torch.arange(int(bounds[-1])), bounds
+        elif fault == "positions restart":
+            batch["position_ids"] = torch.cat([torch.arange(n) for n in bounds.diff()])[None]
+        else:
+            index[run.keys.start : run.keys.start + run.before] += 1
+        return {**batch, PREFIXES: replace(shared, kv_index=index)}
+
+    monkeypatch.setattr(PrefixCollator, "__call__", wrong)
+    model, alone = prepared(tiny_model, "llama", dtype=torch.float64)
+    batch = PrefixCollator(min_shared=1)(forest())
+    loss, expected = shared_loss(model, batch)[0], loss_alone(alone, forest())[0]
+    loss.backward()
+    expected.backward()
+    assert abs(loss - expected) > 1e-8 * expected and largest_gradient_error(model, alone) > 1e-4
+
+
+# Boundaries of runs, where a document's are expected
+
+
+def test_modules_see_no_boundaries_of_runs(tiny_model):
+    """A module that reads `cu_seq_lens_q` would take runs for documents."""
+    model, _ = prepared(tiny_model, "llama")
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
+    shared_loss(model, PrefixCollator(min_shared=1)(forest()))
+    assert seen and not any("seq_lens" in name or name == "seq_idx" for name in seen[0])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_other_attention_is_refused(name, tiny_model):
+    model = tiny_model("llama", attn_implementation=name)
+    mark_packed_forwards(model)
+    with pytest.raises(ValueError, match=rf"13 documents share prefixes .*{name}.* share_prefixes='off'"):
+        shared_loss(model, PrefixCollator(min_shared=1)(forest()))
+    assert not packed_forwards
+
+
+def test_positions_never_say_where_documents_begin():
+    """Without the packed forward, as in a recomputation by FSDP, attention has the positions only."""
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(50):
+        documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
+        batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
+        if PREFIXES in batch and runs_of(batch).stretches:
+            refused += 1
+            with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
+                _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])
+    assert refused > 40
+
+
+def test_a_call_with_boundaries_of_its_own_uses_those_of_the_pack():
+    """Layers may pass boundaries on, or only positions, or nothing: what was recorded counts."""
+    shared = runs_of(packed(CHAT))
+    running = PackedForward(*shared.cu_seq_lens, *shared.max_lengths, kv_index=shared.kv_index)
+    states = [torch.randn(1, 2, int(shared.cu_seq_lens[0][-1]), 4) for _ in range(3)]
+    with entered(running):
+        out = varlen_attention(nn.Module(), *states, None, scaling=0.5)[0].transpose(1, 2)
+    torch.testing.assert_close(out, dense(*states, shared, 0.5))
