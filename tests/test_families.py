@@ -1,9 +1,12 @@
 """`share_prefixes="family"`: documents that begin alike are planned as one, once each, at the cost of what is new."""
 
+import json
+import re
 from dataclasses import replace
 from itertools import islice, pairwise
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, load_from_disk
@@ -15,10 +18,12 @@ from support.rounding import tolerance, weight_difference
 from support.runs import trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.cli import main
 from trl_packfix.data import ahead, epochs, savings
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loading import PackedBatchSampler
+from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.savings import prefix_savings
 from trl_packfix.data.spans import make_documents
@@ -121,7 +126,7 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
     lengths = np.array([len(each) for each in documents])
     capacity = int(lengths.max()) + spare
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, COSTS, capacity, capacity)
+    pieces = make_pieces(sorted_by_tokens(documents), lengths, COSTS, capacity)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     assert pieces.order[pieces.offsets[:-1]].tolist() == sorted(pieces.order[pieces.offsets[:-1]].tolist())
     for i, (first, stop) in enumerate(pairwise(pieces.offsets)):
@@ -140,22 +145,24 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
 
 def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
     documents = [np.append(np.arange(60), i) for i in range(3)]
-    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), COSTS, 200, 200)
+    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), COSTS, 200)
     assert len(pieces) == 1 and pieces.rows.tolist() == [61 + 2 * 2]
     assert pieces.costs[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
     assert pieces.costs[0] < 0.5 * COSTS([61] * 3).sum()
 
 
-def test_a_family_is_cut_where_it_has_too_many_rows_or_keys():
+def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
-    rows = make_pieces(found, lengths, COSTS, 150, 10_000)
-    assert rows.rows.max() <= 150 < 103 + 12 * 4 and rows.rows.tolist() == [103 + 11 * 4] * 5
-    keys = make_pieces(found, lengths, COSTS, 1000, 103)
-    assert np.diff(keys.offsets).tolist() == [MAX_KEYS] * 7 + [4] and keys.num_families == 1
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
+    rows = make_pieces(found, lengths, COSTS, 150)
+    assert rows.rows.tolist() == [103 + 11 * 4] * 5 and rows.num_families == 1
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 4)
+    keys = make_pieces(found, lengths, COSTS, 250)  # at most 1000 keys
+    assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.
     chain = [np.arange(n) for n in range(100, 200)]
-    assert len(make_pieces(sorted_by_tokens(chain), np.arange(100, 200), COSTS, 300, 300)) == 1
+    assert len(make_pieces(sorted_by_tokens(chain), np.arange(100, 200), COSTS, 300)) == 1
 
 
 def test_a_system_prompt_does_not_make_one_family():
@@ -168,7 +175,7 @@ def test_a_system_prompt_does_not_make_one_family():
         documents.append(np.concatenate([prompt, rng.integers(0, 50, 30)]))
     lengths = np.array([len(each) for each in documents])
     found = sorted_by_tokens(documents)
-    pieces = make_pieces(found, lengths, LLAMA_7B, 8192, 8192)
+    pieces = make_pieces(found, lengths, LLAMA_7B, 8192)
     long = lengths > 90
     per_family = np.bincount(pieces.family[long])
     assert per_family.max() == 2, "a family has another chat"
@@ -214,7 +221,7 @@ def rows_of(tokens, pack):
     seed=st.integers(0, 20),
     num=st.integers(1, 30),
     strategy=st.sampled_from(["stream", "bfd", "minibatch"]),
-    batch_size=st.integers(1, 3),
+    batch_size=st.integers(1, 5),
     accumulation=st.integers(1, 3),
     world_size=st.integers(1, 4),
     epoch=st.integers(0, 2),
@@ -302,32 +309,39 @@ def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
 
 
 def test_balance_knows_the_cost_of_pieces():
-    """Dealt by the lengths of documents, ranks would wait longer for each other."""
-    quadratic = CostModel(per_token=1.0, per_pair=1.0)
-    tokens = chats(400, beginning=0)
+    quadratic, rng, tokens = CostModel(per_token=1.0, per_pair=1.0), np.random.default_rng(0), []
+    for i in range(150):  # many short answers to a long question, whose rows cost more than those of other documents
+        question = rng.integers(0, 1000, 200)
+        tokens += [np.concatenate([question, rng.integers(0, 1000, 3)]) for _ in range(1 + 2 * i % 40)]
+        tokens.append(rng.integers(0, 1000, rng.integers(20, 250)))
     _, documents = sorted_documents(tokens)
-    measured = {}
-    for balance in ("step", "none"):
+    exact = np.zeros(len(documents))
+    waiting = {}
+    for name in ("rows", "costs", "not balanced"):
+        balance = "none" if name == "not balanced" else "step"
         plan = EpochPlanner(
             documents, "stream", 16, 256, 1, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
         )
-        schedule, pieces = plan.schedule(0), plan.pieces_of(0)
-        exact = np.zeros(len(documents))
+        pieces = plan.pieces
         for first, stop in pairwise(pieces.offsets):
             order, shared = share_order([tokens[i] for i in pieces.order[first:stop]])
             for place, s in zip(order, shared, strict=True):
                 i = pieces.order[first + place]
                 exact[i] = quadratic([len(tokens[i])])[0] - quadratic([s])[0]
-        measured[balance] = imbalance(schedule, documents.lengths, quadratic, "micro", exact)
+        if name == "rows":
+            vars(plan)["pieces"] = replace(pieces, costs=quadratic(pieces.rows))
+        schedule = plan.schedule(0)
+        waiting[name] = imbalance(schedule, documents.lengths, quadratic, "micro", exact) - 1
         order, offsets = pieces.of(schedule.order, schedule.offsets)
         units = replace(schedule, order=order, offsets=offsets)
-        assert imbalance(units, pieces.rows, quadratic, "micro", pieces.costs) == pytest.approx(measured[balance])
-        assert imbalance(schedule, documents.lengths, quadratic, "micro", pieces.costs_of_documents()) == pytest.approx(
-            measured[balance]
+        assert imbalance(units, pieces.rows, quadratic, "micro", pieces.costs) - 1 == pytest.approx(waiting[name])
+        by_document = pieces.costs_of_documents()
+        assert imbalance(schedule, documents.lengths, quadratic, "micro", by_document) - 1 == pytest.approx(
+            waiting[name]
         )
         bound = imbalance_bound(units, pieces.rows, quadratic, plan.capacity, "micro", pieces.costs)
-        assert 1 <= bound <= measured[balance] + 1e-9
-    assert measured["step"] - 1 < 0.3 * (measured["none"] - 1)
+        assert 0 <= bound - 1 <= waiting[name] + 1e-9
+    assert waiting["costs"] < 0.5 * waiting["rows"] < 0.5 * waiting["not balanced"]
 
 
 # Tables and caches
@@ -346,7 +360,14 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
         True,
     ]
     assert documents.tokens.order.tolist() == [2, 1, 3, 0] and documents.tokens.common.tolist() == [0, 50, 40, 0]
-    # spans within rows, in another order, of several chunks
+    # labels in another place of their buffer than tokens
+    values = pa.array(np.concatenate([np.full(3, -100), *labels]))
+    ends = np.cumsum([3, *(len(each) for each in labels)]).astype(np.int32)
+    columns = {"input_ids": [each.tolist() for each in tokens], "labels": pa.ListArray.from_arrays(ends, values)}
+    apart = TokenReader(Dataset(pa.table(columns)))
+    spans = documents.row, documents.start, documents.stop
+    assert apart.labels_are_tokens(*spans).tolist() == [False, True, True, True]
+    # spans within rows, in another order
     table = Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], "labels": labels})
     both = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
     rows, starts = np.array([1, 1, 0]), np.array([0, 8, 0])
@@ -371,8 +392,8 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch)
         plan = EpochPlanner(documents, "stream", 2, 256, 2, 2, share_prefixes=share_prefixes)
         return plan, plan.schedule(0), prefix_savings(plan, reader)
 
-    first, schedule, saved = start()
     _, off, _ = start("off")
+    first, schedule, saved = start()
     assert first.documents.fingerprint == start("off")[0].documents.fingerprint
     for name in ("read_block", "labels_are_tokens"):
         monkeypatch.delattr(TokenReader, name)
@@ -565,3 +586,90 @@ def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path
         trained(tmp_path, **settings | {"share_prefixes": "pack"})[0].train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-3")
         )
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("families")
+    forest().select_columns(["input_ids", "labels"]).save_to_disk(path / "forest")
+    (path / "lengths.txt").write_text("10 20 30")
+    return path
+
+
+FLAGS = ["--max-length", "96", "--batch-size", "4", "--world-size", "2", "--strategy", "stream"]
+
+
+def test_plan_forecasts_what_sharing_computes(folder, capsys):
+    plans = {}
+    for name in ("off", "pack", "family"):
+        assert main(["plan", str(folder / "forest"), *FLAGS, "--share_prefixes", name, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        (plans[name],) = found["plans"]
+        assert "Common prefixes: " in found["reasons"][-1]
+    shares = {name: plan["prefixes"]["rows"] for name, plan in plans.items()}
+    assert shares["off"] == 1 > shares["pack"] > shares["family"] + 0.05
+    assert plans["off"]["prefixes"]["in_packs"] == shares["pack"]
+    assert plans["pack"]["num_packs"] == plans["off"]["num_packs"] > plans["family"]["num_packs"]
+    for name in ("pack", "family"):
+        assert plans[name]["flops"] == pytest.approx(plans["off"]["flops"] * plans[name]["prefixes"]["flops"])
+        assert plans[name]["prefixes"]["flops"] == pytest.approx(shares[name], abs=0.01)
+    assert main(["plan", str(folder / "forest"), *FLAGS, "--share-prefixes", "family"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if " stream " in line)
+    steps = plans["family"]["prefixes"]["families_per_step"]
+    assert row.split()[-2:] == [f"{shares['family']:.2f}", f"{steps:,.1f}"]
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_lengths_alone_do_not_say_what_is_shared(command, folder, capsys):
+    assert main([command, str(folder / "lengths.txt"), "--share-prefixes", "pack"]) == 2
+    assert "`--share-prefixes pack` was given with the lengths of 3 documents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["pack", "family"])
+def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
+    words = ["show", str(folder / "forest"), *FLAGS[:4], "--share-prefixes", name]
+    assert main([*words, "--packs", "2", "--json"]) == 0
+    packs = json.loads(capsys.readouterr().out)
+    reader = TokenReader(load_from_disk(folder / "forest"))
+    assert max(each["shared_tokens"] for pack in packs for each in pack["documents"]) >= 16
+    for pack in packs:
+        batch = PrefixCollator()([reader.read(each["row"], each["start"], each["stop"]) for each in pack["documents"]])
+        shared = batch["shared_prefixes"]
+        rows = np.array([each["shared_tokens"] for each in pack["documents"]])
+        own = shared.lengths - torch.tensor(rows)
+        assert ((own == shared.lengths - shared.shared) | (own == 1)).all()  # a last row of its own is not computed
+        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() != pack["cu_seq_lens_k"]
+        assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
+        tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
+        for before, after, count in zip(tokens, tokens[1:], rows[1:], strict=False):
+            assert before[:count] == after[:count]
+    assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
+    out = capsys.readouterr().out
+    number, count = next(
+        (i, each["shared_tokens"]) for i, each in enumerate(packs[0]["documents"]) if each["shared_tokens"]
+    )
+    assert f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] " in out
+    assert main([*words, "--plot", str(tmp_path / "packs.png")]) == 0
+
+
+def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
+    found, _ = report("family")
+    pack = found.sample.packs[0]
+    assert sum(pack.runs) < 0.8 * sum(pack.lengths)
+    for length, path in zip(pack.lengths, pack.paths(), strict=True):
+        rows = np.concatenate([np.arange(first, end) for first, end in path])
+        assert len(rows) == length and (np.diff(rows) > 0).all()
+    figure = found.plot()
+    mask = figure.axes[1]
+    areas = {3: 0.0, 4: 0.0}
+    for patch in mask.patches:
+        corners = patch.get_xy()[:-1]
+        width, height = np.ptp(corners[:, 0]), np.ptp(corners[:, 1])
+        areas[len(corners)] += width * height / (2 if len(corners) == 3 else 1)
+    total = mask.get_xlim()[1]
+    named = int(re.search(r"(\d+)% of", mask.get_title(loc="left")).group(1))
+    assert areas[4] > 0 and named == pytest.approx(100 * 2 * sum(areas.values()) / total**2, abs=2)
+    assert "drawn once" in figure.axes[0].get_xlabel()

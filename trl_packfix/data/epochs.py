@@ -145,7 +145,7 @@ class EpochPlanner:
     def pieces(self) -> Pieces:
         """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
         assert self.documents.tokens is not None
-        return make_pieces(self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity, self.capacity)
+        return make_pieces(self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity)
 
     @property
     def _lengths(self) -> Int64Array:
@@ -263,8 +263,7 @@ class EpochPlanner:
             return self.pieces
         assert self.documents.tokens is not None
         tokens = self.documents.tokens.within(self._unpacked_steps(epoch))
-        # Pieces of at most `max_length` rows fit into the slots of a step as its documents do.
-        return make_pieces(tokens, self.documents.lengths, self.cost_model, self.max_length, self.capacity)
+        return make_pieces(tokens, self.documents.lengths, self.cost_model, self.capacity)
 
     def _schedule_pieces(self, epoch: int, pieces: Pieces) -> Schedule:
         """The schedule of the pieces of `minibatch`."""

@@ -64,6 +64,20 @@ class SharedPrefixes:
         return replace(self, **{name: move(getattr(self, name)) for name in names})
 
 
+def collated_order(
+    tokens: Sequence[npt.NDArray], labels: Sequence[npt.NDArray], min_shared: int = MIN_SHARED
+) -> tuple[list[int], list[int]]:
+    """As `share_order`, with the documents that share nothing because of their labels at the end."""
+    may_share = [
+        i
+        for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
+        if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
+    ]
+    places, shared = share_order([tokens[i] for i in may_share], min_shared)
+    rest = sorted(set(range(len(tokens))) - set(may_share))
+    return [may_share[place] for place in places] + rest, shared[: len(places)] + [0] * len(rest)
+
+
 @dataclass
 class PrefixCollator(PackedDataCollator):
     """Flatten documents as `PackedDataCollator`, with each common beginning as one stretch of rows.
@@ -99,17 +113,10 @@ class PrefixCollator(PackedDataCollator):
         if not self.shares:
             return super().__call__(documents)
         tokens, labels = self._read(documents)
-        may_share = [
-            i
-            for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
-            if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
-        ]
-        places, shared = share_order([tokens[i] for i in may_share], self.min_shared)
+        order, shared = collated_order(tokens, labels, self.min_shared)
         if not any(shared):
             return super().__call__(documents)
-        rest = sorted(set(range(len(tokens))) - set(may_share))
-        order = [may_share[place] for place in places] + rest
-        return self._collate(tokens, labels, order, shared + [0] * len(rest))
+        return self._collate(tokens, labels, order, shared)
 
     def _collate(
         self, tokens: list[npt.NDArray], labels: list[npt.NDArray], order: list[int], shared: list[int]

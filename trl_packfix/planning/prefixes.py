@@ -29,7 +29,7 @@ SharePrefixes = Literal["off", "pack", "family"]
 MIN_SHARED = 16
 """Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
 MAX_KEYS = 8
-"""Times the capacity: most keys that the runs of a piece look up. Their memory is not bounded by the rows."""
+"""Times the capacity: most keys that the runs of a piece look up, which its rows do not bound."""
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
 BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
@@ -246,20 +246,19 @@ class Pieces:
         return order[at], ends[offsets]
 
 
-def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, max_rows: int, capacity: int) -> Pieces:
-    """Families of documents, cut where one would have more than `max_rows` rows or too many keys.
+def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, capacity: int) -> Pieces:
+    """Families of documents, cut where one would have more rows than `capacity` or too many keys.
 
     Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
     would be one family.
 
     Args:
         tokens: the documents, all or some of them.
-        lengths: tokens of each document by its number, at most `max_rows`.
-        max_rows: of a piece, at most `capacity`.
+        lengths: tokens of each document by its number, at most `capacity`.
         capacity: most tokens of a pack.
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
-    >>> pieces = make_pieces(tokens, np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0), 100, 100)
+    >>> pieces = make_pieces(tokens, np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0), 100)
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """
@@ -270,7 +269,7 @@ def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, 
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
-    begins[_cuts(size, shared, begins, max_rows, MAX_KEYS * capacity)] = True
+    begins[_cuts(size, shared, begins, capacity, MAX_KEYS * capacity)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     costs = cost_model(size) - cost_model(shared)

@@ -147,7 +147,9 @@ def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int
 def schedule_steps(lengths: Int64Array, order: Int64Array, bounds: Int64Array, settings: StepSettings) -> Schedule:
     """Step i has the documents `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
 
-    A step of S slots has at most S * B documents, each of at most `capacity / B` tokens, for some B.
+    A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
+    (`prefixes.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
+    (k + 1) / 2 * capacity / B rows.
     """
     world_size = settings.world_size
     filled: list[Int64Array] = []
@@ -167,7 +169,9 @@ def _few_packs(documents: Int64Array, lengths: Int64Array, settings: StepSetting
     """As few packs as best-fit decreasing needs, rounded up to a multiple of the ranks; even tokens where they fit."""
     longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
     plan = plan_bfd(lengths[longest_first], settings.capacity, None)
-    # Every closed pack holds at least B documents, because the next one, at most capacity / B long, did not fit.
+    # Every closed pack of m documents or pieces holds at least B documents. The next one, no longer than any of them,
+    # did not fit, so they have more than m / (m + 1) * capacity rows and 2 m B / (m + 1) - m >= B - 1 documents if
+    # m < B. If m >= B, they are B documents anyway.
     assert plan.num_packs <= settings.num_slots
     num = -(-plan.num_packs // settings.world_size) * settings.world_size
     packs = _longest_processing_time(longest_first, lengths, num)

@@ -76,7 +76,9 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     widest = max(rooms)
     for y, (pack, room) in enumerate(zip(packs, rooms, strict=True)):
         start = 0
-        for document, (length, runs) in enumerate(zip(pack.lengths, pack.trained, strict=True)):
+        for document, (length, whole, trained) in enumerate(zip(pack.runs, pack.lengths, pack.trained, strict=True)):
+            before = whole - length  # tokens that are drawn with the document before
+            runs = [(max(first - before, 0), end - before) for first, end in trained if end > before]
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=_hue(document), alpha=PALE, linewidth=0)
             spans = [(start + first, end - first) for first, end in runs]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=_hue(document), linewidth=0)
@@ -104,6 +106,8 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
         axes.set_ylabel("step.micro-batch")
     axes.xaxis.set_major_formatter(_thousands)
     axes.set_title(_packs_title(report), loc="left", fontsize=11)
+    if any(pack.shared for pack in packs):
+        axes.set_xlabel(f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once")
     keys = [
         Patch(facecolor=HUES[0], label="trained (tall)"),
         Patch(facecolor=HUES[0], alpha=PALE, label="not trained (low)"),
@@ -132,17 +136,21 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
 
     packs = sample.packs
     pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / BLOCKS_IN_MASK)))
-    ends = np.cumsum(pack.lengths).tolist()
+    ends = np.cumsum(pack.runs).tolist()
     starts = [0, *ends[:-1]]
     total = ends[-1]
-    for document, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    for document, (start, end, path) in enumerate(zip(starts, ends, pack.paths(), strict=True)):
+        for first, stop in path[:-1]:  # rows of documents before it
+            block = [(first, start), (stop, start), (stop, end), (first, end)]
+            axes.add_patch(Polygon(block, facecolor=_hue(document), edgecolor=INK, linewidth=0.3, alpha=0.6))
         corners = [(start, start), (start, end), (end, end)]
         axes.add_patch(Polygon(corners, facecolor=_hue(document), edgecolor=INK, linewidth=0.6))
         axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
             _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document)
     lengths = np.array(pack.lengths, dtype=float)
-    computed = (lengths * (lengths + 1)).sum() / (total * (total + 1))
+    shared = lengths - np.array(pack.runs)
+    computed = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
     labelled = [starts[0]]
     labelled += [s for before, s in itertools.pairwise(starts) if s - before > total / 18]
     axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")

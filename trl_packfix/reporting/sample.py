@@ -3,12 +3,14 @@
 The report prints the histogram. The pictures show the histogram and the packs.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..data.collator import IGNORE_INDEX
+from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
+from ..data.prefixes import collated_order
 from ..data.reader import Rows
 from ..planning.arrays import Int64Array
 from ..planning.imbalance import rank_costs
@@ -68,7 +70,7 @@ def length_histogram(lengths: Int64Array) -> LengthHistogram:
 
 @dataclass(frozen=True)
 class PackSample:
-    """The documents of one micro-batch, in order.
+    """The documents of one micro-batch, in order. With shared prefixes they are sorted by their tokens.
 
     Attributes:
         step, micro, rank: its optimizer step, its micro-batch in this step, its data-parallel rank.
@@ -77,6 +79,7 @@ class PackSample:
         rows: table row of each document.
         lengths: tokens of each document.
         trained: for each document, the runs of trained tokens as (first, one after the last) from its start.
+        shared: tokens of each document whose rows are those of the document before it; empty if nothing is shared.
     """
 
     step: int
@@ -87,6 +90,30 @@ class PackSample:
     lengths: list[int]
     trained: list[list[tuple[int, int]]]
     degree: int = 1
+    shared: list[int] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[int]:
+        """Rows of each document that no document before it has."""
+        return [n - s for n, s in zip(self.lengths, self.shared or [0] * len(self.lengths), strict=True)]
+
+    def paths(self) -> list[list[tuple[int, int]]]:
+        """For each document the rows that it sees, as (first, one after the last) of stretches; the last is its run.
+
+        >>> PackSample(0, 0, 0, [0, 1], [0, 1], [4, 5], [[], []], shared=[0, 2]).paths()
+        [[(0, 4)], [(0, 2), (4, 7)]]
+        """
+        found: list[list[tuple[int, int]]] = []
+        start = 0
+        for run, length in zip(self.runs, self.lengths, strict=True):
+            left, path = length - run, []
+            for first, end in found[-1] if left else ():
+                if left > 0:
+                    path.append((first, min(end, first + left)))
+                    left -= end - first
+            found.append([*path, (start, start + run)])
+            start += run
+        return found
 
     def place(self, accumulation: int, world_size: int) -> str:
         """Step, and micro-batch and rank if there are several: "step 3", "step 3.1, rank 2", "step 3.1, ranks 4-7"."""
@@ -135,6 +162,9 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     filled = filled[: max(num_packs, of_step)]
     filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
     packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
+    shared: list[list[int]] = [[] for _ in packs]
+    if planner.share_prefixes != "off":
+        packs, shared = _sorted_packs(packs, documents, reader)
     offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
     degrees = None if schedule.degrees is None else schedule.degrees[: len(offsets) // world_size]
     first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets, degrees=degrees)
@@ -151,11 +181,25 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
                 documents.lengths[pack].tolist(),
                 [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
                 1 if schedule.degrees is None else int(schedule.degrees[slot // world_size]),
+                common,
             )
-            for slot, pack in zip(filled, packs, strict=True)
+            for slot, pack, common in zip(filled, packs, shared, strict=True)
         ],
         costs.reshape(-1, world_size)[:NUM_MICRO_STEPS].tolist(),
     )
+
+
+def _sorted_packs(
+    packs: list[Int64Array], documents: Documents, reader: Rows
+) -> tuple[list[Int64Array], list[list[int]]]:
+    """The packs as the collator sorts them, and what each document shares with the one before it."""
+    found, shared = [], []
+    for pack in packs:
+        read = [reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
+        order, common = collated_order([each["input_ids"] for each in read], [each["labels"] for each in read])
+        found.append(pack[order] if any(common) else pack)
+        shared.append(common if any(common) else [])
+    return found, shared
 
 
 def _trained_runs(reader: Rows, row: int, start: int, stop: int) -> list[tuple[int, int]]:

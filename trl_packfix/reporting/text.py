@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from rich.text import Text
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.loading import DocumentDataset
+from ..data.prefixes import PrefixCollator
 from ..data.reader import Rows
 from .sample import plan_sample
 
@@ -29,6 +30,7 @@ class ShownDocument:
         positions: its first and last position id.
         runs: (whether trained, first, one after the last) for each run of its tokens, from its start.
         tokens: its token ids, shape (n,).
+        shared: tokens whose rows are those of the document before it.
     """
 
     row: int
@@ -37,6 +39,13 @@ class ShownDocument:
     positions: tuple[int, int]
     runs: list[tuple[bool, int, int]]
     tokens: np.ndarray
+    shared: int = 0
+
+    @property
+    def own(self) -> "ShownDocument":
+        """The part that is not shared, for display."""
+        runs = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.runs]
+        return replace(self, tokens=self.tokens[self.shared :], runs=[each for each in runs if each[2] > 0], shared=0)
 
     @property
     def num_trained(self) -> int:
@@ -45,7 +54,10 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One pack of T tokens: its step, micro-batch and rank as text, and its documents in order.
+    """One pack of T rows: its step, micro-batch and rank as text, and its documents in order.
+
+    `cu_seq_lens` count rows. With shared prefixes documents have more tokens than rows: `cu_seq_lens_k` counts the
+    tokens of documents with a row of their own.
 
     `parts` has the first token, and one after the last, of each rank that shares the pack, from `rank` on.
     """
@@ -56,6 +68,7 @@ class ShownPack:
     documents: list[ShownDocument]
     rank: int
     parts: list[tuple[int, int]]
+    cu_seq_lens_k: list[int] | None = None
 
     def to_dict(self, tokenizer: Any, has_tokens: bool = True) -> dict[str, Any]:
         """All attributes as JSON values. `text` is None without a tokenizer, `input_ids` if only lengths are known."""
@@ -69,6 +82,7 @@ class ShownPack:
                     "start": each.start,
                     "stop": each.stop,
                     "position_ids": list(each.positions),
+                    **({} if self.cu_seq_lens_k is None else {"shared_tokens": each.shared}),
                     "trained_tokens": each.num_trained,
                     "parts": [
                         {
@@ -81,6 +95,7 @@ class ShownPack:
                 }
                 for each in self.documents
             ],
+            **({} if self.cu_seq_lens_k is None else {"cu_seq_lens_k": self.cu_seq_lens_k}),
         } | ({"ranks": self.ranks()} if len(self.parts) > 1 else {})
 
     def ranks(self) -> list[dict[str, Any]]:
@@ -101,7 +116,8 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
     documents = planner.documents
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
     for pack in plan_sample(planner, reader, num_packs).packs:
-        batch = collate(dataset.__getitems__(pack.documents))
+        read = dataset.__getitems__(pack.documents)
+        batch = collate(read)
         tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
         bounds = batch["cu_seq_lens_q"].tolist()
         shown = [
@@ -112,12 +128,19 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
                 positions=(int(positions[first]), int(positions[end - 1])),
                 runs=_runs(labels[first:end] != IGNORE_INDEX),
                 tokens=tokens[first:end],
+                shared=common,
             )
-            for document, first, end in zip(pack.documents, bounds[:-1], bounds[1:], strict=True)
+            for document, first, end, common in zip(
+                pack.documents, bounds[:-1], bounds[1:], pack.shared or [0] * len(pack.documents), strict=True
+            )
         ]
+        keys = None
+        if pack.shared:
+            runs = PrefixCollator()(read)
+            bounds, keys = runs["cu_seq_lens_q"].tolist(), runs["cu_seq_lens_k"].tolist()
         capacity = planner.capacity if planner.tokens_per_rank is None else pack.degree * planner.tokens_per_rank
         place = pack.place(planner.accumulation, planner.world_size)
-        yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts())
+        yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts(), keys)
 
 
 def pack_text(
@@ -133,11 +156,16 @@ def pack_text(
     """
     count = pack.cu_seq_lens[-1]
     text = Text()
-    heading = f"{pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens\n"
-    text.append(heading, "bold")
-    starts = " ".join(map(str, pack.cu_seq_lens[: num_documents + 1]))
+    heading = f"{pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens"
+    if pack.cu_seq_lens_k is not None:
+        tokens = sum(len(each.tokens) for each in pack.documents)
+        heading += f" computed, for {tokens:,} of the documents"
+    text.append(heading + "\n", "bold")
     rest = len(pack.documents) - num_documents
-    text.append(f"cu_seq_lens {starts}{' ...' if rest > 0 else ''}\n")
+    for name, starts in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k)):
+        if starts is not None:
+            more = " ..." if len(starts) > num_documents + 1 else ""
+            text.append(f"{name} {' '.join(map(str, starts[: num_documents + 1]))}{more}\n")
     for share in pack.ranks() if len(pack.parts) > 1 else ():
         first, end = share["tokens"]
         numbers = share["documents"]
@@ -149,12 +177,15 @@ def pack_text(
         style = STYLES[number % len(STYLES)]
         text.append(
             f"[{number}] row {each.row:,}, tokens {each.start:,}-{each.stop - 1:,}, {each.num_trained:,} trained, "
-            f"position_ids {each.positions[0]}..{each.positions[1]}\n",
+            f"position_ids {each.positions[0]}..{each.positions[1]}"
+            + (f", the first {each.shared:,} tokens shared with [{number - 1}]\n" if each.shared else "\n"),
             f"bold {style}",
         )
         if has_tokens:
             text.append("    ")
-            for part, trained in _parts(each, tokenizer, num_tokens):
+            if each.shared:
+                text.append(f"[... {each.shared:,} shared ...] ", style)
+            for part, trained in _parts(each.own if each.shared else each, tokenizer, num_tokens):
                 text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
             text.append("\n")
     if rest > 0:
