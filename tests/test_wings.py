@@ -27,7 +27,7 @@ BELOW = {
     "cli": {"planning", "attention", "data", "isolation", "reporting", "training", "survey"},
 }
 # What of a wing may be imported, where not all of it may
-ONLY = {("isolation", "data"): {"data.collator", "data.parts"}}
+ONLY = {("isolation", "data"): {"data.collator", "data.parts", "data.prefixes"}}
 ANYONE = {"compat", "version"}
 # (module, module) -> why the arrow may run the other way
 EXCEPTIONS: dict[tuple[str, str], str] = {}
