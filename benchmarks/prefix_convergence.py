@@ -6,7 +6,7 @@ Each conversation of sgd_tools_train1200.jsonl (else generated ones) becomes one
 before it, then the turn, of which alone is trained. So the samples of a conversation begin alike, and all conversations
 with the same tools do. Every run trains one epoch on the same samples from the same weights:
   off          `share_prefixes="off"`: packs of 8192 tokens, `stream`
-  regrouped    the same, its rows padded to a multiple of 64: the effect of the order of summation alone
+  regrouped    the same, its rows padded to a multiple of 1000: the effect of the order of summation alone
   pack         `share_prefixes="pack"`: the same packs
   family       `share_prefixes="family"`: packs of 8192 rows, with more documents and fewer independent ones
   family small the same in packs of 2048 rows, which hold about as many documents as `off`
@@ -38,7 +38,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 MAX_LENGTH = 2048
 RUNS: dict[str, dict[str, Any]] = {
     "off": {"share_prefixes": "off"},
-    "regrouped": {"share_prefixes": "off", "pad_to_multiple_of": 64},
+    "regrouped": {"share_prefixes": "off", "pad_to_multiple_of": 1000},
     "pack": {"share_prefixes": "pack"},
     "family": {"share_prefixes": "family"},
     "family small": {"share_prefixes": "family", "per_device_train_batch_size": 1},
