@@ -46,6 +46,9 @@ from transformers import (
     SmolVLMImageProcessorPil,
     SmolVLMProcessor,
 )
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.image_collator import ImageExamples, RopeIndex
@@ -93,6 +96,7 @@ QWEN_TOWER = {
     "spatial_merge_size": 2,
     "out_hidden_size": 32,
 }
+FIRST_WORD, LAST_WORD = 10, 260  # tokens of bytes; those of the tokenizer around them are special
 SMALL = {"height": 24, "width": 24}
 PINPOINTS = [[24, 48], [48, 24], [48, 48]]
 
@@ -543,3 +547,13 @@ def make_examples(family: str, model: PreTrainedModel) -> ImageExamples:
     rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
     process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
     return ImageExamples(process, rope_index=rope_index)
+
+
+def why_not(model_type: str) -> str:
+    """Why there is no family of this type."""
+    images = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
+    if model_type not in PROCESSOR_MAPPING_NAMES:
+        return "transformers names no processor of this type"
+    if isinstance(images, dict) and "pil" not in images and not is_torchvision_available():
+        return f"{images['torchvision']} needs torchvision, which is not installed"
+    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in trl_packfix/survey/image_families.py"
