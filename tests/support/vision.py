@@ -6,8 +6,11 @@ import numpy as np
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
 
+from trl_packfix import SFTTrainer
 from trl_packfix.survey.image_families import build_model as build_model
 from trl_packfix.survey.image_families import build_processor as build_processor
+
+from .runs import config
 
 # Those of most tests; all others are in `image_families.FAMILIES`
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "gemma3", "qwen3_5")
@@ -41,3 +44,22 @@ def rows(num: int = 16, seed: int = 0) -> Dataset:
         answer = "".join(rng.choice(list("xyz "), rng.integers(2, 12)))
         table.append({"images": images, "messages": [message("user", text, count), message("assistant", answer)]})
     return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
+ROWS = rows(40)
+SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
+LANGUAGE = r".*language_model.*(q_proj|v_proj)"  # modules for adapters
+
+
+def make(
+    folder, family="qwen2_5_vl", dataset=ROWS, trainer_class=SFTTrainer, model=None, trainer_kwargs=None, **kwargs
+):
+    """A trainer on rows with images: four documents a step, at most 200 tokens each."""
+    settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
+    return trainer_class(
+        build_model(family) if model is None else model,
+        config(folder, **settings),
+        train_dataset=dataset,
+        processing_class=build_processor(family),
+        **(trainer_kwargs or {}),
+    )
