@@ -5,7 +5,7 @@ image. Only processors that run without torchvision are here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -336,6 +336,17 @@ def _qwen_ids(ids: Ids) -> dict[str, Any]:
     }
 
 
+def _glm_ids(ids: Ids) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "image_start_token_id": ids["<|begin_of_image|>"],
+        "image_end_token_id": ids["<|end_of_image|>"],
+        "video_start_token_id": ids["<|begin_of_video|>"],
+        "video_end_token_id": ids["<|end_of_video|>"],
+    }
+
+
 def _image_id(ids: Ids) -> dict[str, Any]:
     return {"image_token_id": ids["<image>"]}
 
@@ -443,14 +454,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4v": Family(
         _glm,
-        lambda ids: {
-            "image_token_id": ids["<|image|>"],
-            "video_token_id": ids["<|video|>"],
-            "image_start_token_id": ids["<|begin_of_image|>"],
-            "image_end_token_id": ids["<|end_of_image|>"],
-            "video_start_token_id": ids["<|begin_of_video|>"],
-            "video_end_token_id": ids["<|end_of_video|>"],
-        },
+        _glm_ids,
         GLM,
         "<|begin_of_image|><|image|><|end_of_image|>",
         {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
@@ -515,6 +519,20 @@ FAMILIES: dict[str, Family] = {
             "intermediate_layers_indices": [0],
             "vision_output_dim": 64,
         },
+    ),
+}
+FAMILIES |= {
+    "qwen3_5_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
+    "glm4v_moe": replace(
+        FAMILIES["glm4v"],
+        text=FAMILIES["glm4v"].text
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    ),
+    "vipllava": Family(
+        _llava,
+        lambda ids: {"image_token_index": ids["<image>"], "vision_feature_layer": [-2, -1], "image_seq_length": 16},
+        text={"model_type": "llama"},
+        vision=CLIP,
     ),
 }
 

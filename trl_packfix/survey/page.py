@@ -148,7 +148,7 @@ def _page(rows: Sequence[Row]) -> str:
         "",
         "| verdict | meaning |",
         "|---|---|",
-        *[f"| {verdict} | {MEANING[verdict]} |" for verdict in VERDICTS],
+        *[f"| {verdict} | {meaning} |" for verdict, meaning in MEANING.items()],
     ]
     for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models")):
         group = [row for row in rows if row.kind == kind]
