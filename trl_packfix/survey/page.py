@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from .sweep import NOT_TESTED, VERDICTS, Row, Task
 
@@ -83,7 +84,8 @@ def write(rows: Sequence[Row], folder: str | Path) -> None:
 
 def read(folder: str | Path) -> list[Row]:
     """The rows of the CSV in `folder`."""
-    numbers = dict.fromkeys(FLOATS, float) | dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
+    numbers: dict[str, Any] = dict.fromkeys(FLOATS, float)
+    numbers |= dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
     with (Path(folder) / TABLE).open(newline="") as file:
         return [
             Row(**{key: numbers.get(key, str)(value) for key, value in row.items()}) for row in csv.DictReader(file)
