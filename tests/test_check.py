@@ -12,10 +12,12 @@ from support.versions import current_models
 from torch import nn
 
 from trl_packfix.cli import main
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import image_families, zoo
 from trl_packfix.survey import page as compatibility
-from trl_packfix.survey import zoo
+from trl_packfix.survey import sweep as sweeping
 from trl_packfix.survey.judge import Judge, packed_by_trl
-from trl_packfix.survey.sweep import VERDICTS, Row, all_types, sweep, sweep_type
+from trl_packfix.survey.sweep import NOT_TESTED, VERDICTS, Row, all_types, sweep, sweep_type
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS = compatibility.read(DOCS)
@@ -111,6 +113,37 @@ def test_the_table_keeps_the_promise():
     assert all(shared[name] == "no" for name in own_attention)
 
 
+def test_the_table_keeps_the_promise_with_images():
+    pictured = {row.model_type: row for row in ROWS if row.kind == "image-text"}
+    assert len(pictured) >= 97 and all(row.images for row in pictured.values())
+    tested = {name: row for name, row in pictured.items() if row.images != NOT_TESTED}
+    assert tested.keys() >= image_families.FAMILIES.keys() & pictured.keys() and "mllama" in tested
+    assert all(row.is_right_with_images for name, row in tested.items() if name != "mllama") and len(tested) >= 22
+    assert all(row.images_reason for row in pictured.values() if row.images not in ("native", "varlen"))
+    leaking = {name for name, row in tested.items() if row.images_stock == "leaks"}
+    assert leaking >= {"gemma3", "gemma4", "paligemma"}, "stock packs were right, so nothing was shown"
+    assert "cross_attention_mask" in tested["mllama"].images_reason
+
+
+def test_a_type_is_swept_with_images():
+    right, leaks, untested = (sweep_type(name, "image-text") for name in ("llava", "gemma3", "kosmos-2"))
+    assert (right.images, right.images_stock) == ("native", "isolated") and 0 < right.images_error < 1e-5
+    assert (leaks.images, leaks.images_stock) == ("unpack only", "leaks") and leaks.images_stock_error > 0.1
+    assert leaks.is_right_with_images and "leaks" not in leaks.images
+    assert untested.images == NOT_TESTED and "names no processor" in untested.images_reason
+
+
+def test_a_silent_leak_with_images_is_counted(monkeypatch):
+    """Planted: a probe that sees no image, and attention that does not raise on the masks of images."""
+
+    def blind(*args, images=None, **kwargs):
+        return PackedModel(*args, **kwargs | {"enforce_flash_attention": False})
+
+    monkeypatch.setattr(sweeping, "PackedModel", blind)
+    row = sweep_type("gemma3", "image-text")
+    assert row.images == "varlen" and row.false_negatives == 1 and not row.is_right_with_images
+
+
 def test_the_page_is_made_of_the_table(tmp_path):
     compatibility.write(ROWS, tmp_path)
     assert compatibility.read(tmp_path) == ROWS
@@ -128,7 +161,7 @@ SAMPLE = compatibility.sample(ROWS, 25)
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
     found = sweep_type(row.model_type, row.kind)
     assert found.verdict == row.verdict, found.reason
-    assert found.stock_trl == row.stock_trl
+    assert (found.stock_trl, found.images, found.images_stock) == (row.stock_trl, row.images, row.images_stock)
     assert (found.false_negatives, found.false_positives) == (row.false_negatives, row.false_positives)
 
 

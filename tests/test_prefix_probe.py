@@ -18,7 +18,7 @@ from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.report import PackingLeakError
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge, with_prefixes
+from trl_packfix.survey.judge import PrefixJudge, with_prefixes
 
 
 def packed_model(model, **settings):
@@ -123,18 +123,14 @@ def test_documents_under_other_attention_are_packed_whole():
     assert "'sdpa'" in packed.prove_prefixes(model)
 
 
-def test_the_judge_sees_a_lost_prefix(monkeypatch):
-    judge = Judge(zoo.build_model("llama"), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+def test_the_judge_sees_a_lost_prefix():
+    judge = PrefixJudge(zoo.build_model("llama"), zoo.FIRST_WORD, zoo.VOCABULARY)
     model = zoo.build_model("llama")
     packed = packed_model(model)
     packed.prove(model)
-    right = judge.judge_prefixes(model)
+    right = judge.judge(model)
     assert right.right and right.error > 0
-    monkeypatch.setattr(
-        "trl_packfix.survey.judge.with_prefixes", lambda documents: lost_prefix(with_prefixes(documents))
-    )
-
-    assert judge.judge_prefixes(model).error > 1e-2
+    assert judge.judge(model, lambda documents: lost_prefix(with_prefixes(documents))).error > 1e-2
 
 
 BEGINNING = "the same words at the beginning, "

@@ -10,34 +10,21 @@ import numpy as np
 import pytest
 import torch
 import trl
+import two_ranks_vision
 from accelerate.utils import DistributedType
 from peft import LoraConfig
-from support.launch import LAUNCH_SECONDS, environment
+from support.launch import LAUNCH_SECONDS, TORCHRUN, environment
 from support.models import build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config
 from support.versions import GEMMA3_LEAKS, gemma3_leaks, trl_trains
-from support.vision import build_model, build_processor, message, rows
+from support.vision import LANGUAGE, ROWS, SGD, build_model, make, message, rows
 
 from trl_packfix import PackingLeakError, SFTTrainer
 from trl_packfix.training.images import check_padded_images
 
-ROWS = rows(40)
-SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
+WITH_IMAGES = ROWS.select([i for i, images in enumerate(ROWS["images"]) if images])
 UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
-
-
-def make(
-    folder, family="qwen2_5_vl", dataset=ROWS, trainer_class=SFTTrainer, model=None, trainer_kwargs=None, **kwargs
-):
-    settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
-    return trainer_class(
-        build_model(family) if model is None else model,
-        config(folder, **settings),
-        train_dataset=dataset,
-        processing_class=build_processor(family),
-        **(trainer_kwargs or {}),
-    )
 
 
 def flat(model) -> torch.Tensor:
@@ -48,29 +35,49 @@ def five_steps(folder, family, packed, batch=(4, 1), **kwargs):
     """Losses, weights and the trainer after five steps with four documents each."""
     size = {"per_device_train_batch_size": batch[0], "gradient_accumulation_steps": batch[1]}
     if packed:
-        run = make(folder, family, packing_strategy="minibatch", **SGD, **size, **kwargs)
+        run = make(folder, family, packing_strategy="minibatch", **(SGD | size | kwargs))
     else:
-        run = make(folder, family, trainer_class=trl.SFTTrainer, **SGD, **size, **(UNPACKED | kwargs))
+        run = make(folder, family, trainer_class=trl.SFTTrainer, **(SGD | size | UNPACKED | kwargs))
         # The mean over the step: stock TRL averages means of micro-batches on these models
         run.model_accepts_loss_kwargs = batch[1] > 1
     run.train()
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry], flat(run.model), run
 
 
+AS_ROWS = ("gemma3", "gemma4", "paligemma")
+NATIVE = ("llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3", "aya_vision", "glm4v")
+
+
 @trl_trains
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", *AS_ROWS, *NATIVE])
 def test_packed_training_is_unpacked_training(family, tmp_path):
+    # paligemma's processor takes no text alone; the rate of the others makes gemma4 diverge
+    data = {"dataset": WITH_IMAGES} if family == "paligemma" else {"learning_rate": 0.03} if family == "gemma4" else {}
     start = flat(build_model(family))
-    losses, weights, _ = five_steps(tmp_path, family, packed=False)
-    _, regrouped, _ = five_steps(tmp_path, family, packed=False, batch=(2, 2))
+    losses, weights, _ = five_steps(tmp_path, family, packed=False, **data)
+    _, regrouped, _ = five_steps(tmp_path, family, packed=False, batch=(2, 2), **data)
     rounding = weight_difference(regrouped, weights, start)
-    found, packed, run = five_steps(tmp_path, family, packed=True)
+    # The search for a repair takes seconds on gemma4 and ends with rows, too.
+    on_leak = {"on_leak": "unpack"} if family == "gemma4" else {}
+    found, packed, run = five_steps(tmp_path, family, packed=True, **on_leak, **data)
     assert weight_difference(packed, weights, start) <= tolerance(rounding)
     assert loss_difference(found, losses) <= 1e-5
-    assert run.packed_model.is_unpacked == (family == "gemma3" and GEMMA3_LEAKS)
+    assert run.packed_model.is_unpacked == (family in AS_ROWS and (family != "gemma3" or GEMMA3_LEAKS))
     if family == "llava":
         accumulated = five_steps(tmp_path, family, packed=True, batch=(2, 2))[1]
         assert weight_difference(accumulated, weights, start) <= tolerance(rounding)
+
+
+@trl_trains
+def test_in_bf16_packed_training_is_another_rounding(tmp_path):
+    """As far from unpacked training in bf16 as that is with other micro-batches: 3.1e-3 measured for both."""
+    start = flat(build_model("qwen2_5_vl"))
+    weights = five_steps(tmp_path, "qwen2_5_vl", packed=False, bf16=True)[1]
+    regrouped = five_steps(tmp_path, "qwen2_5_vl", packed=False, batch=(2, 2), bf16=True)[1]
+    _, packed, run = five_steps(tmp_path, "qwen2_5_vl", packed=True, bf16=True)
+    rounding, found = (weight_difference(each, weights, start) for each in (regrouped, packed))
+    assert run.packed_model.is_proved and 1e-4 < rounding < 0.02
+    assert found <= 3 * rounding
 
 
 @trl_trains
@@ -159,7 +166,6 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
 
 # Adapters and checkpointing
 
-LANGUAGE = r".*language_model.*(q_proj|v_proj)"
 BOTH = r".*(q_proj|v_proj|qkv|attn.proj)"
 
 
@@ -275,43 +281,69 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
 # Two ranks
 
 SCRIPT = Path(__file__).parent / "two_ranks_vision.py"
+ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp2": "FSDP2"}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> dict[str, dict]:
     """Results of `two_ranks_vision.py`: one launch per engine."""
     found = {}
-    for engine in ("ddp", "zero3"):
+    for engine in ENGINES:
         folder = tmp_path_factory.mktemp(engine)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         env = environment(folder, PYTHONPATH=f"{SCRIPT.parents[1]}:{SCRIPT.parent}")
-        command = [sys.executable, *launcher, str(SCRIPT), engine, str(folder)]
+        command = [sys.executable, *TORCHRUN, str(SCRIPT), engine, str(folder)]
         run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
         assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
         found[engine] = torch.load(folder / "result.pt")
     return found
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_two_ranks_train_as_one(engine, ranks, tmp_path):
-    found = ranks[engine]
-    start = flat(build_model("qwen2_5_vl"))
-    wanted = five_steps(tmp_path, "qwen2_5_vl", packed=True, batch=(4, 1))
-    regrouped = five_steps(tmp_path, "qwen2_5_vl", packed=True, batch=(2, 2))[1]
-    assert found["isolated"]
-    limit = tolerance(weight_difference(regrouped, wanted[1], start))
-    assert weight_difference(found["weights"], wanted[1], start) <= limit
-    assert loss_difference(found["losses"], wanted[0]) <= 1e-5
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
+    """The same five steps in one process, and with two micro-batches per step, which measures rounding."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        kind: (
+            two_ranks_vision.five(folder, kind),
+            two_ranks_vision.five(folder, kind, 2, gradient_accumulation_steps=2),
+        )
+        for kind in ("full", "frozen", "lora")
+    }
+
+
+def together(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine, kind", [(e, k) for e in ENGINES for k in two_ranks_vision.KINDS[e]])
+def test_two_ranks_train_as_one(engine, kind, ranks, alone):
+    found, (wanted, again) = ranks[engine][kind], alone[kind]
+    assert found["engine"] == ENGINES[engine] and found["proved"]
+    assert found["weights"].keys() == wanted["weights"].keys()
+    assert any("visual" in name for name in found["weights"]) == (kind == "full")
+    start = together(wanted["start"])
+    change, rounding = (
+        weight_difference(together(run["weights"]), together(wanted["weights"]), start, 1e-3) for run in (found, again)
+    )
+    assert change <= tolerance(rounding)
+    assert loss_difference(found["losses"], wanted["losses"]) <= 1e-5
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_without_images_do_not_wait(engine, ranks):
     """In some micro-batches one rank has images and the other none."""
     uneven = ranks[engine]["uneven"]
-    assert any(len(set(has)) == 2 for has in zip(*uneven, strict=True)), "all ranks had images in every micro-batch"
-    assert ranks[engine]["uneven_steps"] > 0
+    assert any(len(set(has)) == 2 for has in zip(*uneven["has_images"], strict=True)), "images in every micro-batch"
+    assert uneven["steps"] > 0
+
+
+@pytest.mark.processes
+def test_a_restart_within_an_epoch_is_exact_on_two_ranks(ranks):
+    found = ranks["ddp"]["restart"]
+    assert found["steps"] // 2 < found["stop"] < found["steps"], "not in the middle of the second epoch"
+    assert torch.equal(together(found["resumed"]), together(found["whole"]))
 
 
 # Weights and sources of rows

@@ -2,19 +2,23 @@
 
     torchrun --standalone --nproc_per_node 2 tests/two_ranks_vision.py ENGINE FOLDER
 
-ENGINE is "ddp" or "zero3". The main process saves FOLDER/result.pt.
+ENGINE is "ddp", "zero3" or "fsdp2". One launch runs all scenarios of its engine, and the main process saves their
+results by name in FOLDER/result.pt. A test calls `five` in its own process for the numbers of one rank.
 """
 
 import os
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from accelerate.utils import gather_object
-from support.vision import rows
-from test_vision import SGD, flat, make
+from peft import LoraConfig
+from support.vision import LANGUAGE, SGD, build_model, make, rows
+from torch.distributed.tensor import DTensor
+from two_ranks import engine_of, engine_settings
 
 ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -24,6 +28,83 @@ ZERO3 = {
     "train_batch_size": "auto",
     "zero_allow_untested_optimizer": True,
 }
+KINDS = {"ddp": ("full", "frozen"), "zero3": ("full", "frozen", "lora"), "fsdp2": ("full", "frozen")}
+
+
+def whole(run) -> dict[str, torch.Tensor]:
+    """The trained weights by name, gathered from all ranks."""
+    found = {}
+    for name, parameter in run.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(parameter):
+                value = parameter.detach().clone()
+        else:
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found[name] = value.detach().double().cpu()
+    return found
+
+
+def five(folder: Path, kind: str, size: int = 4, model=None, **settings) -> dict:
+    """Five steps of four documents: all weights, all but those of the tower, or adapters of the language part."""
+    kwargs = {}
+    model = build_model("qwen2_5_vl") if model is None else model
+    if kind == "frozen":
+        model.model.visual.requires_grad_(False)
+    if kind == "lora":
+        torch.manual_seed(0)
+        kwargs["peft_config"] = LoraConfig(r=4, target_modules=LANGUAGE, init_lora_weights="gaussian")
+    settings = SGD | settings | {"per_device_train_batch_size": size}
+    run = make(folder / kind, model=model, trainer_kwargs=kwargs, packing_strategy="minibatch", **settings)
+    start = whole(run)
+    run.train()
+    report = run.packing_report.isolation
+    return {
+        "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+        "start": start,
+        "weights": whole(run),
+        "proved": report.isolated and report.equal,
+        "engine": engine_of(run.model_wrapped),
+    }
+
+
+def uneven(folder: Path, model, **settings) -> dict:
+    """One document per micro-batch: of the first four, three have an image on one rank only."""
+    seen: list[bool] = []
+    run = make(
+        folder / "uneven",
+        model=model,
+        dataset=rows(24, seed=10),
+        packing_strategy="minibatch",
+        per_device_train_batch_size=1,
+        max_steps=4,
+        **settings,
+    )
+    collate = run.data_collator
+
+    class Noting(type(collate)):
+        def __call__(self, documents):
+            seen.append(any("pixel_values" in each for each in documents))
+            return super().__call__(documents)
+
+    run.data_collator = Noting(**{name: getattr(collate, name) for name in collate.__dataclass_fields__})
+    run.train()
+    return {"has_images": gather_object([seen]), "steps": run.state.global_step}
+
+
+def restart(folder: Path, **settings) -> dict:
+    """Two epochs whole, then again from a checkpoint in the middle of the second."""
+    settings |= {"dataset": rows(24, seed=3), "num_train_epochs": 2, "per_device_train_batch_size": 1}
+    settings |= {"learning_rate": 1e-2, "save_strategy": "steps"}
+    first = make(folder / "restart", save_steps=1, **settings)
+    first.train()
+    stop = first.state.max_steps * 3 // 4
+    again = make(folder / "restart", save_steps=1000, **settings)
+    again.train(resume_from_checkpoint=str(folder / "restart" / f"checkpoint-{stop}"))
+    return {"whole": whole(first), "resumed": whole(again), "steps": first.state.max_steps, "stop": stop}
 
 
 def main(engine: str, folder: Path) -> None:
@@ -32,46 +113,21 @@ def main(engine: str, folder: Path) -> None:
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    settings = {"deepspeed": ZERO3} if engine == "zero3" else {}
-    run = make(folder / "five", packing_strategy="minibatch", **SGD, **settings, per_device_train_batch_size=2)
-    run.train()
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    if engine == "zero3":
-        with deepspeed.zero.GatheredParameters(list(run.model.parameters())):
-            weights = flat(run.model)
-    else:
-        weights = flat(run.model)
-    isolated = run.packing_report.isolation.isolated and run.packing_report.isolation.equal
-
-    # One document per micro-batch: of the first four, three have an image on one rank only.
-    seen: list[bool] = []
-    uneven = make(
-        folder / "uneven",
-        dataset=rows(24, seed=10),
-        packing_strategy="minibatch",
-        per_device_train_batch_size=1,
-        max_steps=4,
-        **settings,
-    )
-    collate = uneven.data_collator
-
-    class Noting(type(collate)):
-        def __call__(self, documents):
-            seen.append(any("pixel_values" in each for each in documents))
-            return super().__call__(documents)
-
-    noting = Noting(**{name: getattr(collate, name) for name in collate.__dataclass_fields__})
-    uneven.data_collator = noting
-    uneven.train()
-    result = {
-        "losses": losses,
-        "weights": weights,
-        "isolated": isolated,
-        "uneven": gather_object([seen]),
-        "uneven_steps": uneven.state.global_step,
-    }
-    if run.is_world_process_zero():
+    # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
+    models = {kind: build_model("qwen2_5_vl") for kind in (*KINDS[engine], "uneven")}
+    result = {}
+    for name, model in models.items():
+        settings = {"deepspeed": ZERO3} if engine == "zero3" else {}
+        if engine == "fsdp2":
+            settings = engine_settings(engine, folder)  # resets what the run before has set
+        result[name] = (
+            uneven(folder, model, **settings) if name == "uneven" else five(folder, name, 2, model, **settings)
+        )
+    if engine == "ddp":
+        result["restart"] = restart(folder)
+    if os.environ["RANK"] == "0":
         torch.save(result, folder / "result.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

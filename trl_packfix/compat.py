@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import peft
+import torch
 import trl
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -16,6 +17,9 @@ from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -128,6 +132,27 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
 
     for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
+    """Gather an LM head that is an FSDP2 unit of its own before TRL's fused loss reads it; None without such a head.
+
+    accelerate shards the head together with the last norm, whose forward gathers both. It looks for this norm among the
+    children of the base model, where image-text models and opt have none. TRL's loss reads the weights of the head and
+    does not call it, so it gathers them with `full_tensor`, whose backward adds no gradients of other ranks: each rank
+    then trains its rows of the head on its own tokens only. Can be removed when TRL passes `grad_placements`.
+    https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
+    """
+    head: Any = model.get_output_embeddings()
+    below, is_sharded = model.base_model, isinstance(head, FSDPModule)
+    if not is_sharded or below is model:
+        return None
+
+    def unshard(module: nn.Module, args: tuple, output: Any) -> None:
+        if torch.is_grad_enabled() and isinstance(head.weight, DTensor):
+            head.unshard()
+
+    return below.register_forward_hook(unshard)
 
 
 def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:

@@ -1,10 +1,9 @@
 """A tiny tokenizer and tiny random models, made offline."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+from trl_packfix.survey.zoo import byte_tokenizer
 
 # ChatML. The generation markers are what `assistant_only_loss` reads; tools are listed in the system turn.
 CHAT_TEMPLATE = """\
@@ -51,20 +50,7 @@ ALIASES = {"gemma3": "gemma3_text"}
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of one token per byte (ids 4 to 259) with ChatML, `<|im_end|>` as EOS and `<|pad|>` as padding."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        additional_special_tokens=["<|endoftext|>"],
-        chat_template=CHAT_TEMPLATE,
-    )
-    return tokenizer
+    return byte_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
 def build_tiny_model(

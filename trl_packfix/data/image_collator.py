@@ -26,6 +26,7 @@ class ImageLayout:
     Attributes:
         tokens: names of (1, tokens) outputs, such as `mm_token_type_ids`.
         images: axis that grows with the number of images: 0 for `pixel_values` of Qwen-VL and Llava, 1 for Idefics.
+            0 also for outputs with one row per document.
     """
 
     tokens: frozenset[str]
@@ -126,8 +127,8 @@ class ImageExamples:
             with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
             if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
                 tokens.add(name)
-            elif with_text == [] and with_images in ([0], [1]):
-                images[name] = with_images[0]
+            elif with_text == [] and (axis := _image_axis(shapes[0], shapes[2])) is not None:
+                images[name] = axis
             else:
                 sizes = [None if shape is None else tuple(shape) for shape in shapes]
                 raise ValueError(
@@ -175,6 +176,21 @@ def _changed(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> li
     if shape is None or other is None or len(shape) != len(other):
         return None
     return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]
+
+
+def _image_axis(one: tuple[int, ...] | None, two: tuple[int, ...] | None) -> int | None:
+    """The axis that grows from one image to two; None if none or several do.
+
+    Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An output
+    that does not change at all has a row per document, such as its number of images.
+    """
+    changed = _changed(one, two)
+    if changed is None or one is None or two is None:
+        return None
+    grown = [i for i in changed if two[i] > one[i]]
+    if not changed and one[0] == 1:
+        return 0
+    return grown[0] if grown in ([0], [1]) else None
 
 
 class RopeIndex:

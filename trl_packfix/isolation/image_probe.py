@@ -75,7 +75,10 @@ def image_documents(
 
 
 class ImageProbe(Probe):
-    """A `Probe` whose packs are those of training with images; documents of text alone are tensors of tokens."""
+    """A `Probe` whose packs are those of training with images; documents of text alone are tensors of tokens.
+
+    They run with the token types that the processor gives to text: paligemma sees text without them in both directions.
+    """
 
     def __init__(self, model: Any, images: ImageSource):
         super().__init__(model)
@@ -83,11 +86,13 @@ class ImageProbe(Probe):
 
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
         assert degree == 1  # ranks do not share packs with images
-        given = [each.values if isinstance(each, ImageDocument) else {"input_ids": each} for each in documents]
-        return self._moved(self.images.packed(given))
+        return self._moved(self.images.packed([self._values(each) for each in documents]))
+
+    def _values(self, document: Any) -> dict[str, Any]:
+        return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
     def alone(self, ids: Any, large: bool = False) -> Tensor:
-        if not isinstance(ids, ImageDocument):
+        if isinstance(ids, Tensor) and ids.dim() == 2:
             return super().alone(ids, large)
         # Models may build their masks in another way in eval mode (paligemma), so only the decoder is set to it: its
         # attention would raise in a training forward without boundaries.
@@ -96,7 +101,7 @@ class ImageProbe(Probe):
             module.training = False
         try:
             with torch.no_grad():
-                return self._states(self._moved(self.images.alone(ids.values)), large)[0]
+                return self._states(self._moved(self.images.alone(self._values(ids))), large)[0]
         finally:
             for module in training:
                 module.training = True

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
-from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters
+from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check import check_isolation, check_prefixes
 from .image_probe import ImageProbe, ImageSource
 from .image_unpacking import UnpackedImages
@@ -74,6 +75,7 @@ class PackedModel:
         self.images = images
         self.attends = False
         run_hooks_inside_adapters(model)
+        self._head: RemovableHandle | None = None
         self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
         self._choose()
 
@@ -125,6 +127,8 @@ class PackedModel:
         """
         self.attend()
         gather_lm_head_with_model(base_model(self.model))
+        if self._head is None:
+            self._head = unshard_lm_head(base_model(self.model))
         try:
             found = self._check(wrapped)
         except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device

@@ -16,6 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..attention.forwards import PREFIXES
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
+from ..data.image_collator import ImageExamples
 from ..data.prefixes import PrefixCollator
 
 TOLERANCE = 1e-4  # relative, in fp32
@@ -23,7 +24,8 @@ EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
 PLAIN = 0.1  # relative; larger than any rounding, so fp64 is not needed
 FLOOR = 1e-3  # the error of a gradient is relative to at least this share of the largest gradient
 
-Feed = Callable[[list[Tensor]], dict[str, Any]]
+# Documents -> a batch. A document is its tokens, (n,), or with images a dict with the tokens as `input_ids`.
+Feed = Callable[[list[Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -55,41 +57,40 @@ class Judge:
     """
 
     def __init__(self, pristine: nn.Module, hidden_size: int, first_token: int, vocab_size: int, seed: int = 2026):
-        self.pristine = pristine.train()
         generator = torch.Generator().manual_seed(seed)
         # No token twice in a document: models that pick tokens by content (doge) break ties by the length of the row.
         words = vocab_size - first_token
-        self.cases = {
+        cases = {
             name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
-        self.alike = alike_documents(first_token, words, generator)
+        self._start(pristine, cases, packed, alone)
+
+    def _start(self, pristine: nn.Module, cases: dict[str, list[Any]], packs: Feed, one: Feed) -> None:
+        self.pristine, self.cases, self._packs, self._one = pristine.train(), cases, packs, one
         self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}
         self._compute_alone(torch.float32)
 
     def judge(self, model: nn.Module, feed: Feed | None = None) -> Judgement:
         """Compare packs on `model`, in training mode, with their documents alone.
 
-        `feed` makes a batch of documents (default: `packed`). If the error in fp32 may be rounding, the comparison is
-        repeated in fp64.
+        `feed` makes a batch of documents (default: that of training). If the error in fp32 may be rounding, the
+        comparison is repeated in fp64.
         """
-        return self._judge(model, packed if feed is None else feed, self.cases)
-
-    def judge_prefixes(self, model: nn.Module) -> Judgement:
-        """The same for packs of documents that begin alike and share these beginnings."""
-        return self._judge(model, with_prefixes, self.alike)
-
-    def _judge(self, model: nn.Module, feed: Feed, cases: dict[str, list[Tensor]]) -> Judgement:
-        found = self._compare(model, feed, cases, torch.float32)
+        found = self._compare(model, self._packs if feed is None else feed, torch.float32)
         if found.right or found.error > PLAIN:
             return found
         try:
-            self._compute_alone(torch.float64)
-            model.double()
-            finer = self._compare(model, feed, cases, torch.float64)
+            finer = self.compare(model, torch.float64, feed)
             return found if finer.refusal else finer
         except RuntimeError:  # a model that requires fp32 somewhere
             return found
+
+    def compare(self, model: nn.Module, dtype: torch.dtype, feed: Feed | None = None) -> Judgement:
+        """The same in this dtype; the model is in fp32 before and after it."""
+        try:
+            self._compute_alone(dtype)
+            return self._compare(model.to(dtype), self._packs if feed is None else feed, dtype)
         finally:
             model.float()
             self.pristine.float()
@@ -99,16 +100,16 @@ class Judge:
             return
         self.pristine.to(dtype)
         self._alone[dtype] = {}
-        for name, documents in (self.cases | self.alike).items():
+        for name, documents in self.cases.items():
             self.pristine.zero_grad()
-            logits = [self._train_on(self.pristine, alone([ids]), [ids]) for ids in documents]
+            logits = [self._train_on(self.pristine, self._one([each]), [each]) for each in documents]
             self._alone[dtype][name] = torch.cat(logits), _gradients(self.pristine)
         self.pristine.zero_grad()
 
-    def _compare(self, model: nn.Module, feed: Feed, cases: dict[str, list[Tensor]], dtype: torch.dtype) -> Judgement:
+    def _compare(self, model: nn.Module, feed: Feed, dtype: torch.dtype) -> Judgement:
         model.train()
         worst = Judgement(0.0, "", dtype=dtype)
-        for name, documents in cases.items():
+        for name, documents in self.cases.items():
             model.zero_grad()
             try:
                 logits = self._train_on(model, feed(documents), documents)
@@ -118,8 +119,6 @@ class Judge:
             alone_logits, alone_gradients = self._alone[dtype][name]
             gradients = _gradients(model)
             floor = FLOOR * max(value.abs().max().item() for value in alone_gradients.values())
-            if len(logits) < len(alone_logits):  # shared prefixes: no row for the last token of some documents
-                alone_logits = torch.cat([each[:-1] for each in alone_logits.split([*map(len, documents)])])
             gaps = {"logits": _gap(logits, alone_logits, 0.0)}
             for key, value in alone_gradients.items():
                 gaps[key] = _gap(gradients.get(key, torch.zeros_like(value)), value, floor)
@@ -130,21 +129,71 @@ class Judge:
         return worst
 
     @staticmethod
-    def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Tensor]) -> Tensor:
-        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V).
+    def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
+        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V)."""
+        dtype = next(model.parameters()).dtype
+        pixels = {name: value.to(dtype) for name, value in batch.items() if _is_float(value)}
+        tokens = [_tokens(each) for each in documents]
+        logits = model(**(batch | pixels)).logits.reshape(sum(map(len, tokens)), -1)
+        targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in tokens])
+        loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss.backward()
+        return logits.detach()
 
-        Of documents that share prefixes only those that predict a token, document after document.
-        """
-        logits = model(**batch).logits
+
+class ImageJudge(Judge):
+    """A `Judge` of packs with images, in layouts that differ from document to document.
+
+    Args:
+        examples: makes documents through the processor of the family, and the packs of training.
+    """
+
+    def __init__(self, pristine: nn.Module, examples: ImageExamples, first_token: int, vocab_size: int, seed: int = 7):
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(num: int) -> Tensor:
+            return first_token + torch.randperm(vocab_size - first_token, generator=generator)[:num]
+
+        def images(*sizes: tuple[int, int]) -> list[Any]:
+            return [examples.image(*size) for size in sizes]
+
+        # By the processor as a whole: text of the chat template around the images
+        chats = [([(40, 24)], "abc"), ([(24, 56), (30, 30)], "de fgh"), ([(24, 24)], "i"), ([(56, 24), (24, 40)], "")]
+        # An image at an end beside one at a beginning, images with one token between, text alone, one token
+        placed: list[list[Any]] = [
+            [tokens(4), *images((24, 48))],
+            [*images((48, 24)), tokens(7)],
+            [tokens(13)],
+            [tokens(2), *images((30, 24)), tokens(1), *images((24, 24)), tokens(3)],
+            [tokens(1)],
+            [*images((24, 30)), tokens(5), *images((60, 30))],
+        ]
+        cases = {
+            "chats": [examples.document(images(*sizes), text) for sizes, text in chats],
+            "placed": [examples.joined(parts) for parts in placed],
+        }
+        self._start(pristine, cases, examples.packed, lambda documents: examples.alone(documents[0]))
+
+
+class PrefixJudge(Judge):
+    """A `Judge` of packs whose documents share prefixes; it compares the logits that predict a token."""
+
+    def __init__(self, pristine: nn.Module, first_token: int, vocab_size: int, seed: int = 17):
+        generator = torch.Generator().manual_seed(seed)
+        self._start(pristine, alike_documents(first_token, vocab_size - first_token, generator), with_prefixes, alone)
+
+    @staticmethod
+    def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
+        """Add the gradients of the summed loss of `documents`, and return the logits, document after document."""
+        logits = model(**batch).logits[0]
         if PREFIXES in batch:
             prefixes = batch[PREFIXES]
             each = [prefixes.target_rows[prefixes.target_documents == i] - 1 for i in range(len(documents))]
-            logits, targets = logits[0][torch.cat(each)], torch.cat([ids[1:] for ids in documents])
+            logits = logits[torch.cat(each)]
         else:
-            logits = logits.reshape(sum(map(len, documents)), -1)
-            targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in documents])
-        loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        loss.backward()
+            logits = logits[:-1]
+        targets = torch.cat([ids[1:] for ids in documents])
+        nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
         return logits.detach()
 
 
@@ -206,6 +255,16 @@ def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
 def alone(documents: list[Tensor]) -> dict[str, Any]:
     """An unpacked, unpadded batch of one document."""
     return {"input_ids": documents[0][None], "use_cache": False}
+
+
+def _tokens(document: Any) -> Tensor:
+    if isinstance(document, dict):
+        return torch.as_tensor(document["input_ids"], dtype=torch.int64)
+    return document
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .sweep import VERDICTS, Row, Task
+from .sweep import NOT_TESTED, VERDICTS, WRONG, Row, Task
 
 PAGE, TABLE = "compatibility.md", "compatibility.csv"
 MEANING = {
@@ -20,21 +20,23 @@ MEANING = {
     "unpack only": "documents run as rows of padded batches",
     "refused": "training stops with an error that gives the reason",
     "no text": "the model cannot be built here, or does not accept text alone",
+    NOT_TESTED: "with images only: this type has no tiny processor here",
 }
-ERRORS = ("error", "stock_error", "prefix_error")  # columns of the CSV
+FLOATS = ("error", "stock_error", "prefix_error", "images_error", "images_stock_error")
 GPU = "not measured"  # the sweep runs in fp32, which no flash kernel supports
 
 
 def line(row: Row) -> str:
     """A row as one line of plain text."""
     truth = f"SILENT LEAK x{row.false_negatives}" if row.false_negatives else ""
-    truth += "SILENT PREFIXES" if row.prefixes == "SILENT" else ""
+    truth += " SHARED PREFIXES WRONG" if row.prefixes == WRONG else ""
     alarm = f"false alarm x{row.false_positives}" if row.false_positives else ""
     marks = ", ".join(mark for mark in (truth, alarm) if mark)
     error = "" if row.verdict == "no text" else f"{row.error:.1e}"
     stock = row.stock_trl or "-"
     why = row.reason if row.verdict == "refused" else row.repairs or row.reason
-    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {why}"
+    images = f" | with images: {row.images}, stock {row.images_stock or '-'} {row.images_reason}" if row.images else ""
+    return f"{row.model_type:<26} {row.kind:<10} {row.verdict:<11} {error:<8} TRL {stock:<9} {marks} {why}{images}"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -55,6 +57,17 @@ def summary(rows: Sequence[Row]) -> str:
             f"{sum(row.false_negatives for row in group)} false negatives (silent leaks), "
             f"{sum(row.false_positives for row in group)} false positives",
         ]
+        tested = [row for row in group if row.images and row.images != NOT_TESTED]
+        if tested:
+            verdicts = Counter(row.images for row in tested)
+            stock = Counter(row.images_stock for row in tested if row.images_stock)
+            trained = sum(row.is_right_with_images for row in tested)
+            lines += [
+                f"with images {len(tested)} of them were tested: {trained} train packed with the results "
+                "of each document alone; " + ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS[:5]),
+                f"stock concatenation with images: {stock['isolated']} isolated, {stock['leaks']} leak, "
+                f"{stock['refuses']} refuse",
+            ]
     return "\n".join(lines)
 
 
@@ -66,13 +79,13 @@ def write(rows: Sequence[Row], folder: str | Path) -> None:
     with (folder / TABLE).open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) | {name: f"{getattr(row, name):.2e}" for name in ERRORS} for row in rows)
+        writer.writerows(asdict(row) | {name: f"{getattr(row, name):.2e}" for name in FLOATS} for row in rows)
     (folder / PAGE).write_text(_page(rows))
 
 
 def read(folder: str | Path) -> list[Row]:
     """The rows of the CSV in `folder`."""
-    numbers: dict[str, Any] = dict.fromkeys(ERRORS, float)
+    numbers: dict[str, Any] = dict.fromkeys(FLOATS, float)
     numbers |= dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
     with (Path(folder) / TABLE).open(newline="") as file:
         return [
@@ -140,25 +153,47 @@ def _page(rows: Sequence[Row]) -> str:
         "",
         "| verdict | meaning |",
         "|---|---|",
-        *[f"| {verdict} | {MEANING[verdict]} |" for verdict in VERDICTS],
+        *[f"| {verdict} | {meaning} |" for verdict, meaning in MEANING.items()],
     ]
-    for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models, on text alone")):
+    for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models")):
         group = [row for row in rows if row.kind == kind]
         if group:
-            lines += [
-                "",
-                f"## {title}",
-                "",
-                "| type | CPU | error | attention | GPU | shared by 2 ranks | shared prefixes | stock TRL | why |",
-                "|" + "---|" * 9,
-            ]
+            columns = ["type", "CPU", "error", "attention", "GPU"]
+            columns += ["with images", "error", "stock"] if kind == "image-text" else ["shared by 2 ranks"]
+            columns.append("shared prefixes")
+            lines += ["", f"## {title}", ""]
+            if kind == "image-text":
+                lines += [
+                    "The first columns are on text alone. The stock model with images runs on the same packs.",
+                    "",
+                ]
+            lines += ["| " + " | ".join([*columns, "stock TRL", "why"]) + " |", "|" + "---|" * (len(columns) + 2)]
             lines += [_cells(row) for row in group]
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> str:
-    # rounded as in the CSV first, so that the page can be generated again from the CSV
-    error = "" if row.verdict == "no text" else f"{float(f'{row.error:.2e}'):.0e}"
-    why = "; ".join(text for text in (row.repairs, row.reason) if text).replace("|", "\\|")
-    cells = (row.model_type, row.verdict, error, row.attention, GPU, row.shared, row.prefixes, row.stock_trl, why)
+    why = "; ".join(text for text in (row.repairs, row.reason) if text)
+    extra = [row.shared]
+    if row.kind == "image-text":
+        is_judged = row.images in VERDICTS and row.images_stock
+        extra = [row.images, _rounded(row.images_error) if is_judged else "", row.images_stock]
+        why += f" With images: {row.images_reason}" if row.images_reason else ""
+    error = "" if row.verdict == "no text" else _rounded(row.error)
+    cells = [
+        row.model_type,
+        row.verdict,
+        error,
+        row.attention,
+        GPU,
+        *extra,
+        row.prefixes,
+        row.stock_trl,
+        why.strip().replace("|", "\\|"),
+    ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _rounded(error: float) -> str:
+    """Rounded as in the CSV first, so that the page can be generated again from the CSV."""
+    return f"{float(f'{error:.2e}'):.0e}"

@@ -5,7 +5,7 @@ import queue
 import resource
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from multiprocessing.connection import Connection
@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from ..isolation.packed_model import PackedModel
 from ..isolation.report import IsolationReport, finite
-from . import zoo
-from .judge import Judge, Judgement, packed_by_trl
+from . import image_families, zoo
+from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
+WRONG = "wrong"
 MEMORY = 16 * 2**30  # limit of data per process of the sweep, in bytes
+MAX_LENGTH_WITH_IMAGES = 512  # tokens; documents with images are longer
+NOT_TESTED = "not tested"  # the verdict with images, where there is no tiny processor
 VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
 
 
@@ -39,16 +43,23 @@ class Row:
         where: the case and the tensor with this difference.
         stock_trl: the unchanged model on TRL's own batches: "isolated", "leaks" or "refuses".
         stock_error: the error of `stock_trl`, relative in the same way.
-        probes: how many probes ran, up to three: with the model's own attention, with ours, after the repair.
+        probes: how many probes ran on text, up to three: with the model's own attention, with ours, after the repair.
+            With images up to two more: with our attention, after the repair.
         false_negatives: probes that found no leak where the judge found one: silent leaks.
         false_positives: probes that found a leak where the judge found none.
         repairs: the modules that run on each document separately, and how.
         shared: whether two ranks can share a pack (`tokens_per_rank`), "yes" or "no"; "" if it was not tested.
-        prefixes: whether documents may share prefixes (`share_prefixes`): "yes", "no", "SILENT" if the probe allows it
+        prefixes: whether documents may share prefixes (`share_prefixes`), "yes" or "no"; "wrong" if the probe allows it
             and the judge does not; "" if it was not tested.
         prefix_error: largest relative difference between packs that share prefixes and each document alone, by the
             judge; 0 if it was not tested.
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
+        images: the verdict on packs with images, or "not tested"; "" for causal types. "varlen" says that the judge
+            found its own attention wrong.
+        images_error: largest relative difference with images, as `error`.
+        images_stock: the unchanged model on the same packs with images: "isolated", "leaks" or "refuses".
+        images_stock_error: the error of `images_stock`.
+        images_reason: as `reason`, and why packs with images were not tested.
     """
 
     model_type: str
@@ -67,11 +78,21 @@ class Row:
     shared: str = ""
     prefixes: str = ""
     prefix_error: float = 0.0
+    images: str = ""
+    images_error: float = 0.0
+    images_stock: str = ""
+    images_stock_error: float = 0.0
+    images_reason: str = ""
 
     @property
     def is_right(self) -> bool:
         """Whether it trains packed, with the results of each document alone."""
-        return self.verdict in VERDICTS[:4] and not self.false_negatives and self.prefixes != "SILENT"
+        return self.verdict in VERDICTS[:4] and not self.false_negatives and self.prefixes != WRONG
+
+    @property
+    def is_right_with_images(self) -> bool:
+        """Whether it trains packs with images, with the results of each document alone."""
+        return self.images in VERDICTS[:4] and not self.false_negatives
 
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self))
@@ -84,8 +105,6 @@ class _Attempt:
     attention: str = ""
     repairs: str = ""
     unpacked: bool = False
-    prefixes: str = ""
-    prefix_error: float = 0.0
 
     @property
     def proved(self) -> bool:
@@ -111,6 +130,11 @@ class _Attempt:
 
 def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None, seed: int = 0) -> Row:
     """Test one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig` (None: its default)."""
+    row = _sweep_text(model_type, kind, on_leak, seed)
+    return _sweep_images(row, on_leak, seed) if kind == "image-text" else row
+
+
+def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> Row:
     try:
         pristine = zoo.build_model(model_type, kind, seed)
         judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
@@ -119,21 +143,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
     stock = judge.judge(pristine, packed_by_trl)
 
     def attempt(**settings: Any) -> _Attempt:
-        model = zoo.build_model(model_type, kind, seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # enforce_flash_attention=False warns about its cost
-            try:
-                packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, **settings)
-                report = packed.prove(model)
-                may_share = packed.is_proved and packed.prove_prefixes(model) is None
-            except Exception as error:
-                return _Attempt(_crash(error), judge.judge(model))
-            repairs = "; ".join(map(str, packed.repaired))
-            found = _Attempt(report, judge.judge(model), packed.attention.name, repairs, packed.is_unpacked, "no")
-            if not may_share:
-                return found
-            shared = judge.judge_prefixes(model)
-            return replace(found, prefixes="yes" if shared.right else "SILENT", prefix_error=shared.error)
+        return _attempt(lambda: zoo.build_model(model_type, kind, seed), judge, MAX_LENGTH, **settings)
 
     own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")
     attempts = [own, ours]
@@ -142,6 +152,9 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
     final = attempts[-1]
     verdict = "varlen" if final is ours and final.verdict == "native" and not own.proved else final.verdict
     explained = {"varlen": own, "refused": final}.get(verdict, ours)
+    prefixes, prefix_error = "no", 0.0
+    if ours.proved:
+        prefixes, prefix_error = _judge_prefixes(zoo.build_model(model_type, kind, seed), pristine)
     return Row(
         model_type,
         kind,
@@ -149,16 +162,83 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
         attention=final.attention,
         error=final.judgement.error,
         where=final.judgement.where,
-        stock_trl="refuses" if stock.refusal else "isolated" if stock.right else "leaks",
+        stock_trl=_stock_verdict(stock),
         stock_error=stock.error,
         probes=len(attempts),
         false_negatives=sum(each.is_silent_leak for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),
         repairs=final.repairs,
         reason="" if verdict == "native" else explained.summary,
-        prefixes=ours.prefixes,
-        prefix_error=ours.prefix_error,
+        prefixes=prefixes,
+        prefix_error=prefix_error,
     )
+
+
+def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[str, float]:
+    """Whether documents may share prefixes, and the error of the judge if they may; see `Row`."""
+    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, "raise", shares_prefixes=True)
+    packed.prove(model)
+    if packed.prove_prefixes(model) is not None:
+        return "no", 0.0
+    found = PrefixJudge(pristine, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model)
+    return "yes" if found.right else WRONG, found.error
+
+
+def _sweep_images(row: Row, on_leak: str | None, seed: int) -> Row:
+    """The row with the results of packs with images."""
+    if row.model_type not in image_families.FAMILIES:
+        return replace(row, images=NOT_TESTED, images_reason=image_families.why_not(row.model_type))
+
+    def build() -> PreTrainedModel:
+        return image_families.build_model(row.model_type, seed)
+
+    pristine = build()
+    try:
+        examples = image_families.make_examples(row.model_type, pristine)
+    except ValueError as error:  # the outputs of the processor cannot be joined
+        return replace(row, images="refused", images_reason=_message(error))
+    judge = ImageJudge(pristine, examples, image_families.FIRST_WORD, image_families.LAST_WORD)
+    stock = judge.judge(pristine)
+
+    def attempt(**settings: Any) -> _Attempt:
+        return _attempt(build, judge, MAX_LENGTH_WITH_IMAGES, images=examples, **settings)
+
+    attempts = [attempt(on_leak="raise")]
+    if not attempts[0].proved:
+        attempts.append(attempt(**({} if on_leak is None else {"on_leak": on_leak})))
+    final = attempts[-1]
+    verdict = "varlen" if final.verdict == "native" and not stock.right else final.verdict
+    why = "; ".join(text for text in (final.repairs, attempts[0].summary) if text)
+    return replace(
+        row,
+        images=verdict,
+        images_error=final.judgement.error,
+        images_stock=_stock_verdict(stock),
+        images_stock_error=stock.error,
+        images_reason="" if final is attempts[0] and final.verdict == "native" else why,
+        probes=row.probes + len(attempts),
+        false_negatives=row.false_negatives + sum(each.is_silent_leak for each in attempts),
+        false_positives=row.false_positives + sum(not each.proved and each.judgement.right for each in attempts),
+    )
+
+
+def _attempt(build: Callable[[], PreTrainedModel], judge: Judge, max_length: int, **settings: Any) -> _Attempt:
+    """Prove a new model with these settings of `PackedModel`, and judge it."""
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # enforce_flash_attention=False warns about its cost
+        try:
+            packed = PackedModel(model, torch.float32, "cpu", max_length, **settings)
+            report = packed.prove(model)
+        except Exception as error:
+            return _Attempt(_crash(error), judge.judge(model))
+        repairs = "; ".join(map(str, packed.repaired))
+        unpacked = packed.is_unpacked
+        return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
+
+
+def _stock_verdict(stock: Judgement) -> str:
+    return "refuses" if stock.refusal else "isolated" if stock.right else "leaks"
 
 
 def _crash(error: Exception) -> IsolationReport:

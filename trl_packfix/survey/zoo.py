@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -174,6 +181,24 @@ def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrai
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=NOISE)
     return model
+
+
+def byte_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per byte (ids 4 to 259), `<|im_end|>` as EOS, `<|pad|>` as padding; made offline."""
+    special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(special + alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|endoftext|>"],
+        **settings,
+    )
 
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:

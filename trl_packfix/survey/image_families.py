@@ -1,0 +1,577 @@
+"""Tiny random image-text models with their real processors, made without a hub.
+
+A family is a type of transformers. Its processor has a tokenizer of one token per byte and makes a few tokens of an
+image. Only processors that run without torchvision are here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AyaVisionProcessor,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Gemma4ImageProcessorPil,
+    Gemma4Processor,
+    Glm4vImageProcessorPil,
+    Glm4vProcessor,
+    GotOcr2ImageProcessorPil,
+    Idefics2ImageProcessorPil,
+    Idefics2Processor,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    InternVLProcessor,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+    LlavaProcessor,
+    MllamaImageProcessorPil,
+    MllamaProcessor,
+    PaliGemmaProcessor,
+    PixtralImageProcessorPil,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
+    SiglipImageProcessorPil,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
+)
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from ..data.image_collator import ImageExamples, RopeIndex
+from ..data.images import RowProcessor
+from .zoo import byte_tokenizer, random_model
+
+# ChatML with the placeholder of one image per image in the content
+TEMPLATE = """\
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'PLACEHOLDER' }}
+{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 24,
+    "patch_size": 6,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+}
+FIRST_WORD, LAST_WORD = 10, 260  # tokens of bytes; those of the tokenizer around them are special
+SMALL = {"height": 24, "width": 24}
+PINPOINTS = [[24, 48], [48, 24], [48, 48]]
+
+Processor = Callable[[PreTrainedTokenizerFast, str], ProcessorMixin]
+Ids = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a tiny model of a type and its processor are made.
+
+    Attributes:
+        processor: tokenizer, chat template -> processor.
+        config: ids of the tokens, by token -> fields of the config besides those of `TEXT` and `TOWER`.
+        tokens: special tokens of the processor.
+        placeholder: of an image in a chat.
+        text: fields of the text config.
+        vision: fields of the vision config.
+    """
+
+    processor: Processor
+    config: Callable[[Ids], dict[str, Any]]
+    tokens: tuple[str, ...] = ("<image>",)
+    placeholder: str = "<image>"
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=lambda: dict(TOWER))
+
+
+# Processors without their part for video or audio, which needs torchvision and more tokens
+
+
+class QwenProcessor(Qwen2_5_VLProcessor):
+    """Qwen2-VL and Qwen2.5-VL on images."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = map(
+            tokenizer.convert_tokens_to_ids, (self.image_token, self.video_token)
+        )
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class Qwen3Processor(Qwen3VLProcessor):
+    """Qwen3-VL on images."""
+
+    __init__ = QwenProcessor.__init__
+
+
+class GlmProcessor(Glm4vProcessor):
+    """GLM-4V on images."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        super().__init__(image_processor, tokenizer, None, chat_template)
+
+
+class OnevisionProcessor(LlavaOnevisionProcessor):
+    """LLaVA-OneVision on images."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, num_image_tokens=16):
+        super().__init__(image_processor, tokenizer, None, num_image_tokens, "full", chat_template)
+
+
+class InternProcessor(InternVLProcessor):
+    """InternVL on images."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_length=4):
+        super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template)
+
+
+class SmolProcessor(SmolVLMProcessor):
+    """SmolVLM on images, without num2words, which writes numbers of frames."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_len=4):
+        self.fake_image_token, self.global_image_token = "<fake_token_around_image>", "<global-img>"
+        self.image_token, self.video_token, self.end_of_utterance_token = "<image>", "<video>", "<end_of_utterance>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.image_seq_len = image_seq_len
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    def apply_chat_template(self, *args, **kwargs):
+        """That of all processors: SmolVLM's own reads the frame rate of its part for video."""
+        return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
+
+
+class GemmaProcessor(Gemma4Processor):
+    """Gemma 4 on images."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token_id = tokenizer.image_token_id
+        self.boi_token, self.image_token, self.eoi_token = GEMMA4[:3]
+        self.boa_token, self.audio_token, self.eoa_token = GEMMA4[3:6]
+        self.video_token, self.audio_token_id, self.video_token_id = GEMMA4[6], None, None
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class PixtralImages(ProcessorMixin):
+    """The same tokens as `PixtralProcessor`, which cannot be imported without torchvision: rows of merged patches."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, patch_size=12):
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.patch_size = patch_size  # of a token, in pixels
+        self.image_token = PIXTRAL[0]
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+
+    def _process_images(self, images, **images_kwargs):
+        return super()._process_images(images, **(images_kwargs | {"patch_size": self.patch_size}))
+
+    def replace_image_token(self, image_inputs, image_idx, **kwargs):
+        """The tokens of an image: each row ends with a break, the last with the end of the image."""
+        height, width = (int(size) // self.patch_size for size in image_inputs["image_sizes"][image_idx])
+        row = self.image_token * width
+        return PIXTRAL[1].join([row] * height) + PIXTRAL[2]
+
+    @property
+    def model_input_names(self):
+        """Names of what it returns."""
+        return [*super().model_input_names, "image_sizes"]
+
+
+def _qwen(kind: type[ProcessorMixin]) -> Processor:
+    def make(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+        images = Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 48 * 48}
+        )
+        return kind(images, tokenizer, chat_template=template)
+
+    return make
+
+
+def _glm(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    settings: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
+    images = Glm4vImageProcessorPil(size={"shortest_edge": 512, "longest_edge": 2 * 48 * 48}, **settings)
+    return GlmProcessor(images, tokenizer, chat_template=template)
+
+
+def _llava(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = LlavaImageProcessorPil(size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
+    return LlavaProcessor(images, tokenizer, 6, "default", chat_template=template, num_additional_image_tokens=1)
+
+
+def _llava_next(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = LlavaNextImageProcessorPil(size={"shortest_edge": 24}, crop_size=SMALL, image_grid_pinpoints=PINPOINTS)
+    return LlavaNextProcessor(images, tokenizer, 6, "default", chat_template=template, num_additional_image_tokens=1)
+
+
+def _llava_onevision(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = LlavaOnevisionImageProcessorPil(size=SMALL, image_grid_pinpoints=PINPOINTS)
+    return OnevisionProcessor(images, tokenizer, chat_template=template)
+
+
+def _idefics2(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = Idefics2ImageProcessorPil(size={"shortest_edge": 12, "longest_edge": 24})
+    return Idefics2Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+
+
+def _idefics3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 24})
+    return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+
+
+def _smolvlm(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = SmolVLMImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 24})
+    return SmolProcessor(images, tokenizer, chat_template=template)
+
+
+def _internvl(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    for name, token in zip(("start_image", "end_image", "context_image", "video"), INTERNVL, strict=True):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    return InternProcessor(GotOcr2ImageProcessorPil(size=SMALL, max_patches=3), tokenizer, chat_template=template)
+
+
+def _aya_vision(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = GotOcr2ImageProcessorPil(size=SMALL, max_patches=3)
+    return AyaVisionProcessor(images, tokenizer, 6, 24, downsample_factor=2, chat_template=template)
+
+
+def _pixtral(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    images = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size=6)
+    return PixtralImages(images, tokenizer, chat_template=template)
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    _name_tokens(tokenizer, GEMMA3)
+    images = Gemma3ImageProcessorPil(size=SMALL, do_pan_and_scan=False)
+    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+
+
+def _gemma4(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    _name_tokens(tokenizer, GEMMA4)
+    # The smallest number of tokens that it supports
+    images = Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70, pooling_kernel_size=3)
+    return GemmaProcessor(images, tokenizer, chat_template=template)
+
+
+def _paligemma(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    settings: dict[str, Any] = {"image_seq_length": 16}
+    images = SiglipImageProcessorPil(size=SMALL, **settings)
+    return PaliGemmaProcessor(images, tokenizer, chat_template=template)
+
+
+def _mllama(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    return MllamaProcessor(MllamaImageProcessorPil(size=SMALL), tokenizer, chat_template=template)
+
+
+def _name_tokens(tokenizer: PreTrainedTokenizerFast, tokens: tuple[str, ...]) -> None:
+    """Attributes of the tokenizer: the beginning, placeholder and end of an image."""
+    for name, token in zip(("boi", "image", "eoi"), tokens, strict=False):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+
+
+QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+IDEFICS = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{i + 1}_col_{j + 1}>" for i in range(3) for j in range(3)),
+)
+GEMMA3 = ("<boi>", "<soft>", "<eoi>")
+GEMMA4 = (*GEMMA3, "<boa>", "<audio>", "<eoa>", "<|video|>")
+INTERNVL = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+AYA = ("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_1", "TILE_2", "TILE_3", "TILE_GLOBAL")
+CLIP = TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
+SIGLIP = TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False}
+
+
+def _qwen_ids(ids: Ids) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _glm_ids(ids: Ids) -> dict[str, Any]:
+    return {
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "image_start_token_id": ids["<|begin_of_image|>"],
+        "image_end_token_id": ids["<|end_of_image|>"],
+        "video_start_token_id": ids["<|begin_of_video|>"],
+        "video_end_token_id": ids["<|end_of_video|>"],
+    }
+
+
+def _image_id(ids: Ids) -> dict[str, Any]:
+    return {"image_token_id": ids["<image>"]}
+
+
+def _qwen_family(kind: type[ProcessorMixin], vision: dict[str, Any], **text: Any) -> Family:
+    return Family(
+        _qwen(kind),
+        _qwen_ids,
+        QWEN,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {"rope_parameters": dict(MROPE)} | text,
+        QWEN_TOWER | vision,
+    )
+
+
+DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+}
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": _qwen_family(QwenProcessor, {"embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": _qwen_family(QwenProcessor, {"fullatt_block_indexes": [1], "window_size": 16}),
+    "qwen3_vl": _qwen_family(Qwen3Processor, DEEPSTACK),
+    "qwen3_vl_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **EXPERTS),
+    "qwen3_5": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA),
+    "llava": Family(
+        _llava,
+        lambda ids: _image_id(ids) | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
+        text={"model_type": "llama"},
+        vision=CLIP,
+    ),
+    "llava_next": Family(
+        _llava_next,
+        lambda ids: (
+            _image_id(ids)
+            | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default", "image_seq_length": 16}
+            | {"image_grid_pinpoints": PINPOINTS}
+        ),
+        text={"model_type": "llama"},
+        vision=CLIP,
+    ),
+    "llava_onevision": Family(
+        _llava_onevision,
+        lambda ids: {
+            "image_token_index": ids["<image>"],
+            "video_token_index": ids["<video>"],
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        ("<image>", "<video>"),
+        text={"model_type": "qwen2"},
+        vision=SIGLIP,
+    ),
+    "idefics2": Family(
+        _idefics2,
+        lambda ids: (
+            _image_id(ids)
+            | {
+                "perceiver_config": {
+                    "hidden_size": 32,
+                    "resampler_n_latents": 4,
+                    "resampler_depth": 1,
+                    "resampler_n_heads": 4,
+                    "resampler_head_dim": 8,
+                    "num_key_value_heads": 2,
+                }
+            }
+        ),
+        IDEFICS[:4],
+        text={"model_type": "mistral"},
+    ),
+    "idefics3": Family(
+        _idefics3, lambda ids: _image_id(ids) | {"scale_factor": 2}, IDEFICS, text={"model_type": "llama"}
+    ),
+    "smolvlm": Family(
+        _smolvlm, lambda ids: _image_id(ids) | {"scale_factor": 2}, IDEFICS, text={"model_type": "llama"}
+    ),
+    "internvl": Family(
+        _internvl,
+        lambda ids: {"image_token_id": ids["<IMG_CONTEXT>"], "image_seq_length": 4},
+        INTERNVL,
+        "<IMG_CONTEXT>",
+        {"model_type": "qwen2"},
+        TOWER | {"image_size": [24, 24], "patch_size": [6, 6]},
+    ),
+    "mistral3": Family(
+        _pixtral,
+        lambda ids: {"image_token_index": ids["[IMG]"]},
+        PIXTRAL,
+        "[IMG]",
+        {"model_type": "mistral"},
+        TOWER | {"model_type": "pixtral", "image_size": 48, "head_dim": 8},
+    ),
+    "aya_vision": Family(
+        _aya_vision,
+        lambda ids: {"image_token_index": ids["<|IMG_PATCH|>"]},
+        AYA,
+        text={"model_type": "cohere2"} | WINDOWED,
+        vision=SIGLIP,
+    ),
+    "glm4v": Family(
+        _glm,
+        _glm_ids,
+        GLM,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
+        QWEN_TOWER | {"image_size": 48},
+    ),
+    "gemma3": Family(
+        _gemma3,
+        lambda ids: {
+            "image_token_id": ids["<soft>"],
+            "boi_token_id": ids["<boi>"],
+            "eoi_token_id": ids["<eoi>"],
+            "mm_tokens_per_image": 4,
+        },
+        GEMMA3,
+        "<boi>",
+        WINDOWED,
+        TOWER | {"model_type": "siglip_vision_model"},
+    ),
+    "gemma4": Family(
+        _gemma4,
+        lambda ids: {
+            "image_token_id": ids["<soft>"],
+            "boi_token_id": ids["<boi>"],
+            "eoi_token_id": ids["<eoi>"],
+            "audio_token_id": ids["<audio>"],
+            "boa_token_id": ids["<boa>"],
+            "eoa_token_index": ids["<eoa>"],
+            "video_token_id": ids["<|video|>"],
+        },
+        GEMMA4,
+        "<soft>",
+        WINDOWED
+        | {
+            "global_head_dim": 8,
+            "vocab_size_per_layer_input": 320,
+            "hidden_size_per_layer_input": 8,
+            "use_bidirectional_attention": "vision",
+        },
+        {name: TOWER[name] for name in TOWER if name != "image_size"}
+        | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 2, "position_embedding_size": 320},
+    ),
+    "paligemma": Family(
+        _paligemma,
+        lambda ids: {"image_token_index": ids["<image>"], "projection_dim": 32, "hidden_size": 32},
+        text={"model_type": "gemma", "vocab_size": 1536},  # with 1152 tokens for places in an image
+        vision=SIGLIP | {"projection_dim": 32},
+    ),
+    "mllama": Family(
+        _mllama,
+        lambda ids: {"image_token_index": ids["<|image|>"]},
+        ("<|image|>", "<|python_tag|>"),
+        "<|image|>",
+        {"model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 4,
+            "image_size": 24,
+            "patch_size": 6,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+    ),
+}
+FAMILIES |= {
+    "qwen3_5_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
+    "glm4v_moe": replace(
+        FAMILIES["glm4v"],
+        text=FAMILIES["glm4v"].text
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    ),
+    "vipllava": Family(
+        _llava,
+        lambda ids: {"image_token_index": ids["<image>"], "vision_feature_layer": [-2, -1], "image_seq_length": 16},
+        text={"model_type": "llama"},
+        vision=CLIP,
+    ),
+}
+
+
+def build_processor(family: str) -> ProcessorMixin:
+    """The processor of a family of `FAMILIES`, with a tokenizer of one token per byte and images of a few tokens."""
+    recipe = FAMILIES[family]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(recipe.tokens)})
+    return recipe.processor(tokenizer, TEMPLATE.replace("PLACEHOLDER", recipe.placeholder))
+
+
+def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
+    """A tiny random model of a family of `FAMILIES` with its vision tower, the same for the same arguments.
+
+    `text` changes the config of the text part.
+    """
+    recipe = FAMILIES[family]
+    ids = build_processor(family).tokenizer.get_vocab()
+    config = {"text_config": TEXT | recipe.text | text, "vision_config": dict(recipe.vision)}
+    settings = AutoConfig.for_model(family, **config, **recipe.config(ids))
+    model = random_model(lambda: AutoModelForImageTextToText.from_config(settings), seed)
+    nn.Module.to(model, dtype)
+    return model
+
+
+def make_examples(family: str, model: PreTrainedModel) -> ImageExamples:
+    """Documents with images for a model of a family, through its processor."""
+    kind = type(model.base_model)
+    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
+    process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
+    return ImageExamples(process, rope_index=rope_index)
+
+
+def why_not(model_type: str) -> str:
+    """Why there is no family of this type."""
+    images = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
+    if model_type not in PROCESSOR_MAPPING_NAMES:
+        return "transformers names no processor of this type"
+    if isinstance(images, dict) and "pil" not in images and not is_torchvision_available():
+        return f"{images['torchvision']} needs torchvision, which is not installed"
+    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in trl_packfix/survey/image_families.py"
