@@ -37,7 +37,7 @@ from peft import LoraConfig
 from support import engine_state
 from support.models import build_tokenizer
 from support.prefixes import forest
-from support.versions import load_on_cpu_ranks
+from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
@@ -52,6 +52,8 @@ ROOT = Path(__file__).parent.parent
 
 # The engines of one process pair, in the order in which they run
 LAUNCHES = {"ddp": ["ddp"], "deepspeed": ["zero3", "zero1", "zero2", "zero3_offload"], "fsdp2": ["fsdp2"]}
+if not SHARDS_GRADIENTS_ON_CPUS:
+    LAUNCHES["deepspeed"] = ["zero3", "zero3_offload"]
 
 load_on_cpu_ranks()
 TOKENIZER = build_tokenizer()
