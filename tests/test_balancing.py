@@ -186,7 +186,7 @@ def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
     offsets = np.array([0] + [len(lengths)] * slots)
     one_step = Schedule(np.arange(len(lengths)), offsets, micro, ranks)
     for synchronisation, least in best.items():
-        bound = imbalance_bound(one_step, lengths, model, capacity, synchronisation, images)
+        bound = imbalance_bound(one_step, lengths, model, capacity, synchronisation, total)
         assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 

@@ -413,7 +413,7 @@ def test_a_loader_goes_on_after_skipped_batches(table):
 
 
 def state_of(run) -> dict:
-    args = SimpleNamespace(effective_overlong="truncate", truncation_mode="keep_start")
+    args = SimpleNamespace(effective_overlong="truncate", truncation_mode="keep_start", share_prefixes="off")
     settings_of_run = settings_of(args, run, range(len(run.documents)))
     return {"settings": settings_of_run, "engine": "none", "epoch": 1, "step_hash": step_hash(run, 1), "global_step": 5}
 

@@ -156,8 +156,12 @@ def test_the_log_counts_the_tower(tmp_path, is_frozen):
     noted = []
 
     class Noting(SFTTrainer):
-        def _training_flops(self, lengths, inputs):
-            noted.append(super()._training_flops(lengths, inputs))
+        def _training_flops(self, lengths):
+            noted.append(super()._training_flops(lengths))
+            return noted[-1]
+
+        def _tower_flops(self, inputs):
+            noted.append(super()._tower_flops(inputs))
             return noted[-1]
 
     run = Noting(
