@@ -159,6 +159,7 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
         run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
     assert not run.shares_prefixes and unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
+    assert run.packing_report.prefixes_text().startswith("not shared: these modules are repaired")
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")

@@ -302,10 +302,12 @@ def test_recomputation_by_fsdp_is_refused():
         plugin = SimpleNamespace(activation_checkpointing=is_set)
         check_recomputation(SimpleNamespace(**settings), SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
 
-    check(True, tokens_per_rank=None)
-    check(False, tokens_per_rank=64)
-    with pytest.raises(ValueError, match=r"`activation_checkpointing` in `fsdp_config`.*Set `gradient_checkpointing"):
-        check(True, tokens_per_rank=64)
+    off, message = {"share_prefixes": "off", "tokens_per_rank": None}, r"in `fsdp_config`.*Set `gradient_checkpointing"
+    check(True, **off)
+    for setting in ({"tokens_per_rank": 64}, {"share_prefixes": "pack"}):
+        check(False, **off | setting)
+        with pytest.raises(ValueError, match=message):
+            check(True, **off | setting)
 
 
 def test_a_loss_of_its_own_is_refused(tmp_path):

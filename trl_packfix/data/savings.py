@@ -33,6 +33,7 @@ class PrefixSavings:
         num_documents: documents from which `in_families` is estimated, neighbours in the table; None: all.
         num_families: families of these documents.
         families_per_step: mean number of families of an optimizer step, with "family".
+        refused: why the documents are packed whole although the setting is "pack"; None if they are not.
     """
 
     setting: SharePrefixes
@@ -44,6 +45,7 @@ class PrefixSavings:
     num_documents: int | None = None
     num_families: int | None = None
     families_per_step: float | None = None
+    refused: str | None = None
 
 
 def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:

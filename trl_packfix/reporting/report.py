@@ -277,6 +277,8 @@ class PackingReport:
         prefixes = self.prefixes
         if prefixes is None:
             return None
+        if prefixes.refused is not None:
+            return f"not shared: {prefixes.refused}"
         documents = prefixes.num_documents or self.num_documents
         families = f"{documents:,} documents in {prefixes.num_families:,} families"
         if prefixes.setting == "family":
@@ -457,7 +459,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "imbalance": report.imbalance,
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
-        "rows_computed": None if report.prefixes is None else report.prefixes.rows,
+        "rows_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.rows,
         "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
         "images_per_pack": None if report.images is None else report.images.per_pack,
         "tower_imbalance": None if report.images is None else report.images.tower_imbalance,

@@ -58,19 +58,22 @@ class BeforeFirstStep(TrainerCallback):
         trainer = self.trainer
         with trainer.compute_loss_context_manager(), shown_proof(args, trainer.packed_model):
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
+        report = trainer.packing_report
+        if trainer.shares_prefixes and trainer.packed_model.is_proved:
+            reason = prove_prefixes(trainer, trainer.model_wrapped)
+            if reason is not None and report.prefixes is not None:
+                report = replace(report, prefixes=replace(report.prefixes, refused=reason))
         attention = trainer.packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
-            text += backward_note(trainer.model, trainer.packing_report.most_documents)
-        trainer.packing_report = replace(trainer.packing_report, isolation=isolation, attention=text)
+            text += backward_note(trainer.model, report.most_documents)
+        trainer.packing_report = replace(report, isolation=isolation, attention=text)
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
         if trainer._train_planner is not None:
             prove_degrees(trainer, trainer._train_planner)
-        if trainer.shares_prefixes:
-            prove_prefixes(trainer, trainer.model_wrapped)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {

@@ -313,15 +313,24 @@ def check_parallelism(accelerator: Any) -> None:
 
 
 def check_recomputation(args: SFTConfig, accelerator: Any) -> None:
-    """Refuse FSDP's own activation checkpointing with sequence parallelism.
+    """Refuse FSDP's own activation checkpointing with sequence parallelism, and with shared prefixes.
 
-    It recomputes layers without telling them which part of a pack they hold. That of transformers does.
+    It recomputes layers without telling them which part of a pack they hold, or which rows documents share. That of
+    transformers does.
 
     Raises:
         ValueError: `activation_checkpointing` is set in the config of FSDP.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if args.tokens_per_rank is not None and plugin is not None and plugin.activation_checkpointing:
+    if plugin is None or not plugin.activation_checkpointing:
+        return
+    if args.share_prefixes != "off":
+        raise ValueError(
+            f"`share_prefixes={args.share_prefixes!r}` was given with `activation_checkpointing` in `fsdp_config`. "
+            "FSDP recomputes layers without the rows that documents share. Set `gradient_checkpointing=True` instead, "
+            "which keeps them."
+        )
+    if args.tokens_per_rank is not None:
         raise ValueError(
             f"`tokens_per_rank={args.tokens_per_rank}` was given with `activation_checkpointing` in `fsdp_config`. "
             "FSDP recomputes layers without the boundaries of the pack that the ranks share. Set "

@@ -10,10 +10,12 @@ from ..isolation.report import PackingLeakError
 logger = logging.get_logger(__name__)
 
 
-def prove_prefixes(trainer: Any, wrapped: nn.Module) -> None:
+def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
     """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
 
     All ranks must call it. The packed model must be proved.
+
+    Returns why documents are packed whole; None if they share.
 
     Raises:
         PackingLeakError: it fails, and `share_prefixes="family"` has planned packs that hold more tokens than fit
@@ -22,7 +24,7 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> None:
     with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
         reason = trainer.packed_model.prove_prefixes(wrapped)
     if reason is None:
-        return
+        return None
     args = trainer.args
     if args.share_prefixes == "family" or args.on_leak == "raise":
         raise PackingLeakError(
@@ -33,3 +35,4 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> None:
         )
     trainer.shares_prefixes = False
     logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
+    return reason
