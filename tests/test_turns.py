@@ -270,6 +270,21 @@ def test_the_gradient_is_that_of_the_turns_alone(tmp_path):
     assert weight_difference(other, expected, start_weights()) > 1e-2
 
 
+def test_turns_of_a_conversation_share_their_history(tmp_path):
+    """With families, the same steps train the same weights, and a history is computed once."""
+
+    def run(**settings):
+        given = {"packing_strategy": "minibatch", "per_device_train_batch_size": 10, "max_length": 256, "max_steps": 3}
+        made = run_per_turn(tmp_path, chats(), optim="sgd", learning_rate=0.5, **given, **settings)
+        made.train()
+        return made, [entry["computed_share"] for entry in made.state.log_history if "computed_share" in entry]
+
+    whole, (padded, _), (shared, computed) = run()[0], run(pad_to_multiple_of=64), run(share_prefixes="family")
+    rounding = weight_difference(weights(padded), weights(whole), start_weights())
+    assert weight_difference(weights(shared), weights(whole), start_weights()) <= tolerance(rounding)
+    assert len(computed) == 3 and min(computed) < 0.9
+
+
 def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says_so(tmp_path, caplog):
     data = chats(6, thinks=False)
     with caplog.at_level(logging.WARNING):
