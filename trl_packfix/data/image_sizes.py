@@ -8,7 +8,6 @@ the processor itself: it expands placeholders, tokenises and counts.
 import copy
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -62,6 +61,8 @@ def _sizes(images: Any) -> Any:
     Raises:
         TypeError: something else than images of PIL.
     """
+    from PIL import Image  # a requirement of data with images only
+
     if isinstance(images, Image.Image):
         return images.size, images.mode
     if not isinstance(images, list | tuple):
@@ -71,6 +72,8 @@ def _sizes(images: Any) -> Any:
 
 def _plain(images: Any) -> Any:
     """Images of one colour with these sizes, nested as the images are."""
+    from PIL import Image
+
     if isinstance(images, Image.Image):
         return Image.new(images.mode, images.size, 1)
     return [_plain(each) for each in images]

@@ -127,8 +127,6 @@ class PackedModel:
         """
         self.attend()
         gather_lm_head_with_model(base_model(self.model))
-        if self._head is None:
-            self._head = unshard_lm_head(base_model(self.model))
         try:
             found = self._check(wrapped)
         except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
@@ -273,6 +271,7 @@ class PackedModel:
             set_attention(self.model, self.attention.name)
         for hooks in self._hooks:
             hooks.install()
+        self._head = unshard_lm_head(base_model(self.model))
 
     def rest(self) -> None:
         """Restore the model as it was before `attend`; without effect if it is not attending."""
@@ -281,6 +280,8 @@ class PackedModel:
         self.attends = False
         for hooks in self._hooks:
             hooks.remove()
+        if self._head is not None:
+            self._head.remove()
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
 
