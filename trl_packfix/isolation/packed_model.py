@@ -127,6 +127,8 @@ class PackedModel:
         """
         self.attend()
         gather_lm_head_with_model(base_model(self.model))
+        if self._head is None:  # the engine may have sharded the model since `attend`
+            self._head = unshard_lm_head(base_model(self.model))
         try:
             found = self._check(wrapped)
         except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
@@ -282,6 +284,7 @@ class PackedModel:
             hooks.remove()
         if self._head is not None:
             self._head.remove()
+            self._head = None
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
 

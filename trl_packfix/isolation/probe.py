@@ -266,6 +266,8 @@ class Probe:
             if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
                 return None
             raise
+        except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
+            return None
         except KernelError:
             raise
         except ValueError as error:  # from a repaired module that is recomputed
