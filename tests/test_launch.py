@@ -15,6 +15,7 @@ import torch
 import two_ranks
 from support.launch import TORCHRUN, environment, free_port, small
 from support.models import build_tiny_model, build_tokenizer
+from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
 
@@ -125,7 +126,9 @@ COMMANDS = {
 
 @needs_gloo
 @needs_deepspeed
-@pytest.mark.parametrize("launcher", COMMANDS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=() if name == "torchrun" else gathers_on_cpus) for name in COMMANDS]
+)
 def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
     (workplace / "mixture.yaml").write_text(MIXTURE)
     (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))

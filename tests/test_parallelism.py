@@ -10,8 +10,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTConfig, SFTTrainer, compat
 from trl_packfix.training.checks import check_one_device, check_parallelism, synchronisation
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
@@ -57,6 +58,25 @@ def test_megatron_is_refused_and_one_process_is_not():
     with pytest.raises(ValueError, match="Megatron-LM was chosen.*Use DDP"):
         check_parallelism(accelerator(DistributedType.MEGATRON_LM))
     check_parallelism(Accelerator(cpu=True))
+
+
+@needs_deepspeed
+def test_zero_3_on_cpus_is_refused_where_gathers_are_not_awaited(tmp_path, monkeypatch, tokenizer):
+    assert [compat.gathers_on_cpus(version) for version in ("0.18.9", "0.19.7", "0.19.8")] == [False, False, True]
+    monkeypatch.setattr(compat, "gathers_on_cpus", lambda: False)
+    config = HfDeepSpeedConfig(stage(3))  # what `is_deepspeed_zero3_enabled` reads
+    with pytest.raises(ValueError, match=r"ZeRO-3 on 2 CPU ranks was given with deepspeed 0.*deepspeed>=0\.19\.8"):
+        compat.require_gathers(2, "cpu")
+    compat.require_gathers(1, "cpu")  # nothing is gathered
+    compat.require_gathers(2, "cuda")
+    args = SFTConfig(str(tmp_path), packing=False, max_length=16, use_cpu=True, bf16=False, report_to=[])
+    monkeypatch.setattr(SFTConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="ZeRO-3 on 2 CPU ranks"):  # before the model is looked for
+        SFTTrainer("no such model", args, train_dataset=Dataset.from_dict({"input_ids": [[5, 6]]}))
+    monkeypatch.setattr(compat, "gathers_on_cpus", lambda: True)
+    compat.require_gathers(2, "cpu")
+    del config
+    assert not is_deepspeed_zero3_enabled()
 
 
 @pytest.mark.parametrize("second", [1, "cuda:1", torch.device("cuda:1")])

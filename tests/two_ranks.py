@@ -37,7 +37,7 @@ from peft import LoraConfig
 from support import engine_state
 from support.models import build_tokenizer
 from support.prefixes import forest
-from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks
+from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks, wait_for_gathers
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
@@ -545,6 +545,7 @@ def main(launch: str, folder: Path) -> None:
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        wait_for_gathers()
     if launch.startswith("die_"):
         die(folder, engines[0])
     for engine in engines:

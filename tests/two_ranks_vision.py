@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
+from support.versions import wait_for_gathers
 from support.vision import LANGUAGE, SGD, build_model, make, rows
 from torch.distributed.tensor import DTensor
 from two_ranks import engine_of, engine_settings
@@ -113,6 +114,7 @@ def main(engine: str, folder: Path) -> None:
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        wait_for_gathers()
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {kind: build_model("qwen2_5_vl") for kind in (*KINDS[engine], "uneven")}
     result = {}

@@ -1,5 +1,6 @@
 """All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`."""
 
+import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -132,6 +133,31 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
 
     for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def gathers_on_cpus(installed: str | None = None) -> bool:
+    """Whether DeepSpeed ZeRO-3 waits until parameters are gathered on CPUs, too.
+
+    A gather of several parameters, e.g. of weight and bias, waits for the last one only before 0.19.8. With NCCL the
+    others are complete by then. With gloo they may not be: what is read, loaded or saved is then memory that was never
+    written. Can be removed with support for DeepSpeed below 0.19.8.
+    https://github.com/deepspeedai/DeepSpeed/pull/8539
+    """
+    return Version(installed or importlib.metadata.version("deepspeed")) >= Version("0.19.8")
+
+
+def require_gathers(world_size: int, device_type: str) -> None:
+    """Refuse ZeRO-3 on several CPU ranks if DeepSpeed does not wait for their parameters.
+
+    Raises:
+        ValueError: DeepSpeed below 0.19.8, ZeRO-3, CPUs and a `world_size` above 1.
+    """
+    if device_type == "cpu" and world_size > 1 and is_deepspeed_zero3_enabled() and not gathers_on_cpus():
+        raise ValueError(
+            f"ZeRO-3 on {world_size} CPU ranks was given with deepspeed {importlib.metadata.version('deepspeed')}. "
+            "Before 0.19.8 it reads gathered parameters without waiting for them on CPUs, so that weights are wrong at "
+            "random. Run `pip install 'deepspeed>=0.19.8'`, or train with DDP."
+        )
 
 
 def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:

@@ -10,6 +10,8 @@ import transformers
 import trl
 from packaging.version import Version
 
+from trl_packfix import compat
+
 TRL = Version(trl.__version__)
 TRANSFORMERS = Version(transformers.__version__)
 
@@ -34,6 +36,11 @@ current_models = pytest.mark.skipif(
 SHARDS_GRADIENTS_ON_CPUS = not importlib.util.find_spec("deepspeed") or Version("0.19") <= Version(
     importlib.metadata.version("deepspeed")
 )
+# Launches of our command, in which `wait_for_gathers` is not called
+gathers_on_cpus = pytest.mark.skipif(
+    bool(importlib.util.find_spec("deepspeed")) and not compat.gathers_on_cpus(),
+    reason="DeepSpeed below 0.19.8 does not wait for gathered parameters on CPUs",
+)
 continues_streams = pytest.mark.skipif(
     Version("5.1") > Version(datasets.__version__), reason="datasets below 5.1 loses rows in a restart of a stream"
 )
@@ -53,6 +60,27 @@ def load_on_cpu_ranks():
     tests of restarts need not be left out.
     """
     torch.serialization.register_package(100, lambda storage: None, _on_cpu)
+
+
+def wait_for_gathers():
+    """Let DeepSpeed below 0.19.8 wait for every gather of ZeRO-3, which the trainer refuses on CPUs otherwise.
+
+    GPUs are not concerned, so that the tests of ZeRO-3 need not be left out.
+    """
+    if not importlib.util.find_spec("deepspeed") or compat.gathers_on_cpus():
+        return
+    import deepspeed
+
+    gather = deepspeed.comm.all_gather_into_tensor
+
+    def waiting(*given, **settings):
+        handle = gather(*given, **settings)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+    deepspeed.comm.all_gather_into_tensor = waiting
+    compat.gathers_on_cpus = lambda: True
 
 
 def _on_cpu(storage, location):

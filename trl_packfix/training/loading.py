@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
+from ..compat import require_gathers
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
@@ -54,6 +55,7 @@ class PackedLoading(trl.SFTTrainer):
     _shares_prefixes = False
 
     def __init__(self, *, model: Any, args: SFTConfig, train_dataset: Any, eval_dataset: Any, **kwargs: Any):
+        require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
         self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
         self.packing_report: PackingReport | None = None
