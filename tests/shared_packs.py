@@ -32,6 +32,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.launch import free_port
 from support.models import build_tiny_model, build_tokenizer
+from support.versions import wait_for_gathers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -536,6 +537,8 @@ def run_rank(launch: str, rank: int, port: int, folder: Path, only: list[str]) -
         ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
         os.environ |= {name: str(value) for name, value in ids.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if launch == "deepspeed":
+        wait_for_gathers()
     for name, scenario in scenarios(launch).items():
         if only and name not in only:
             continue
