@@ -148,7 +148,7 @@ def _read_or_compute(
         logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
         remove(path)
     arrays = make()
-    # Without `allow_pickle=False`, which numpy below 2.1 takes for one more array; its annotation asks for the argument
+    # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
     savez: Callable[..., None] = np.savez
     is_cached = write_atomically(path, lambda file: savez(file, **arrays))
     return read(arrays, path if is_cached else None)

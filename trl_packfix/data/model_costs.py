@@ -84,7 +84,7 @@ def with_tower(
 
 
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The part of a model that has its vision config; None if there is none."""
+    """The vision tower of a model: the module whose config is `config.vision_config`; None without one."""
     kind = type(getattr(model.config, "vision_config", None))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is kind)
     return next(parts, None)

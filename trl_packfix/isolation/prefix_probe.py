@@ -9,11 +9,11 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.forwards import PREFIXES
 from ..data.prefixes import PrefixCollator, SharedPrefixes
-from .probe import CannotRun, Examples, Probe
+from .probe import NO_GRADIENT, CannotRun, Examples, Probe, exact
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
 # Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
@@ -102,27 +102,16 @@ class PrefixProbe(Probe):
 
     def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor) -> Tensor | None:
         """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings."""
-        embedded: list[Tensor] = []
-
-        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if embedded:
-                return output
-            embedded.append(output.detach().requires_grad_())
-            return embedded[0].clone()
-
-        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
         try:
-            with torch.enable_grad():
+            with self.embeddings() as embedded:
                 states = self._states(dict(batch))[0][rows]
                 weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(len(rows))).to(states)
                 (gradient,) = torch.autograd.grad((states * weights).sum(), embedded[0])
         except RuntimeError as error:
-            if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
+            if any(words in str(error) for words in NO_GRADIENT):
                 return None
             raise
-        finally:
-            handle.remove()
-        return gradient.reshape(-1, gradient.shape[-1]).double() if gradient[..., 0].numel() else None
+        return exact(gradient.reshape(-1, gradient.shape[-1]))
 
     def _shared(self, documents: list[Tensor]) -> tuple[dict[str, Any], list[Tensor], list[int]]:
         """The batch, the rows of each document from which a token is predicted, and how many of them it shares."""

@@ -32,6 +32,8 @@ DEVICE_ERROR = re.compile(
 # How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
 KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
 
+# Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
+NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
 # Documents, and others to put in the place of one: (index, document). In the probe for images they are not tensors.
@@ -240,18 +242,9 @@ class Probe:
 
         None if the model does not support it. Raises `CannotRun` if the model raises.
         """
-        embedded: list[Tensor] = []
-
-        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if embedded:
-                return output
-            embedded.append(output.detach().requires_grad_())
-            return embedded[0].clone()  # some models modify the output of the embedding in place
-
-        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
         lengths, largest = [len(ids) for ids in documents], 0.0
         try:
-            with torch.enable_grad():
+            with self.embeddings() as embedded:
                 states = self._states(self._batch(documents))[0].split(lengths)
                 for own in range(len(documents)):
                     weights = torch.randn(states[own].shape, generator=self._generator).to(states[own])
@@ -262,8 +255,7 @@ class Probe:
                     others = [part.abs().max().item() for i, part in enumerate(parts) if i != own]
                     largest = max(largest, *others)
         except RuntimeError as error:
-            # Reentrant checkpointing does not support `autograd.grad`, nor do models that recompute or detach.
-            if any(words in str(error) for words in ("checkpoint", "does not require grad", "have been used")):
+            if any(words in str(error) for words in NO_GRADIENT):
                 return None
             raise
         except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
@@ -272,9 +264,25 @@ class Probe:
             raise
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
+        return largest
+
+    @contextmanager
+    def embeddings(self) -> Iterator[list[Tensor]]:
+        """Within this context gradients are computed; the list has the embeddings of the first forward, as a leaf."""
+        embedded: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            if embedded:
+                return output
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()  # some models modify the output of the embedding in place
+
+        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                yield embedded
         finally:
             handle.remove()
-        return largest
 
     def rounding(self, documents: list[Tensor]) -> float:
         """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
