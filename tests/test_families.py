@@ -32,7 +32,7 @@ from trl_packfix.planning import prefixes
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.planning.prefixes import (
-    MAX_KEYS,
+    KEYS_PER_CAPACITY,
     common_tokens,
     make_pieces,
     share_order,
@@ -138,7 +138,7 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
         # position p costs what the first p + 1 tokens cost beyond the first p
         steps = np.diff(COSTS(np.arange(lengths.max() + 1)))
         assert pieces.costs[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
-        assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= MAX_KEYS * capacity
+        assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= KEYS_PER_CAPACITY * capacity
         for (before, _), (n, s) in pairwise(own):
             assert 2 * s >= max(before, n)
 
@@ -154,10 +154,10 @@ def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
 def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
-    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
+    monkeypatch.setattr(prefixes, "KEYS_PER_CAPACITY", 100)
     rows = make_pieces(found, lengths, COSTS, 150)
     assert rows.rows.tolist() == [103 + 11 * 4] * 5 and rows.num_families == 1
-    monkeypatch.setattr(prefixes, "MAX_KEYS", 4)
+    monkeypatch.setattr(prefixes, "KEYS_PER_CAPACITY", 4)
     keys = make_pieces(found, lengths, COSTS, 250)  # at most 1000 keys
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.

@@ -11,7 +11,7 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.balance import StepSettings
 from ..planning.packs import PackPlan
-from ..planning.prefixes import MAX_KEYS, shared_by_neighbours
+from ..planning.prefixes import KEYS_PER_CAPACITY, shared_by_neighbours
 from ..planning.schedule import Schedule, schedule_packs
 from .documents import Documents
 
@@ -57,8 +57,8 @@ def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capa
     Args:
         lengths: tokens of each document, shape (N,).
         order, shared: documents sorted by their tokens, and the rows that each shares with the one before, shape (N,).
-        capacity: most rows of a pack. Its documents have at most `MAX_KEYS` times as many tokens, because their keys
-            need memory, too.
+        capacity: most rows of a pack. Its documents have at most `KEYS_PER_CAPACITY` times as many tokens, because
+            their keys need memory, too.
 
     >>> plan = pack_sorted(np.array([50, 40, 60]), np.array([2, 0, 1]), np.array([0, 45, 20]), capacity=70)
     >>> [pack.tolist() for pack in np.split(plan.order, plan.offsets[1:-1])]
@@ -68,7 +68,7 @@ def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capa
     sizes = lengths[order]
     for place, (length, common) in enumerate(zip(sizes.tolist(), shared.tolist(), strict=True)):
         rows, tokens = rows + length - common, tokens + length
-        if rows > capacity or tokens > MAX_KEYS * capacity:
+        if rows > capacity or tokens > KEYS_PER_CAPACITY * capacity:
             offsets.append(place)
             rows = tokens = length
     return PackPlan(order, np.array([*offsets, len(order)]), lengths, capacity)

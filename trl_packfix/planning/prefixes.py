@@ -28,7 +28,7 @@ SharePrefixes = Literal["off", "pack", "family"]
 
 MIN_SHARED = 16
 """Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
-MAX_KEYS = 8
+KEYS_PER_CAPACITY = 8
 """Times the capacity: most keys that the runs of a piece look up, which its rows do not bound."""
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
@@ -269,7 +269,7 @@ def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, 
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
-    begins[_cuts(size, shared, begins, capacity, MAX_KEYS * capacity)] = True
+    begins[_cuts(size, shared, begins, capacity, KEYS_PER_CAPACITY * capacity)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     costs = cost_model(size) - cost_model(shared)
