@@ -47,6 +47,16 @@ def test_exact_models_pass(model):
     report.raise_if_leaking()
 
 
+def test_the_summary_says_the_result_before_the_numbers():
+    report = judged(build_tiny_model("llama"), max_length=64)
+    change, difference = f"{report.max_change:.1e}", f"{report.max_difference:.1e}"
+    assert report.summary() == (
+        f"documents do not move each other and are equal to themselves alone (largest change {change}, largest "
+        f"difference {difference}; rounding explains {report.tolerance:.1e})"
+    )
+    assert judged(build_tiny_model("mamba"), max_length=64).summary().startswith("documents move each other by ")
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_the_models_own_masks_pass_too(model, attention):
@@ -339,7 +349,8 @@ def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
 def test_the_trainer_shows_the_proof(tmp_path, capsys):
     run = trainer(tmp_path, texts(), max_steps=1, packing_report=True)
     run.train()
-    assert "proved on this model" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "proved on this model: documents do not move each other (largest change " in shown
     assert isinstance(run.args, transformers.TrainingArguments)
 
 

@@ -69,7 +69,11 @@ class IsolationReport:
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"
         if not self.equal:
             return f"documents are not what they are alone, by {self.max_difference:.1e}"
-        return f"documents move each other by {self.max_change:.1e} and are equal to themselves alone"
+        return (
+            "documents do not move each other and are equal to themselves alone (largest change "
+            f"{self.max_change:.1e}, largest difference {self.max_difference:.1e}; rounding explains "
+            f"{self.tolerance:.1e})"
+        )
 
     def raise_if_leaking(self, on_leak: str = "raise") -> None:
         """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone.

@@ -439,8 +439,10 @@ def _isolation_text(isolation: IsolationReport) -> str:
     gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
     if not isolation.equal:
         return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
-    text = f"proved on this model: documents move each other by {isolation.max_change:.1e}{gradient}; "
-    text += "each equals itself alone"
+    text = (
+        f"proved on this model: documents do not move each other (largest change {isolation.max_change:.1e}, rounding "
+        f"explains {isolation.tolerance:.1e}){gradient}; each equals itself alone"
+    )
     if isolation.unreachable:
         text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
     return text
