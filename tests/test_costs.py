@@ -1,5 +1,6 @@
 """The cost model counts what a real forward pass does, for any config; published sizes and limits by hand."""
 
+import copy
 import json
 import logging
 import subprocess
@@ -49,6 +50,26 @@ MODELS = {
         **{"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2},
         **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1},
     },
+    # layers with other numbers of heads, without an indexer of their own, and with one that selects blocks
+    "laguna": {
+        **MOE,
+        "shared_expert_intermediate_size": 48,
+        "num_attention_heads_per_layer": [4, 8, 8],
+        "sliding_window": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "glm_moe_dsa": {
+        **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16},
+        **{"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 48, "mlp_layer_types": ["dense"] * 3},
+        **{"index_n_heads": 4, "index_head_dim": 16, "indexer_types": ["full", "shared", "full"]},
+    },
+    "minimax_m3_vl_text": {
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "dense_intermediate_size": 80},
+        **{"shared_intermediate_size": 48, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8},
+        **{"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_topk_blocks": 2},
+    },
 }
 
 
@@ -60,7 +81,12 @@ def counted(config: object, num_tokens: int) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", MODELS)
+NEW_TYPES = ("laguna", "glm_moe_dsa", "minimax_m3_vl_text")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=current_models) if name in NEW_TYPES else name for name in MODELS]
+)
 def test_tokens_and_pairs_cost_what_torch_counts(name):
     config = AutoConfig.for_model(name.split(",")[0], **{**SIZE, **MODELS[name]})
     short, long = 32, 64
@@ -71,7 +97,7 @@ def test_tokens_and_pairs_cost_what_torch_counts(name):
     model = make_cost_model(config)
     assert per_pair == all_pairs(model)
     assert per_token <= model.per_token <= 1.03 * per_token  # norms and biases are parameters, and no products
-    assert bool(model.windows) == (name in ("gemma3_text", "mistral", "gpt_oss"))
+    assert bool(model.windows) == (name in ("gemma3_text", "mistral", "gpt_oss", "laguna"))
 
 
 def all_pairs(model: CostModel) -> float:
@@ -114,32 +140,35 @@ NOT_AS_RUN = {
 }
 
 
-# What `met_parameters` counted for the checkpoints in the folder `configs/full` of `--data`, which takes minutes; one
+# What `met_parameters` counted for the checkpoints in the folders `configs*/full` of `--data`, which takes minutes; one
 # that is not here is counted when the test runs.
 # fmt: off
 COUNTED = {
-    "apertus-8b": 7.516, "aya-23-8b": 8.028, "bloom-560m": 0.5589, "codellama-7b": 6.607, "deepseek-coder-1.3b": 1.28,
-    "deepseek-v2-lite": 2.494, "deepseek-v3.2": 37.48, "ernie-4.5-0.3b": 0.3607, "ernie-4.5-21b-a3b": 3.352,
-    "falcon-7b": 6.921, "falcon-h1-7b": 7.185, "falcon3-7b": 7.053, "gemma-2-27b": 27.23, "gemma-2-9b-it": 9.241,
-    "gemma-2b": 2.506, "gemma-3-27b-it": 27.01, "gemma-3-4b-it": 3.88, "gemma-4-26b-a4b": 3.822, "glm-4-9b-0414": 8.779,
-    "glm-4.5-air": 12.8, "glm-5": 40.83, "gpt-oss-20b": 3.607, "gpt2": 0.1235, "gpt_bigcode": 1.12,
-    "granite-3.3-2b-instruct": 2.533, "granite-4.0-h-350m": 0.34, "hunyuan-7b": 7.504, "hunyuan-a13b": 12.75,
-    "jamba-v0.1": 11.84, "kimi-k2.5": 31.69, "lfm2-1.2b": 1.17, "llama-3.1-8b-instruct": 7.505,
-    "llama-3.2-1b-instruct": 1.236, "llama-3.2-3b-mlc": 3.213, "llava-1.5-7b-hf": 6.607,
-    "mamba2-ish-falcon-mamba-7b": 6.994, "mimo-v2-flash": 14.82, "minimax-m2.5": 10.42, "minimax-text-01-hf": 47.17,
-    "mistral-7b-v0.1": 7.11, "mistral-small-24b-2501": 22.9, "nemotron-3-nano": 3.227, "nemotron-h-56b": 55.24,
-    "olmo-2-7b": 6.887, "olmo-3.1-32b": 31.72, "opt-1.3b": 1.311, "phi-2": 2.648, "phi-3-mini-128k": 3.722,
-    "phi-3-mini-4k": 3.722, "phi-3.5-mini": 3.722, "phi-4-mini": 3.836, "phi-4-mlc": 3.836, "phi-4": 14.15,
+    "apertus-8b": 7.516, "aya-23-8b": 8.028, "bloom-560m": 0.5589, "codellama-7b": 6.607,
+    "deepseek-coder-1.3b": 1.28, "deepseek-v2-lite": 2.494, "deepseek-v3.2": 37.48, "ernie-4.5-0.3b": 0.3607,
+    "ernie-4.5-21b-a3b": 3.352, "falcon-7b": 6.921, "falcon-h1-7b": 7.185, "falcon3-7b": 7.053,
+    "gemma-2-27b": 27.23, "gemma-2-9b-it": 9.241, "gemma-2b": 2.506, "gemma-3-27b-it": 27.01, "gemma-3-4b-it": 3.88,
+    "gemma-4-26b-a4b": 3.822, "glm-4-9b-0414": 8.779, "glm-4.5-air": 12.8, "glm-5": 40.83, "glm-5.2": 40.3,
+    "gpt-oss-20b": 3.607, "gpt2": 0.1235, "gpt_bigcode": 1.12, "granite-3.3-2b-instruct": 2.533,
+    "granite-4.0-h-350m": 0.34, "hunyuan-7b": 7.504, "hunyuan-a13b": 12.75, "jamba-v0.1": 11.84, "kimi-k2.5": 31.69,
+    "laguna-xs.2": 2.811, "lfm2-1.2b": 1.17, "llama-3.1-8b-instruct": 7.505, "llama-3.2-1b-instruct": 1.236,
+    "llama-3.2-3b-mlc": 3.213, "llava-1.5-7b-hf": 6.607, "mamba2-ish-falcon-mamba-7b": 6.994,
+    "mimo-v2-flash": 14.82, "minimax-m2.5": 10.42, "minimax-m3-vl": 24.73, "minimax-text-01-hf": 47.17,
+    "mistral-7b-v0.1": 7.11, "mistral-small-24b-2501": 22.9, "nemotron-3-nano": 3.227,
+    "nemotron-3.5-lightning": 3.227, "nemotron-h-56b": 55.24, "olmo-2-7b": 6.887, "olmo-3.1-32b": 31.72,
+    "opt-1.3b": 1.311, "paligemma-3b-pt-224": 2.509, "phi-2": 2.648, "phi-3-mini-128k": 3.722,
+    "phi-3-mini-4k": 3.722, "phi-3.5-mini": 3.722, "phi-4": 14.15, "phi-4-mini": 3.836, "phi-4-mlc": 3.836,
     "qwen1.5-moe": 2.378, "qwen2-0.5b": 0.494, "qwen2.5-7b-instruct": 7.07, "qwen2.5-vl-7b": 7.07,
-    "qwen3-30b-a3b-fp8": 3.042, "qwen3-8b": 7.568, "qwen3-vl-8b": 7.568, "qwen3.5-27b": 25.62, "redpajama-3b": 2.646,
-    "seed-oss-36b": 35.36, "smollm3-3b": 3.075, "stablelm-2": 1.439, "starcoder2-3b": 3.029, "tinyllama": 1.034,
+    "qwen3-30b-a3b-fp8": 3.042, "qwen3-8b": 7.568, "qwen3-vl-8b": 7.568, "qwen3.5-27b": 25.62,
+    "redpajama-3b": 2.646, "seed-oss-36b": 35.36, "smollm3-3b": 3.075, "stablelm-2": 1.439, "starcoder2-3b": 3.029,
+    "tinyllama": 1.034,
 }
 # fmt: on
 
 
 @pytest.mark.slow
 def test_every_config_costs_what_a_forward_at_its_size_does(data_dir):
-    files = sorted((data_dir / "configs/full").glob("*.json"))
+    files = sorted(data_dir.glob("configs*/full/*.json"))
     assert len(files) > 40
     wrong, num_compared = {}, 0
     for file in files:
@@ -166,9 +195,31 @@ def test_what_was_counted_is_counted_again(name, data_dir):
     assert met_parameters(config) == pytest.approx(1e9 * COUNTED[name], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["laguna-xs.2", "glm-5.2", "minimax-m3-vl"])
+def test_pairs_cost_what_a_forward_at_its_size_counts(name, data_dir):
+    (file,) = data_dir.glob(f"configs*/full/{name}.json")
+    values = {key: value for key, value in json.loads(file.read_text()).items() if not key.startswith("_")}
+    config = AutoConfig.for_model(**{key: value for key, value in values.items() if key != "quantization_config"})
+    flops = [at_its_size(config, num_tokens)[0].get_total_flops() for num_tokens in (8, 16, 24)]
+    per_pair = (flops[2] - 2 * flops[1] + flops[0]) / (24**2 - 2 * 16**2 + 8**2)  # without what each token costs
+    assert per_pair == all_pairs(make_cost_model(config))
+
+
 def met_parameters(config, num_tokens: int = 8) -> float:
-    """What each token is multiplied with in a forward of the text part at its real size, on a device without memory."""
-    config = config.get_text_config()
+    """What each token is multiplied with in a forward of the text part at its real size."""
+    counter, head = at_its_size(config, num_tokens)
+    flops = 0
+    for module, counts in counter.get_flop_counts().items():
+        # batched products are those of pairs, except in experts
+        products = {"Global": ("mm", "addmm")}.get(module, ("bmm", "baddbmm") if module.endswith(".experts") else ())
+        flops += sum(number for op, number in counts.items() if str(op).removeprefix("aten.") in products)
+    return flops / num_tokens / 2 + head
+
+
+def at_its_size(config, num_tokens: int) -> tuple[FlopCounterMode, int]:
+    """A forward of the text part on a device without memory, counted, and parameters of an LM head outside of it."""
+    config = copy.deepcopy(config).get_text_config()
     config._attn_implementation, config._experts_implementation = "eager", "batched_mm"  # seen by the counter
     with torch.device("meta"):
         try:
@@ -178,12 +229,7 @@ def met_parameters(config, num_tokens: int = 8) -> float:
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=tokens, use_cache=True)  # without a cache the mask is made from values
-    flops = 0
-    for module, counts in counter.get_flop_counts().items():
-        # batched products are those of pairs, except in experts
-        products = {"Global": ("mm", "addmm")}.get(module, ("bmm", "baddbmm") if module.endswith(".experts") else ())
-        flops += sum(number for op, number in counts.items() if str(op).removeprefix("aten.") in products)
-    return flops / num_tokens / 2 + head
+    return counter, head
 
 
 # Types that no tiny config can be made of here, or that are no model of text.
