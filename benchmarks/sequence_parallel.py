@@ -49,8 +49,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shared_packs
 from support.models import build_tiny_model
 
-from trl_packfix import PackedDataCollator, check_isolation, prepare_for_packing
+from trl_packfix import PackedDataCollator, check_isolation
+from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import make_groups
+from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import page, zoo
@@ -107,7 +109,8 @@ def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
     """The growth on this rank for one document of `num_tokens` that `degree` ranks share."""
     config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
     model = build_tiny_model("llama", **config, num_key_value_heads=4, max_position_embeddings=65536)
-    prepare_for_packing(model)
+    select_attention(model)
+    mark_packed_forwards(model)
     document = torch.randint(4, 260, (num_tokens,), generator=torch.Generator().manual_seed(0))
     batch = PackedDataCollator()([{"input_ids": document}])
     if degree > 1:
@@ -136,7 +139,7 @@ def start(folder: Path) -> dict[str, Any]:
     make_groups((2, 4))
     found = {"groups of 2 and of 4": time.perf_counter() - started}
     model = build_tiny_model("llama")
-    prepare_for_packing(model)
+    select_attention(model)
     for degree in (1, 2, 4):
         started = time.perf_counter()
         assert check_isolation(model, degree=degree).equal

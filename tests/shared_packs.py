@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_packfix
 from trl_packfix.attention import exchange, varlen
+from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import CU_SEQ_LENS, PACK_PART, PREFIXES, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
@@ -448,7 +449,7 @@ def proofs(folder: Path, engine: str) -> dict:
     for model in ("llama", "gpt_oss"):
         for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in FAULTS)):
             built = build_tiny_model(model)
-            trl_packfix.prepare_for_packing(built)
+            select_attention(built)
             with FAULTS[fault]() if fault else nullcontext():
                 report = trl_packfix.check_isolation(built, degree=degree)
             found[model, fault, degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])
@@ -456,7 +457,7 @@ def proofs(folder: Path, engine: str) -> dict:
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
     for model in (shifting, bloom):
-        trl_packfix.prepare_for_packing(model)
+        select_attention(model)
     for degree in (1, 2, 4):
         report = trl_packfix.check_isolation(shifting, degree=degree)
         found["shift", degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])

@@ -207,7 +207,7 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     read = DocumentDataset.__getitems__
     monkeypatch.setattr(DocumentDataset, "__getitems__", lambda *given: seen.append(given[1]) or read(*given))
     arguments = "use_cpu=True, per_device_train_batch_size=1, num_train_epochs=2"
-    quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "max_length=1024": "max_length=128"}
+    quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "MAX_LENGTH = 1024": "MAX_LENGTH = 128"}
     variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
     num_steps = variables["trainer"].state.global_step
     assert len(seen) == num_steps and num_steps < 2 * NUM_ROWS  # packs, not documents

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from support.models import build_tiny_model
+from support.versions import current_models
 from transformers import LlamaConfig
 
-from trl_packfix import packed_dataloader, plan_packs
-from trl_packfix.attention.choice import select_attention
+from trl_packfix import PackedDataCollator, PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
+from trl_packfix.attention.choice import own_attention, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.survey import zoo
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 
@@ -100,8 +103,7 @@ def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
 
 def test_a_training_loop_of_ones_own():
     model = build_tiny_model()
-    select_attention(model)
-    mark_packed_forwards(model)
+    prepare_for_packing(model, max_length=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     epochs: list[list[float]] = []
     loader = packed_dataloader(dataset(), 32, 4)
@@ -115,6 +117,62 @@ def test_a_training_loop_of_ones_own():
             losses.append(loss.item())
     means = [sum(losses) / len(losses) for losses in epochs]
     assert means[0] > means[1] > means[2]
+
+
+def trained(model, batches):
+    """Logits of all batches and the gradients of the sum of their losses."""
+    logits, num_targets = [], 0
+    for batch in batches:
+        output = model(**{**batch, "use_cache": False})
+        targets = (batch["labels"][:, 1:] != -100).sum()
+        (output.loss * targets).backward()
+        logits.append(output.logits[0].detach())
+        num_targets += targets
+    assert num_targets > 60
+    gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    return torch.cat(logits), torch.cat(gradients)
+
+
+# Layers that read the mask, that have a mask of their own, and states that run on from document to document
+PREPARED = ("glm_moe_dsa", "deepseek_v32", "axk2", "dots3_note", "hy_v4", "biogpt", "bloom", "mamba")
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=current_models) for name in PREPARED])
+def test_after_prepare_for_packing_the_first_pack_is_right(model_type):
+    model = zoo.build_model(model_type)
+    torch.manual_seed(0)
+    documents = [torch.randint(10, 60, (1, num_tokens)) for num_tokens in (23, 9, 40)]
+    alone = trained(model, ({"input_ids": document, "labels": document} for document in documents))
+    choice = prepare_for_packing(model)
+    assert choice.reason and choice.name == own_attention(model)
+    pack = PackedDataCollator()([{"input_ids": document[0]} for document in documents])
+    packed = trained(model, [pack])
+    for expected, found in zip(alone, packed, strict=True):
+        assert expected.norm() > 0 and (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_prepare_for_packing_refuses_or_says_what_it_repaired():
+    model = build_tiny_model("bloom")
+    with pytest.raises(PackingLeakError, match="(?s)changed others by .*Information crosses in .*self_attention"):
+        prepare_for_packing(model, on_leak="raise")
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert "; repaired: 2 BloomAttention" in prepare_for_packing(model).reason
+    model = build_tiny_model("bloom")
+    assert prepare_for_packing(model, on_leak="unpack").reason.startswith("UNPACKED, ")
+
+
+def test_prepare_for_packing_tests_the_dtype_of_autocast():
+    model, seen = build_tiny_model(), set()
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    prepare_for_packing(model, dtype=torch.bfloat16)
+    assert seen == {torch.bfloat16} and not torch.is_autocast_enabled("cpu")
+
+
+def test_prepare_for_packing_starts_nothing_of_accelerate(monkeypatch):
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    prepare_for_packing(build_tiny_model("bloom"))
+    assert not PartialState._shared_state
 
 
 @pytest.mark.parametrize("is_training", [True, False])

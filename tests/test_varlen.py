@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from trl_packfix import check_isolation, prepare_for_packing
+from trl_packfix import check_isolation
 from trl_packfix.attention import choice, kernels, varlen
 from trl_packfix.attention.forwards import PackedForward, packed_forwards
 from trl_packfix.attention.kernels import (
@@ -281,7 +281,7 @@ def test_a_model_trains_document_by_document_as_alone(planted, tiny_model, monke
         monkeypatch.setattr(kernels.DocumentRows, "join", lambda rows, *args: split(rows, *args).roll(1, 2))
     for model_type in ("gemma3", "gpt_oss", "llama"):
         model = tiny_model(model_type)
-        prepare_for_packing(model)
+        choice.select_attention(model)
         found = check_isolation(model)
         assert (found.isolated and found.equal) is not planted, found.summary()
         if not planted:

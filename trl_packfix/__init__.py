@@ -16,7 +16,7 @@ _MODULE_OF = {
     "PackPlan": "planning.packs",
     "plan_packs": "planning.packs",
     "PackedDataCollator": "data.collator",
-    "prepare_for_packing": "attention.choice",
+    "prepare_for_packing": "isolation.packed_model",
     "IsolationReport": "isolation.report",
     "PackingLeakError": "isolation.report",
     "check_isolation": "isolation.check",
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .attention.choice import prepare_for_packing
     from .data.collator import PackedDataCollator
     from .data.loading import packed_dataloader
     from .isolation.check import check_isolation
+    from .isolation.packed_model import prepare_for_packing
     from .isolation.report import IsolationReport, PackingLeakError
     from .planning.packs import PackPlan, plan_packs
     from .reporting.report import PackingReport

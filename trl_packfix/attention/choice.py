@@ -20,7 +20,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .forwards import mark_packed_forwards
 from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
@@ -48,36 +47,6 @@ class AttentionChoice:
     is_flash: bool
     previous: str
     reason: str
-
-
-def prepare_for_packing(
-    model: nn.Module, enforce_flash_attention: bool = True, dtype: torch.dtype | None = None
-) -> AttentionChoice:
-    """Prepare a model for packed batches in a custom training loop. Call it once, before the first batch.
-
-    It chooses attention that reads document boundaries and sets it on the model. It adds hooks to the model's forward,
-    so that no (T, T) mask is built for packs. It passes the boundaries to layers that gradient checkpointing
-    recomputes. The trainer does all of this itself. Test the result with `check_isolation(model)`.
-
-    Args:
-        model: a transformers causal LM, with or without PEFT, on the device on which it will train.
-        enforce_flash_attention: as in `SFTConfig`; False keeps the model's attention, with a warning.
-        dtype: the dtype that reaches the attention kernel, if autocast makes it differ from that of the weights.
-
-    Returns:
-        The choice, with `.name`, `.is_flash` and `.reason`.
-
-    Raises:
-        ValueError: no attention kernel fits the model, its dtype and the device. The message says what to change.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-    >>> prepare_for_packing(LlamaForCausalLM(tiny)).name
-    'packfix_varlen'
-    """
-    choice = select_attention(model, enforce_flash_attention, dtype)
-    mark_packed_forwards(model)
-    return choice
 
 
 def select_attention(

@@ -215,8 +215,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
 
     Each pass over the loader is the next epoch and has its own plan; `loader.set_epoch(epoch)` chooses an epoch. The
     batches of all ranks together hold every document that is not dropped once per epoch. Call
-    `prepare_for_packing(model)` once, so that the model reads the boundaries, and test it with
-    `check_isolation(model)`.
+    `prepare_for_packing(model)` once, so that the model reads the boundaries and documents are proved isolated.
 
     Args:
         dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.

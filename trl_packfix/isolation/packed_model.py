@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -308,3 +308,59 @@ class PackedModel:
         finally:
             if not attended:
                 self.rest()
+
+
+def prepare_for_packing(
+    model: nn.Module,
+    enforce_flash_attention: bool = True,
+    dtype: torch.dtype | None = None,
+    *,
+    max_length: int | None = None,
+    on_leak: OnLeak = "repair",
+) -> AttentionChoice:
+    """Prepare a model for packed batches in a custom training loop. Call it once, before the first batch.
+
+    It does what the trainer does before its first step. It chooses attention that reads document boundaries, and tests
+    on the model that no document changes another and that each equals itself alone. If this fails, the modules where
+    information crosses run on each document separately, or the model runs on documents as rows of padded batches.
+    No (T, T) mask is built for packs. The test costs as much as `check_isolation`; a repair needs some tens of forwards
+    of short documents. With several processes all ranks must call it.
+
+    Args:
+        model: a transformers causal LM, with or without PEFT, on the device on which it will train; not wrapped yet.
+        enforce_flash_attention: as in `SFTConfig`; False keeps the model's attention, with a warning.
+        dtype: the dtype of autocast, if the loop uses it and it differs from that of the weights.
+        max_length: the longest document of the run, in tokens; None tests the model up to its number of positions.
+        on_leak: as in `SFTConfig`: "repair", "raise" or "unpack".
+
+    Returns:
+        The choice, with `.name`, `.is_flash` and `.reason`, which also says what was repaired.
+
+    Raises:
+        ValueError: no attention kernel fits the model, its dtype and the device. The message says what to change.
+        PackingLeakError: documents influence each other, or are not what they are alone, also after `on_leak` was
+            applied. The model is then as it was before.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    >>> prepare_for_packing(LlamaForCausalLM(tiny)).name
+    'packfix_varlen'
+    """
+    inner = base_model(model)
+    packed = PackedModel(
+        model,
+        dtype or inner.dtype,
+        inner.device.type,
+        max_length,
+        on_leak,
+        enforce_flash_attention=enforce_flash_attention,
+    )
+    autocast = nullcontext() if dtype in (None, inner.dtype) else torch.autocast(inner.device.type, dtype)
+    try:
+        with autocast:
+            packed.prove(model).raise_if_leaking(on_leak)
+    except Exception:
+        packed.rest()
+        raise
+    repairs = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
+    return replace(packed.attention, reason=packed.attention.reason + repairs)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -203,6 +204,8 @@ def agreed(value: Any) -> Any:
 
     Raises RuntimeError on all ranks if values differ.
     """
+    if not (dist.is_available() and dist.is_initialized()):  # accelerate would start a process group by itself
+        return value
     values = gather_object([value])
     if any(other != value for other in values):
         raise RuntimeError(
