@@ -1,6 +1,6 @@
 """Configs of widely used checkpoints: probed, trained on packs, and judged from the config alone.
 
-`--data`/configs/tiny holds configs in which only sizes are small, `full` the same at their real sizes. Rules that need
+`--data`/configs*/tiny holds configs in which only sizes are small, `full` the same at their real sizes. Rules that need
 no such file have small literal configs here.
 """
 
@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("--data")
     for which in ("tiny", "full"):
         if f"{which}_config" in metafunc.fixturenames:
-            files = sorted(Path(folder, "configs", which).glob("*.json")) if folder else []
+            files = sorted(Path(folder).glob(f"configs*/{which}/*.json")) if folder else []
             reason = pytest.mark.skip(reason="needs real configs: run pytest with --data DIR")
             found = [pytest.param(file, id=file.stem) for file in files] or [pytest.param(None, marks=reason)]
             metafunc.parametrize(f"{which}_config", found)
