@@ -13,10 +13,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import nested_rope_keys
 
+# Fields in tokens. Others with such names count something else: GLM-5.2's `index_topk_freq` counts layers.
 THRESHOLD = re.compile(
-    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|index_(topk|kpool)|conv_kernel|conv1d_width|d_conv$"
-    r"|conv_L_cache"
+    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|local_attention$|index_(topk|kpool)$|indexer_budget$"
+    r"|conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$"
 )
+# Fields in blocks, "index_topk_blocks" of `index_block_size` tokens each
+BLOCKS = re.compile(r"^(.*_)?topk_blocks$")
+# Tokens that layers of a kind compress to one key, by kind (DeepSeek-V4); `index_topk` then counts compressed keys
+RATES, INDEXED = "compress_rates", "compressed_sparse_attention"
 POSITIONS = "max_position_embeddings"
 ROPE_LENGTHS = ("original_max_position_embeddings", POSITIONS)
 
@@ -30,10 +35,25 @@ def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict
     positions = vars(config).get(config.attribute_map.get(POSITIONS, POSITIONS))
     positions = positions if isinstance(positions, int) else inf
     limit = positions if max_length is None else max_length
-    found = {name: n for name, n in vars(config).items() if THRESHOLD.search(name) and _is_length(n)}
-    found |= _rope_thresholds(config)
+    found = _lengths(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in found.items() if shortest <= n < limit}
     return to_test, {name: n for name, n in found.items() if limit <= n < positions}
+
+
+def _lengths(fields: dict[str, Any]) -> dict[str, int]:
+    """The fields that hold a length above which tokens are computed differently, in tokens."""
+    found = {name: n for name, n in fields.items() if THRESHOLD.search(name) and _is_length(n)}
+    for name, blocks in fields.items():
+        match = BLOCKS.match(name)
+        block_size = match and fields.get(f"{match[1] or ''}block_size")
+        if block_size and _is_length(block_size * blocks):
+            found[name] = block_size * blocks
+    rates = fields.get(RATES)
+    if isinstance(rates, dict):
+        found |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
+        if "index_topk" in found:
+            found["index_topk"] *= rates.get(INDEXED, 1)
+    return found
 
 
 def _rope_thresholds(config: Any) -> dict[str, int]:
