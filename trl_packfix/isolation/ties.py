@@ -1,0 +1,33 @@
+"""Choose the first of equal values in `topk`, so that two runs choose the same.
+
+An indexer gives many keys a score of exactly 0. Which of them `torch.topk` chooses depends on the width of the row, so
+a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity: padding changes it.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class FirstOfTies(TorchDispatchMode):
+    """Within this context, `topk` chooses the first of equal values, whatever the width of the row.
+
+    >>> with FirstOfTies():
+    ...     torch.tensor([0.0, 1.0, 0.0, 0.0]).topk(3).indices.tolist()
+    [1, 0, 2]
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is not torch.ops.aten.topk.default:
+            return function(*args, **(kwargs or {}))
+        return _first(*args, **(kwargs or {}))
+
+
+def _first(
+    values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ordered, indices = values.sort(dim=dim, descending=largest, stable=True)
+    return ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)
