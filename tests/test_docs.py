@@ -22,7 +22,15 @@ from trl_packfix import SFTConfig, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RAISED = ("ValueError", "RuntimeError", "ImportError", "PackingLeakError", "OwnMaskError", "KernelError")
+RAISED = (
+    "ValueError",
+    "RuntimeError",
+    "ImportError",
+    "PackingLeakError",
+    "OwnMaskError",
+    "KernelError",
+    "OwnAttentionError",
+)
 
 
 def template(argument: ast.expr) -> str:

@@ -104,6 +104,10 @@ def choose_attention(
     if not _uses_attention_interface(model):
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
+    refusal = (refusals or {}).get(ATTENTION_NAME)
+    if refusal is not None and enforce_flash_attention:
+        own = default_attention(model) if previous == ATTENTION_NAME else previous
+        return AttentionChoice(own, "flash" in own, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):
             warnings.warn(
@@ -124,6 +128,11 @@ def choose_attention(
 def own_attention(model: nn.Module) -> str:
     """The current implementation of the model, or of its text part."""
     return text_config(base_model(model))._attn_implementation or "eager"
+
+
+def default_attention(model: nn.Module) -> str:
+    """The implementation that transformers gives the model if none is named."""
+    return "sdpa" if base_model(model)._supports_sdpa else "eager"
 
 
 def set_attention(model: nn.Module, name: str) -> None:

@@ -55,6 +55,18 @@ class KernelError(ValueError):
     """An attention kernel cannot compute this: heads, dtype, device or a feature. It says nothing about isolation."""
 
 
+class OwnAttentionError(KernelError):
+    """The model needs its own attention: the kernels of this package would compute something else.
+
+    Attributes:
+        cause: why, without the remedy of the message.
+    """
+
+    def __init__(self, cause: str, remedy: str):
+        super().__init__(f"{cause}. {remedy}")
+        self.cause = cause
+
+
 # With torch.compile the environment is looked at once, not in every layer.
 @torch.compiler.assume_constant_result
 def cuda_varlen_problem() -> str | None:

@@ -38,6 +38,7 @@ from .forwards import (
 from .kernels import (
     CUDA_DTYPES,
     MAX_CUDA_HEAD_DIM,
+    OwnAttentionError,
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
@@ -48,6 +49,17 @@ from .kernels import (
 )
 from .prefixes import attend_shared, attend_shared_on_cuda
 
+# Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
+# may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
+KNOWN_ARGUMENTS = frozenset(
+    {
+        *BOUNDARIES,
+        *("position_ids", "sliding_window", "is_causal", "position_bias"),  # read
+        *("cache", "cache_position", "past_key_values", "use_cache"),  # refused in packs, or of generation
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("num_items_in_batch", "logits_to_keep", "labels", "deterministic"),
+    }
+)
 # Devices on which attention runs on the FlashAttention-2 kernels in torch. Tests add "meta", whose tensors have shapes
 # and no values: there any read on the host raises.
 FLASH_DEVICES = {"cuda"}
@@ -84,8 +96,10 @@ def varlen_attention(
     restart at 0 in each document. A `sliding_window` of w tokens includes the query. `s_aux` (H,) holds the attention
     sinks of gpt_oss.
 
-    Raises ValueError if a packed call has an attention mask, a cache, several rows or no boundaries, if the attention
-    is not causal, or if the device does not support a feature.
+    Raises:
+        OwnAttentionError: an argument is not in `KNOWN_ARGUMENTS`, or a packed call is not causal or has a bias.
+        ValueError: a packed call has an attention mask, a cache, several rows or no boundaries, or the device does not
+            support a feature.
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> together, _ = varlen_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 3, 5]))
@@ -93,6 +107,7 @@ def varlen_attention(
     >>> torch.allclose(together[:, 3:], second, atol=1e-6)
     True
     """
+    _check_arguments(module, kwargs)
     running = packed_forwards[-1] if packed_forwards else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     repaired = running if running is not None and running.rows is not None else None
@@ -191,6 +206,17 @@ def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
     return states.transpose(0, 1).flatten(1, 2)[None]
 
 
+def _check_arguments(module: nn.Module, kwargs: dict) -> None:
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in KNOWN_ARGUMENTS)
+    if unknown:
+        raise OwnAttentionError(
+            f"{type(module).__name__} gives {', '.join(unknown)} to its attention, and {ATTENTION_NAME} would leave it "
+            "out: what it does to the scores is unknown",
+            "Set enforce_flash_attention=False to keep the model's own attention, or remove the argument if you passed "
+            "it to the model.",
+        )
+
+
 def _check_packed_call(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict, running: PackedForward | None
 ) -> None:
@@ -214,14 +240,15 @@ def _check_packed_call(
             f"cache or another sequence belong to no document of the pack. {FEED_A_PACK}"
         )
     if not _is_causal(module, kwargs):
-        raise ValueError(
-            f"{name} is not causal (is_causal=False): {ATTENTION_NAME} computes causal attention only. Set "
-            "model.set_attn_implementation('sdpa') for this part of the model."
+        raise OwnAttentionError(
+            f"{name} is not causal (is_causal=False), and {ATTENTION_NAME} computes causal attention only",
+            "Set model.set_attn_implementation('sdpa') for this part of the model.",
         )
     if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"{name} adds a position_bias of shape {tuple(kwargs['position_bias'].shape)}: {ATTENTION_NAME} does not "
-            "support a bias. Set enforce_flash_attention=False with attn_implementation='eager'."
+        raise OwnAttentionError(
+            f"{name} adds a position_bias of shape {tuple(kwargs['position_bias'].shape)}, and {ATTENTION_NAME} does "
+            "not support a bias",
+            "Set enforce_flash_attention=False with attn_implementation='eager'.",
         )
 
 

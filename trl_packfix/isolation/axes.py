@@ -44,7 +44,7 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
     packs = [_watch(modules, lambda n=n: probe.packed([probe.tokens(k) for k in n])) for n in PACKS]
-    rows = [_watch(modules, lambda b=b, n=n: probe.alone(torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
+    rows = [_watch(modules, lambda b=b, n=n: probe.rows(torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
     totals = [sum(lengths) for lengths in PACKS]
     found = {}
     for name in names:
@@ -89,7 +89,8 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[Any]) -> Ax
         batch = doubled[0] if doubled else None
     elif tokens:  # absent without boundaries: take an axis of size 1, before the tokens if there is one
         single = [i for i, n in enumerate(size) if n == 1 and i not in tokens]
-        batch = next((i for i in reversed(single) if i < tokens[0]), single[0] if single else None)
+        near = single if len(tokens) == 2 else single[::-1]  # a mask is (rows, heads, T, T)
+        batch = next((i for i in near if i < tokens[0]), single[0] if single else None)
     return Axes(tokens, batch) if tokens else None
 
 

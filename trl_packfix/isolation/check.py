@@ -4,7 +4,8 @@ The name of the attention implementation does not matter. Small packs are built 
 things are tested:
 
 1. One document is changed, in its tokens and in its length. The states of the others must not change.
-2. Every document must have the states that it has alone, also far from the start of a pack.
+2. Every document must have the states that it has alone, also far from the start of a pack. Alone it runs on the model
+   as the user gave it, with its own attention, as unpacked TRL would train it.
 3. The gradient of one document's outputs with respect to the embeddings of another must be exactly zero.
 
 With a degree above 1 the ranks of a group share each of these packs, as in training with sequence parallelism. Their
@@ -29,6 +30,7 @@ from .prefix_probe import PrefixProbe
 from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
+from .ties import FirstOfTies
 from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts
 
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
@@ -39,7 +41,11 @@ LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, 
 
 
 def check_isolation(
-    model: nn.Module, max_length: int | None = None, degree: int = 1, images: ImageSource | None = None
+    model: nn.Module,
+    max_length: int | None = None,
+    degree: int = 1,
+    images: ImageSource | None = None,
+    given: str | None = None,
 ) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
@@ -54,6 +60,8 @@ def check_isolation(
         degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
             with the same model, and no gradients are tested.
         images: makes documents with images, which are tested after those of text alone; None tests text.
+        given: the attention implementation that the model had before it was set up for packs. A document alone runs on
+            it. None: the current one, or transformers' default if that is `packfix_varlen`.
 
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
@@ -70,7 +78,7 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe = Probe(model, degree) if images is None else ImageProbe(model, images)
+    probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME:
@@ -85,13 +93,13 @@ def check_isolation(
             return refused(probe, error)
 
 
-def check_prefixes(model: nn.Module, max_length: int | None = None) -> IsolationReport:
+def check_prefixes(model: nn.Module, max_length: int | None = None, given: str | None = None) -> IsolationReport:
     """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
 
     `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
     relative difference of its gradients.
     """
-    probe = PrefixProbe(model)
+    probe = PrefixProbe(model, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             return judge(probe, max_length)[0]
@@ -187,6 +195,7 @@ def judge(
         leaks=leaks,
         unreachable=unreachable,
         degree=probe.degree,
+        reads_ahead=probe.reads_ahead,
     )
     if report.isolated and report.equal:
         return report, None
@@ -197,7 +206,8 @@ def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float,
     """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
-    the change of the states is then as large as a leak. But such runs agree, token by token, under some roundings.
+    the change of the states is then as large as a leak. But such runs agree, token by token, under some roundings, with
+    equal scores in the order of the document (`ties.py`).
     """
     for _ in seen:
         largest = max(range(len(seen)), key=lambda i: seen[i][0])
@@ -216,7 +226,7 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
     same = [i for i, ids in enumerate(documents) if (i == alone if variant is None else ids is variant[i])]
 
     def run(pack: list[Tensor] | None, draw: int | None) -> Tensor:
-        with nullcontext() if draw is None else probe.rounded_otherwise(draw):
+        with FirstOfTies(), nullcontext() if draw is None else probe.rounded_otherwise(draw):
             if pack is None:
                 return probe.alone(documents[same[0]], evidence.large)
             states = probe.packed(pack, evidence.large)

@@ -80,8 +80,8 @@ class ImageProbe(Probe):
     They run with the token types that the processor gives to text: paligemma sees text without them in both directions.
     """
 
-    def __init__(self, model: Any, images: ImageSource):
-        super().__init__(model)
+    def __init__(self, model: Any, images: ImageSource, given: str | None = None):
+        super().__init__(model, given=given)
         self.images = images
 
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
@@ -91,17 +91,21 @@ class ImageProbe(Probe):
     def _values(self, document: Any) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
+    def row(self, ids: Any) -> dict[str, Any]:
+        return self._moved(self.images.alone(self._values(ids)))
+
+    def row_length(self, ids: Any) -> int:
+        return len(ids)
+
     def alone(self, ids: Any, large: bool = False) -> Tensor:
-        if isinstance(ids, Tensor) and ids.dim() == 2:
-            return super().alone(ids, large)
         # Models may build their masks in another way in eval mode (paligemma), so only the decoder is set to it: its
         # attention would raise in a training forward without boundaries.
         training = [module for module in self.inner.get_decoder().modules() if module.training]
         for module in training:
             module.training = False
         try:
-            with torch.no_grad():
-                return self._states(self._moved(self.images.alone(self._values(ids))), large)[0]
+            with self.as_given(len(ids)), torch.no_grad():
+                return self._states(self.row(ids), large)[0]
         finally:
             for module in training:
                 module.training = True

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
-from ..attention.kernels import KernelError
+from ..attention.kernels import KernelError, OwnAttentionError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
@@ -147,18 +147,26 @@ class PackedModel:
     def _choose_another(self, error: KernelError) -> None:
         """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
         name, reason = self.attention.name, " ".join(str(error).split())
-        if name == ATTENTION_NAME or not self.enforce_flash_attention:
+        cause = error.cause if isinstance(error, OwnAttentionError) else None  # then the model keeps its own
+        if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
             raise error
         self.rest()
-        self._refusals[name] = reason
+        self._refusals[name] = reason if cause is None else cause
         self._choose()
         if self.attention.name == name:
             raise error
-        warnings.warn(
-            f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
-            "batches instead. Set attn_implementation to another kernel if you have one that can.",
-            stacklevel=2,
-        )
+        if cause is not None:
+            warnings.warn(
+                f"packs keep the model's own attention, {self.attention.name!r}, with a mask of T x T entries for a "
+                f"pack of T tokens: {cause}. Set a smaller max_length if memory is short.",
+                stacklevel=2,
+            )
+        else:
+            warnings.warn(
+                f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
+                "batches instead. Set attn_implementation to another kernel if you have one that can.",
+                stacklevel=2,
+            )
         self.attend()
 
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
@@ -179,7 +187,7 @@ class PackedModel:
                 "ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are then at "
                 "most as long as one rank can train)."
             )
-        found = check_isolation(wrapped, self.max_length, degree)
+        found = check_isolation(wrapped, self.max_length, degree, given=self.attention.previous)
         agreed((found.isolated, found.equal))
         found.raise_if_leaking(self.on_leak)
         self._proved_degrees[degree] = found
@@ -192,7 +200,7 @@ class PackedModel:
         """
         reason = self._cannot_share()
         if reason is None:
-            found = check_prefixes(wrapped, self.max_length)
+            found = check_prefixes(wrapped, self.max_length, self.attention.previous)
             agreed((found.isolated, found.equal))
             reason = None if found.isolated and found.equal else f"{SHARED} {found.summary()}"
         self.prefixes_are_proved = reason is None
@@ -209,7 +217,7 @@ class PackedModel:
         return None
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
-        found = check_isolation(wrapped, self.max_length, images=self.images)
+        found = check_isolation(wrapped, self.max_length, images=self.images, given=self.attention.previous)
         agreed((found.isolated, found.equal))
         return replace(found, repaired=self.repaired)
 
@@ -218,10 +226,15 @@ class PackedModel:
         for name in dict.fromkeys((self.attention.name, self.attention.previous)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            probe = Probe(wrapped) if self.images is None else ImageProbe(wrapped, self.images)
+            given = self.attention.previous
+            probe = Probe(wrapped, given=given) if self.images is None else ImageProbe(wrapped, self.images, given)
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
-            with probe.undisturbed():
-                found = search.run()
+            try:
+                with probe.undisturbed():
+                    found = search.run()
+            except OwnAttentionError:
+                search.give_up()
+                continue
             if self.images is not None and found.isolated and found.equal:
                 found = self._check(wrapped)  # the search repairs and tests documents of text
             if found.isolated and found.equal:

@@ -28,8 +28,8 @@ class PrefixProbe(Probe):
 
     traces_leaks = False
 
-    def __init__(self, model: Any):
-        super().__init__(model)
+    def __init__(self, model: Any, given: str | None = None):
+        super().__init__(model, given=given)
         self._collate_shared = PrefixCollator(min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
@@ -85,9 +85,8 @@ class PrefixProbe(Probe):
             if first >= len(rows):
                 continue  # all its rows belong to other documents, too
             found = self._embedding_gradient(batch, rows[first:])
-            with self.evaluating():
-                alone = {"input_ids": ids.to(self.device)[None], "use_cache": False}
-                wanted = self._embedding_gradient(alone, torch.arange(first, len(rows), device=self.device))
+            with self.evaluating(), self.as_given(len(ids)):
+                wanted = self._embedding_gradient(self.row(ids), torch.arange(first, len(rows), device=self.device))
             if found is None or wanted is None:
                 return None
             is_other = torch.ones(len(found), dtype=torch.bool, device=found.device)

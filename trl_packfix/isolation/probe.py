@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
 from ..attention.forwards import all_in_one_batch
 from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
+from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator
 from ..data.parts import PackPart, cut_part
 from ..data.prefixes import SharedPrefixes
@@ -36,6 +38,9 @@ KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
+PADDING = 2  # tokens behind a document in a padded row
+READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
+LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
 # Documents, and others to put in the place of one: (index, document). In the probe for images they are not tensors.
 Examples = tuple[list[Any], Sequence[tuple[int, Any]]]
 
@@ -63,8 +68,17 @@ class Probe:
 
     A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
 
+    Args:
+        model: as it trains, with the attention of packs.
+        degree: see below.
+        given: the attention that the model had as the user gave it. A document alone runs on it, so that a mistake of
+            the attention of packs cannot hide in both runs. None: its attention now, or transformers' default if that
+            is `packfix_varlen`.
+
     Attributes:
         inner: the transformers model.
+        given: the attention of a document alone.
+        reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in `autograd.grad` through it.
         degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
@@ -74,7 +88,7 @@ class Probe:
 
     traces_leaks = True
 
-    def __init__(self, model: Any, degree: int = 1):
+    def __init__(self, model: Any, degree: int = 1, given: str | None = None):
         model = self.model = uncompiled(model)
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         while _is_wrapped(model):
@@ -83,6 +97,11 @@ class Probe:
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
+        self.given = given if given is not None and "flash" not in given else own_attention(self.inner)
+        if self.given == ATTENTION_NAME:
+            self.given = default_attention(self.inner)
+        self._pads: bool | None = None  # see `_is_padded`
+        self.reads_ahead = False
         self.degree = degree
         self._collate = PackedDataCollator(pad_to_multiple_of=degree)
         self._generator = torch.Generator().manual_seed(0)
@@ -119,13 +138,76 @@ class Probe:
         return list(states[0].split(lengths))
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
-        """Last hidden states in a forward without boundaries, as in unpacked training: (n,) -> (n, hidden).
+        """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden).
 
-        Also (B, n) -> (n, hidden): of several rows, the first. Raises `CannotRun` if the model raises.
+        Raises `CannotRun` if the model raises.
         """
-        ids = (ids if ids.dim() == 2 else ids[None]).to(self.device)
+        with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
+            return self._states(self.row(ids), large)[0][: len(ids)]
+
+    def rows(self, ids: Tensor) -> None:
+        """Run rows without boundaries, (B, n), with the attention of packs. Raises `CannotRun` if the model raises."""
         with self.evaluating(), torch.no_grad():
-            return self._states({"input_ids": ids, "use_cache": False}, large)[0]
+            self._states({"input_ids": ids.to(self.device), "use_cache": False})
+
+    def row(self, ids: Tensor) -> dict[str, Any]:
+        """The batch of a document alone: (1, n), or (1, n + PADDING) where the model needs padding."""
+        return self._row(ids, self._is_padded())
+
+    def row_length(self, ids: Tensor) -> int:
+        """Tokens of `row(ids)`."""
+        return len(ids) + PADDING * self._is_padded()
+
+    def _row(self, ids: Tensor, padded: bool) -> dict[str, Any]:
+        if not padded:
+            return {"input_ids": ids[None].to(self.device), "use_cache": False}
+        tokens = torch.cat([ids, ids[-1:].expand(PADDING)])[None].to(self.device)
+        mask = torch.ones_like(tokens)
+        mask[:, -PADDING:] = 0
+        return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+
+    def _is_padded(self) -> bool:
+        """Whether documents alone are padded: where a token changes earlier states in a row without padding.
+
+        Unpacked TRL pads its rows. In nearly all models that changes nothing. But transformers drops a mask that hides
+        nothing, and then the text part of PaliGemma is not causal.
+        """
+        if self._pads is None:
+            ids = self.tokens(9)
+            other = torch.cat([ids[:-2], self.tokens(2)])
+
+            def moves(padded: bool) -> bool:
+                first, second = (self._states(self._row(each, padded))[0][:7] for each in (ids, other))
+                return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
+
+            with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
+                self._pads = self.reads_ahead = moves(padded=False)
+                if self._pads:
+                    try:
+                        self.reads_ahead = moves(padded=True)
+                    except CannotRun:  # TRL trains it on rows of equal length only
+                        self._pads = False
+        return self._pads
+
+    @contextmanager
+    def as_given(self, length: int) -> Iterator[None]:
+        """Within this context the model has the attention that it was given with.
+
+        A document so long that the scores of `eager` would not fit runs on `sdpa`, or on the attention of packs, which
+        in eval mode computes rows without boundaries as `sdpa` does.
+        """
+        current, given = own_attention(self.inner), self.given
+        heads = getattr(self.config, "num_attention_heads", 1)
+        if given == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
+            given = "sdpa" if self.inner._supports_sdpa else current
+        if given == current:
+            yield
+            return
+        set_attention(self.inner, given)
+        try:
+            yield
+        finally:
+            set_attention(self.inner, current)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -40,6 +40,8 @@ class IsolationReport:
         error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
         repaired: the repairs that were in place, and how these modules run.
         degree: ranks that shared each pack.
+        reads_ahead: whether a token changes earlier states of its own document in unpacked TRL, too, so that the model
+            sees what it should predict.
 
     >>> print(IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").summary())
     documents move each other by 3.0e-01; rounding explains 4.0e-06
@@ -57,6 +59,7 @@ class IsolationReport:
     error: str | None = None
     repaired: list[Repair] = field(default_factory=list)
     degree: int = 1
+    reads_ahead: bool = False
 
     def summary(self) -> str:
         """The result in one line."""
@@ -68,12 +71,16 @@ class IsolationReport:
             where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"
         if not self.equal:
-            return f"documents are not what they are alone, by {self.max_difference:.1e}"
+            return f"documents are not what they are alone, by {self.max_difference:.1e}{self._ahead}"
         return (
             "documents do not move each other and are equal to themselves alone (largest change "
             f"{self.max_change:.1e}, largest difference {self.max_difference:.1e}; rounding explains "
-            f"{self.tolerance:.1e})"
+            f"{self.tolerance:.1e}){self._ahead}"
         )
+
+    @property
+    def _ahead(self) -> str:
+        return "; the model is not causal: a token changes earlier states of its document" if self.reads_ahead else ""
 
     def raise_if_leaking(self, on_leak: str = "raise") -> None:
         """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone.
@@ -103,6 +110,11 @@ class IsolationReport:
         else:
             given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
+            if self.reads_ahead:
+                why = (
+                    "The model is not causal: a token changes earlier states of its document, so its states depend on "
+                    "the padding behind it, and a pack has none."
+                )
         raise PackingLeakError(
             f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
         )

@@ -78,7 +78,7 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_onl
     if evidence.variant is None:
         assert evidence.alone is not None
         ids = evidence.documents[evidence.alone]
-        with recording(len(ids)) as second:
+        with recording(probe.row_length(ids)) as second:
             probe.alone(ids, evidence.large)
         pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
     else:
@@ -207,7 +207,7 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
         probe.packed(documents)
     alone = []
     for ids in documents:
-        with recording(len(ids)) as records:
+        with recording(probe.row_length(ids)) as records:
             probe.alone(ids)
         alone.append(records)
     found = []
