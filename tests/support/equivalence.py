@@ -25,7 +25,7 @@ from .rounding import tolerance
 from .versions import TRL
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
-ZOO = ("mamba2", "kimi_linear")  # with sizes of their own
+ZOO = ("mamba2", "kimi_linear", "minimax_m3_vl_text")  # with sizes of their own
 ADAPTERS = ("full", "lora", "dora")
 MAX_LENGTH = 96
 NUM_STEPS = 5

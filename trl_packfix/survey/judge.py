@@ -1,4 +1,7 @@
-"""The judge of a packed model: compare logits and every gradient of a pack with those of each document alone.
+"""The judge of a packed model: compare logits and every gradient of a pack with those of the model as it was given.
+
+That model has its own attention. It gets each document in the rows of unpacked TRL, padded and masked, and also alone
+without padding. The first of these decides; most models give the same on both.
 
 It shares no code with the leak probe. The probe runs a few forwards of one model before training. The judge has a
 second, unchanged copy of the model. It compares everything that training uses, including the backward pass, on
@@ -24,6 +27,10 @@ EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
 PLAIN = 0.1  # relative; larger than any rounding, so fp64 is not needed
 FLOOR = 1e-3  # the error of a gradient is relative to at least this share of the largest gradient
 
+ALONE, GIVEN = "alone", "given"  # a document alone without padding, and in a padded row of unpacked TRL
+PADDING = 2  # tokens of padding behind each document
+
+Truth = dict[str, tuple[Tensor, dict[str, Tensor]]]  # by case: the logits and the gradients of the parameters
 # Documents -> a batch. A document is its tokens, (n,), or with images a dict with the tokens as `input_ids`.
 Feed = Callable[[list[Any]], dict[str, Any]]
 
@@ -34,20 +41,27 @@ class Judgement:
 
     Attributes:
         error: largest relative difference between a pack and its documents alone; inf if the model raised or gave nan.
-        where: the case and the tensor with that difference: "logits" or the name of a parameter.
+        where: the case and the tensor with the difference that decides: "logits" or the name of a parameter.
         refusal: the error that the model raised on a pack; None if it raised none.
         dtype: the dtype in which `error` was measured.
+        given: the same against the padded rows of unpacked TRL; None if the model raises on those.
     """
 
     error: float
     where: str
     refusal: str | None = None
     dtype: torch.dtype = torch.float32
+    given: float | None = None
+
+    @property
+    def decisive(self) -> float:
+        """The difference from unpacked TRL: `given`, or `error` where the model takes no padding."""
+        return self.error if self.given is None else self.given
 
     @property
     def right(self) -> bool:
-        """Whether packs equal their documents alone, up to rounding."""
-        return self.error <= (TOLERANCE if self.dtype == torch.float32 else EXACT)
+        """Whether packs equal unpacked training, up to rounding."""
+        return self.decisive <= (TOLERANCE if self.dtype == torch.float32 else EXACT)
 
 
 class Judge:
@@ -64,21 +78,28 @@ class Judge:
             name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
-        self._start(pristine, cases, packed, alone)
+        self._start(pristine, cases, packed, {ALONE: alone, GIVEN: padded_by_trl})
 
-    def _start(self, pristine: nn.Module, cases: dict[str, list[Any]], packs: Feed, one: Feed) -> None:
-        self.pristine, self.cases, self._packs, self._one = pristine.train(), cases, packs, one
-        self._alone: dict[torch.dtype, dict[str, tuple[Tensor, dict[str, Tensor]]]] = {}
-        self._compute_alone(torch.float32)
+    def _start(self, pristine: nn.Module, cases: dict[str, list[Any]], packs: Feed, rows: dict[str, Feed]) -> None:
+        self.pristine, self.cases, self._packs = pristine.train(), cases, packs
+        self._truths: dict[torch.dtype, dict[str, Truth]] = {}
+        self._rows = rows
+        try:
+            self._compute_truths(torch.float32)
+        except Exception:
+            if GIVEN not in rows:
+                raise
+            self._rows = {ALONE: rows[ALONE]}  # it takes no padding
+            self._compute_truths(torch.float32)
 
     def judge(self, model: nn.Module, feed: Feed | None = None) -> Judgement:
-        """Compare packs on `model`, in training mode, with their documents alone.
+        """Compare packs on `model`, in training mode, with unpacked training of the model as it was given.
 
         `feed` makes a batch of documents (default: that of training). If the error in fp32 may be rounding, the
         comparison is repeated in fp64.
         """
         found = self._compare(model, self._packs if feed is None else feed, torch.float32)
-        if found.right or found.error > PLAIN:
+        if found.right or found.decisive > PLAIN:
             return found
         try:
             finer = self.compare(model, torch.float64, feed)
@@ -89,26 +110,29 @@ class Judge:
     def compare(self, model: nn.Module, dtype: torch.dtype, feed: Feed | None = None) -> Judgement:
         """The same in this dtype; the model is in fp32 before and after it."""
         try:
-            self._compute_alone(dtype)
+            self._compute_truths(dtype)
             return self._compare(model.to(dtype), self._packs if feed is None else feed, dtype)
         finally:
             model.float()
             self.pristine.float()
 
-    def _compute_alone(self, dtype: torch.dtype) -> None:
-        if dtype in self._alone:
+    def _compute_truths(self, dtype: torch.dtype) -> None:
+        if dtype in self._truths:
             return
         self.pristine.to(dtype)
-        self._alone[dtype] = {}
-        for name, documents in self.cases.items():
-            self.pristine.zero_grad()
-            logits = [self._train_on(self.pristine, self._one([each]), [each]) for each in documents]
-            self._alone[dtype][name] = torch.cat(logits), _gradients(self.pristine)
+        truths: dict[str, Truth] = {}
+        for kind, row in self._rows.items():
+            truths[kind] = {}
+            for name, documents in self.cases.items():
+                self.pristine.zero_grad()
+                logits = [self._train_on(self.pristine, row([each]), [each]) for each in documents]
+                truths[kind][name] = torch.cat(logits), _gradients(self.pristine)
         self.pristine.zero_grad()
+        self._truths[dtype] = truths
 
     def _compare(self, model: nn.Module, feed: Feed, dtype: torch.dtype) -> Judgement:
         model.train()
-        worst = Judgement(0.0, "", dtype=dtype)
+        worst = dict.fromkeys(self._rows, (0.0, ""))  # (difference, where)
         for name, documents in self.cases.items():
             model.zero_grad()
             try:
@@ -116,25 +140,26 @@ class Judge:
             except Exception as error:  # any error that a model raises on a pack is recorded
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 return Judgement(float("inf"), name, refusal=text, dtype=dtype)
-            alone_logits, alone_gradients = self._alone[dtype][name]
             gradients = _gradients(model)
-            floor = FLOOR * max(value.abs().max().item() for value in alone_gradients.values())
-            gaps = {"logits": _gap(logits, alone_logits, 0.0)}
-            for key, value in alone_gradients.items():
-                gaps[key] = _gap(gradients.get(key, torch.zeros_like(value)), value, floor)
-            for key, gap in gaps.items():
-                if gap > worst.error:
-                    worst = Judgement(gap, f"{name}: {key}", dtype=dtype)
+            for kind, truth in self._truths[dtype].items():
+                true_logits, true_gradients = truth[name]
+                floor = FLOOR * max(value.abs().max().item() for value in true_gradients.values())
+                gaps = [(_gap(logits, true_logits, 0.0), f"{name}: logits")]
+                for key, value in true_gradients.items():
+                    found = gradients.get(key, torch.zeros_like(value))
+                    gaps.append((_gap(found, value, floor), f"{name}: {key}"))
+                worst[kind] = max(worst[kind], *gaps, key=lambda pair: pair[0])
         model.zero_grad()
-        return worst
+        given, where = worst.get(GIVEN, (None, worst[ALONE][1]))
+        return Judgement(worst[ALONE][0], where, dtype=dtype, given=given)
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
-        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V)."""
+        """Add the gradients of the summed loss of `documents`, and return the logits, (T, V), without padding."""
         dtype = next(model.parameters()).dtype
         pixels = {name: value.to(dtype) for name, value in batch.items() if _is_float(value)}
         tokens = [_tokens(each) for each in documents]
-        logits = model(**(batch | pixels)).logits.reshape(sum(map(len, tokens)), -1)
+        logits = model(**(batch | pixels)).logits[0, : sum(map(len, tokens))]
         targets = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in tokens])
         loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         loss.backward()
@@ -172,7 +197,7 @@ class ImageJudge(Judge):
             "chats": [examples.document(images(*sizes), text) for sizes, text in chats],
             "placed": [examples.joined(parts) for parts in placed],
         }
-        self._start(pristine, cases, examples.packed, lambda documents: examples.alone(documents[0]))
+        self._start(pristine, cases, examples.packed, {ALONE: lambda documents: examples.alone(documents[0])})
 
 
 class PrefixJudge(Judge):
@@ -180,7 +205,8 @@ class PrefixJudge(Judge):
 
     def __init__(self, pristine: nn.Module, first_token: int, vocab_size: int, seed: int = 17):
         generator = torch.Generator().manual_seed(seed)
-        self._start(pristine, alike_documents(first_token, vocab_size - first_token, generator), with_prefixes, alone)
+        documents = alike_documents(first_token, vocab_size - first_token, generator)
+        self._start(pristine, documents, with_prefixes, {ALONE: alone})
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
@@ -248,6 +274,15 @@ def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
     """The padding-free batch of TRL's own collator, with the same documents."""
     row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [len(ids) for ids in documents]}
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
+    del batch["labels"]
+    return dict(batch) | {"use_cache": False}
+
+
+def padded_by_trl(documents: list[Tensor]) -> dict[str, Any]:
+    """The padded, masked row of TRL's own collator, of one document."""
+    (document,) = documents
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=len(document) + PADDING)
+    batch = collator([{"input_ids": document.tolist()}])
     del batch["labels"]
     return dict(batch) | {"use_cache": False}
 

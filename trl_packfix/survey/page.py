@@ -22,7 +22,7 @@ MEANING = {
     "no text": "the model cannot be built here, or does not accept text alone",
     NOT_TESTED: "with images only: this type has no tiny processor here",
 }
-FLOATS = ("error", "stock_error", "prefix_error", "images_error", "images_stock_error")
+FLOATS = ("error", "given", "stock_error", "prefix_error", "images_error", "images_stock_error")
 GPU = "not measured"  # the sweep runs in fp32, which no flash kernel supports
 
 
@@ -79,13 +79,13 @@ def write(rows: Sequence[Row], folder: str | Path) -> None:
     with (folder / TABLE).open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) | {name: f"{getattr(row, name):.2e}" for name in FLOATS} for row in rows)
+        writer.writerows(asdict(row) | {name: _number(getattr(row, name)) for name in FLOATS} for row in rows)
     (folder / PAGE).write_text(_page(rows))
 
 
 def read(folder: str | Path) -> list[Row]:
     """The rows of the CSV in `folder`."""
-    numbers: dict[str, Any] = dict.fromkeys(FLOATS, float)
+    numbers: dict[str, Any] = dict.fromkeys(FLOATS, lambda text: float(text) if text else None)
     numbers |= dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
     with (Path(folder) / TABLE).open(newline="") as file:
         return [
@@ -141,9 +141,11 @@ def _page(rows: Sequence[Row]) -> str:
         f"of a {platform.machine()} machine. The numbers are in [{TABLE}]({TABLE}).",
         "",
         "Each type is tested on a tiny random model. An independent judge compares training on packs with training on "
-        "each document alone. It compares logits and every gradient, with a relative tolerance of 1e-4 in fp32 or 1e-9 "
-        "in fp64. Its documents are not those of the probe and the repair. They include a document of one token, a "
-        "pack with as many tokens as hidden units, documents of equal length, and 64 short ones.",
+        "each document: with the model as it was given, its own attention, in a padded and masked row of unpacked TRL "
+        '("as given", which decides), and alone without padding ("alone"). It compares logits and every gradient, with '
+        "a relative tolerance of 1e-4 in fp32 or 1e-9 in fp64. Its documents are not those of the probe and the "
+        "repair. They include a document of one token, a pack with as many tokens as hidden units, documents of equal "
+        "length, and 64 short ones.",
         "",
         *[f"- {text}" for text in summary(rows).splitlines()],
         f"- {Counter(row.shared for row in rows)['yes']} causal types can be shared by two ranks (`tokens_per_rank`): "
@@ -158,7 +160,7 @@ def _page(rows: Sequence[Row]) -> str:
     for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models")):
         group = [row for row in rows if row.kind == kind]
         if group:
-            columns = ["type", "CPU", "error", "attention", "GPU"]
+            columns = ["type", "CPU", "as given", "alone", "attention", "GPU"]
             columns += ["with images", "error", "stock"] if kind == "image-text" else ["shared by 2 ranks"]
             columns.append("shared prefixes")
             lines += ["", f"## {title}", ""]
@@ -179,11 +181,12 @@ def _cells(row: Row) -> str:
         is_judged = row.images in VERDICTS and row.images_stock
         extra = [row.images, _rounded(row.images_error) if is_judged else "", row.images_stock]
         why += f" With images: {row.images_reason}" if row.images_reason else ""
-    error = "" if row.verdict == "no text" else _rounded(row.error)
+    alone = "" if row.verdict == "no text" else _rounded(row.error)
     cells = [
         row.model_type,
         row.verdict,
-        error,
+        "" if row.given is None else _rounded(row.given),
+        alone,
         row.attention,
         GPU,
         *extra,
@@ -192,6 +195,10 @@ def _cells(row: Row) -> str:
         why.strip().replace("|", "\\|"),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2e}"
 
 
 def _rounded(error: float) -> str:

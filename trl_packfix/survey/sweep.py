@@ -39,8 +39,10 @@ class Row:
             "refused": by the probe, or by the model on a pack of the judge. "no text": it cannot be built, or does not
             accept text alone.
         attention: the implementation that packed training uses.
-        error: largest relative difference between this training and each document alone, by the judge.
-        where: the case and the tensor with this difference.
+        error: largest relative difference between this training and each document alone without padding, by the judge.
+        given: the same against the model as it was given, with its own attention, on the padded rows of unpacked TRL;
+            None if the model raises on those. This one decides whether training is right.
+        where: the case and the tensor with the difference that decides.
         stock_trl: the unchanged model on TRL's own batches: "isolated", "leaks" or "refuses".
         stock_error: the error of `stock_trl`, relative in the same way.
         probes: how many probes ran on text, up to three: with the model's own attention, with ours, after the repair.
@@ -67,6 +69,7 @@ class Row:
     verdict: str
     attention: str = ""
     error: float = 0.0
+    given: float | None = None
     where: str = ""
     stock_trl: str = ""
     stock_error: float = 0.0
@@ -161,9 +164,10 @@ def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> R
         verdict,
         attention=final.attention,
         error=final.judgement.error,
+        given=final.judgement.given,
         where=final.judgement.where,
         stock_trl=_stock_verdict(stock),
-        stock_error=stock.error,
+        stock_error=stock.decisive,
         probes=len(attempts),
         false_negatives=sum(each.is_silent_leak for each in attempts),
         false_positives=sum(not each.proved and each.judgement.right for each in attempts),

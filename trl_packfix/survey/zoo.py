@@ -91,7 +91,11 @@ SIZES_OF_TYPE: dict[str, dict[str, int]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "mamba2": {"num_heads": 8},
 }
+# Real configs of these types have layers with a window, and the default config has none, or the reverse
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["laguna", "mellum", "ministral"], _BOTH),
+    **dict.fromkeys(["qwen2", "qwen2_moe", "qwen3", "smollm3"], _BOTH | {"use_sliding_window": True}),
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -99,8 +103,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+        "index_topk": 6,
+    },
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots1": _BOTH | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -114,6 +125,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "minimax": {"block_size": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

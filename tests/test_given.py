@@ -1,0 +1,314 @@
+"""The reference of every proof is the model as the user gave it: its own attention, in unpacked TRL's padded batch."""
+
+import inspect
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from support.equivalence import Case, assert_packed_equals_unpacked, errors, train
+from support.models import build_tiny_model
+from support.versions import current_models
+from transformers import AttentionInterface
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from trl_packfix import PackingLeakError, check_isolation
+from trl_packfix.attention import varlen
+from trl_packfix.attention.choice import own_attention, set_attention
+from trl_packfix.attention.kernels import OwnAttentionError
+from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.probe import PADDING, Probe
+from trl_packfix.isolation.thresholds import thresholds
+from trl_packfix.survey import zoo
+from trl_packfix.survey.judge import Judge, packed_by_trl, padded_by_trl
+
+MINIMAX = "minimax_m3_vl_text"
+
+
+def states():
+    return [torch.randn(1, 2, 5, 4) for _ in range(3)]
+
+
+# Arguments that change scores
+
+
+@pytest.mark.parametrize("name", ["block_indices", "indices", "sinks", "something_new"])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_our_attention_refuses_an_argument_that_it_does_not_know(name, is_training):
+    module = torch.nn.Module().train(is_training)
+    kwargs = {"cu_seq_lens_q": torch.tensor([0, 3, 5])} if is_training else {}
+    with pytest.raises(OwnAttentionError, match=rf"Module gives {name} to its attention.*Set enforce_flash"):
+        varlen_attention(module, *states(), None, **{name: torch.zeros(1)}, **kwargs)
+    varlen_attention(module, *states(), None, **{name: None}, **kwargs)  # not given
+
+
+def test_arguments_of_transformers_are_known():
+    """Those that a user or TRL gives to the forward, and that models pass on to attention."""
+    from transformers.utils.generic import TransformersKwargs
+
+    assert set(TransformersKwargs.__annotations__) <= varlen.KNOWN_ARGUMENTS
+
+
+# The proof compares with the model as it was given
+
+
+@current_models
+def test_a_selection_that_our_attention_leaves_out_is_seen(monkeypatch):
+    """Without the refusal, the document alone on our attention would be as dense as the pack."""
+    monkeypatch.setattr(varlen, "_check_arguments", lambda module, kwargs: None)
+
+    def proved():
+        model = zoo.build_model(MINIMAX)
+        return PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model)
+
+    report = proved()
+    assert report.attention == ATTENTION_NAME and report.isolated
+    assert not report.equal and report.max_difference > 0.1
+    monkeypatch.setattr(Probe, "as_given", lambda self, length: self.evaluating())
+    assert proved().equal, "the fault must be invisible without the model's own attention"
+
+
+def test_an_error_of_our_attention_is_seen():
+    """Made in packs and alone alike, it would cancel out against our attention on the document alone."""
+
+    def wrong(module, *args, **kwargs):
+        out, weights = varlen_attention(module, *args, **kwargs)
+        return 1.01 * out, weights
+
+    model = build_tiny_model()
+    assert PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model).equal
+    AttentionInterface.register(ATTENTION_NAME, wrong)
+    try:
+        model = build_tiny_model()
+        assert not PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model).equal
+    finally:
+        AttentionInterface.register(ATTENTION_NAME, varlen_attention)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back(attention):
+    model = build_tiny_model(attn_implementation=attention)
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((own_attention(module), "cu_seq_lens_q" in kwargs)), with_kwargs=True
+    )
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
+    packed.prove(model)
+    handle.remove()
+    assert {name for name, is_packed in seen if is_packed} == {ATTENTION_NAME}
+    assert {name for name, is_packed in seen if not is_packed} == {attention}
+    assert own_attention(model) == ATTENTION_NAME
+    packed.rest()
+    assert own_attention(model) == attention
+
+
+def test_a_model_with_our_attention_is_compared_with_that_of_transformers():
+    model = build_tiny_model()
+    set_attention(model, ATTENTION_NAME)
+    assert Probe(model).given == "sdpa" and check_isolation(model, max_length=64).equal
+
+
+def test_a_long_document_does_not_run_on_eager(monkeypatch):
+    probe = Probe(build_tiny_model(attn_implementation="eager"))
+    names = []
+    for limit in (2**30, 2**8):
+        monkeypatch.setattr("trl_packfix.isolation.probe.LARGEST_SCORES", limit)
+        with probe.as_given(100):
+            names.append(own_attention(probe.inner))
+    assert names == ["eager", "sdpa"]
+
+
+# Types that trained as another model
+
+
+@current_models
+def test_minimax_m3_keeps_its_own_attention_and_selects_blocks():
+    model = zoo.build_model(MINIMAX)
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
+    report = packed.prove(model)
+    assert report.isolated and report.equal and packed.attention.name == "sdpa"
+    assert "block_indices" in packed.attention.reason
+    assert [(repair.module, repair.way) for repair in packed.repaired] == [
+        ("MiniMaxM3VLAttention", "as rows of a padded batch")
+    ]
+    judgement = Judge(zoo.build_model(MINIMAX), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model)
+    assert judgement.right and 0 < judgement.given < 1e-5
+
+
+@current_models
+@pytest.mark.slow
+def test_minimax_m3_trains_as_unpacked(monkeypatch):
+    assert_packed_equals_unpacked(Case(MINIMAX))
+    reference = train(Case(MINIMAX), "unpacked")
+    monkeypatch.setattr(varlen, "_check_arguments", lambda module, kwargs: None)
+    monkeypatch.setattr(Probe, "as_given", lambda self, length: self.evaluating())
+    assert errors(Case(MINIMAX), "packed", reference)[1] > 1e-3, "the comparison must see dense attention"
+
+
+def paligemma():
+    return zoo.build_model("paligemma", "image-text")
+
+
+def test_text_of_paligemma_is_causal_as_in_padded_batches():
+    model = paligemma()
+    ids = torch.arange(20, 40)
+    with torch.no_grad():
+        alone, padded = (
+            paligemma().eval()(**batch).logits[0, :20] for batch in ({"input_ids": ids[None]}, padded_by_trl([ids]))
+        )
+    assert (alone - padded).abs().max() > 1e-2, "transformers reads padding no longer: the reference may be simpler"
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
+    report = packed.prove(model)
+    assert report.isolated and report.equal and not packed.repaired and not packed.is_unpacked
+    judgement = Judge(paligemma(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model)
+    assert judgement.right and judgement.given < 1e-5 and judgement.error > 0.1
+
+
+def test_only_models_that_read_ahead_get_padding():
+    ids = torch.arange(20, 31)
+    for model, padding in ((paligemma(), PADDING), (build_tiny_model(), 0), (build_tiny_model("gpt_oss"), 0)):
+        probe = Probe(model)
+        with probe.undisturbed():
+            assert probe.row_length(ids) - len(ids) == padding
+            row = probe.row(ids)
+            assert row["input_ids"].shape == (1, len(ids) + padding) and ("attention_mask" in row) == bool(padding)
+            assert probe.alone(ids).shape[0] == len(ids)
+
+
+def test_the_judge_takes_the_padded_rows_of_trl():
+    batch = padded_by_trl([torch.arange(20, 25)])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0]]
+    model = zoo.build_model("gpt_oss")
+    judgement = Judge(zoo.build_model("gpt_oss"), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model, packed_by_trl)
+    assert not judgement.right and judgement.given > 0.1 and judgement.error > 0.1
+
+
+# Thresholds in tokens
+
+
+@current_models
+@pytest.mark.parametrize(
+    "model_type, fields, expected",
+    [
+        ("minimax_m3_vl_text", {}, {"index_topk_blocks": 16 * 128, "index_block_size": 128}),
+        ("glm_moe_dsa", {"index_topk_freq": 4}, {"index_topk": 2048}),
+        ("deepseek_v4", {}, {"index_topk": 512 * 4, "compress_rates.heavily_compressed_attention": 128}),
+        ("modernbert-decoder", {}, {"local_attention": 128}),
+    ],
+)
+def test_thresholds_are_in_tokens(model_type, fields, expected):
+    config = CONFIG_MAPPING[model_type]()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    reach, _ = thresholds(config, 8192, 1)
+    assert {name: reach.get(name) for name in expected} == expected
+    assert not any(name.endswith(("_freq", "_heads", "_dim")) and "conv" not in name for name in reach)
+
+
+# Tiny models have a layer of each kind
+
+# The kinds that a modeling file names and that no layer of the tiny model has, and why
+NO_SUCH_LAYER = {
+    "big_bird blt cohere2_moe": "'dense' is a name in it, not a kind of layer",
+    "falcon_h1 inkling2 inkling2_text inkling_mm_model inkling_text zamba zamba2 zaya": "names of masks of hybrids",
+    "dots3_note dots3_note_text": "the old name of indexed_attention",
+    "muse_glimmer muse_spark": "of its vision tower",
+    "paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker deepseek_ocr2 step3p7": (
+        "of real configs of this type none has it, or only its talker and tower"
+    ),
+    "unlimited_ocr": "a null window, which no real config has",
+}
+# Types whose default config transformers itself refuses
+NO_DEFAULT = {"gemma4_assistant", "molmo2", "nemotron_h_omni"}
+
+
+@current_models
+def test_every_tiny_model_has_a_layer_of_each_kind():
+    """A type whose tiny model lacks the kind of layer that matters was right in the sweep and wrong in training."""
+    kinds = {*ALLOWED_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES}
+    explained = {name for names in NO_SUCH_LAYER for name in names.split()}
+    missing, tested = {}, 0
+    for model_type in sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT):
+        config_class = CONFIG_MAPPING[model_type]
+        text = config_class(**zoo.shrink(config_class())).get_text_config(decoder=True)
+        code = "".join(file.read_text() for file in Path(inspect.getfile(type(text))).parent.glob("modeling_*.py"))
+        named = {kind for kind in kinds if re.search(rf"[\"']{kind}[\"']", code)}
+        has = {*(getattr(text, "layer_types", None) or []), *(getattr(text, "mlp_layer_types", None) or [])}
+        tested += bool(named)
+        if named - has:
+            missing[model_type] = named - has
+    assert tested > 50
+    assert missing.keys() == explained, {**missing}
+
+
+@current_models
+def test_every_threshold_of_a_tiny_model_lies_below_the_lengths_of_the_judge():
+    judge_reach = max(len(ids) for ids in _cases()["mixed"])
+    for model_type in sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT):
+        config_class = CONFIG_MAPPING[model_type]
+        text = config_class(**zoo.shrink(config_class())).get_text_config(decoder=True)
+        reach, _ = thresholds(text, 64, 1)
+        assert all(n < judge_reach for n in reach.values()), (model_type, reach)
+
+
+def _cases():
+    return Judge(build_tiny_model(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).cases
+
+
+# Models that are not causal
+
+
+@current_models
+def test_a_model_that_reads_ahead_is_said_to():
+    model = zoo.build_model("xlnet")
+    report = PackedModel(model, torch.float32, "cpu", max_length=64).prove(model)
+    assert report.isolated and report.equal and report.reads_ahead
+    assert report.summary().endswith("the model is not causal: a token changes earlier states of its document")
+    assert not PackedModel(tiny := build_tiny_model(), torch.float32, "cpu", max_length=64).prove(tiny).reads_ahead
+
+
+@current_models
+def test_a_model_whose_values_depend_on_padding_is_refused():
+    """CPM-Ant counts tokens that are not 0 and is not causal: padding moves every state."""
+    model = zoo.build_model("cpmant")
+    report = PackedModel(model, torch.float32, "cpu", max_length=64).prove(model)
+    assert not report.equal and report.reads_ahead
+    with pytest.raises(PackingLeakError, match=r"differ from themselves alone by .*The model is not causal: "):
+        report.raise_if_leaking("repair")
+
+
+# Ties
+
+
+def tied(seed):
+    """Four index heads: many keys have a score of exactly 0."""
+    return zoo.build_model("glm_moe_dsa", seed=seed, index_n_heads=4, index_topk=8)
+
+
+@current_models
+@pytest.mark.parametrize("seed", [1, 3])
+def test_ties_of_an_indexer_are_no_leak(seed, monkeypatch):
+    report = check_isolation(tied(seed), max_length=64)
+    assert report.isolated and report.equal
+    monkeypatch.setattr("trl_packfix.isolation.check.FirstOfTies", nullcontext)
+    report = check_isolation(tied(seed), max_length=64)
+    assert not (report.isolated and report.equal), "this seed has no ties, so it tests nothing"
+
+
+@current_models
+def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
+    model = tied(3)
+
+    def without_boundaries(module, args, kwargs):
+        hidden, residual, positions, mask, *rest = args
+        return (hidden, residual, positions, torch.ones_like(mask).tril(), *rest), kwargs
+
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    for indexer in indexers:
+        indexer.register_forward_pre_hook(without_boundaries, with_kwargs=True)
+    report = check_isolation(model, max_length=64)
+    assert indexers and not (report.isolated and report.equal)
+    assert max(report.max_change, report.max_difference) > 0.1
