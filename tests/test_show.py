@@ -178,3 +178,14 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main([*words, "--plot", str(tmp_path / "packs.svg")]) == 0
     assert (tmp_path / "packs.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_on_one_rank_no_pack_is_shared(accumulation, tmp_path, capsys):
+    """`--world-size` is 1 by default, and `make_report` samples the same plan in training."""
+    np.savetxt(tmp_path / "lengths.txt", [*range(5, 64)], fmt="%d")
+    words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "64", "--tokens-per-rank", "64", "--json"]
+    assert main([*words, "--packs", "99", "--accumulation", str(accumulation)]) == 0
+    packs = json.loads(capsys.readouterr().out)
+    assert len(packs) > 20 and not any("ranks" in pack for pack in packs)
+    assert sum(len(pack["documents"]) for pack in packs) == 59 and {pack["capacity"] for pack in packs} == {64}
