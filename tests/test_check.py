@@ -10,8 +10,10 @@ import torch
 from support.models import build_tiny_model
 from support.versions import current_models
 from torch import nn
+from transformers import AutoConfig, LlamaConfig
 
 from trl_packfix.cli import main
+from trl_packfix.cli.checking import tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import image_families, zoo
 from trl_packfix.survey import page as compatibility
@@ -252,3 +254,18 @@ def test_model_and_sweep_exclude_each_other(capsys):
 def test_the_csv_is_plain():
     with (DOCS / "compatibility.csv").open(newline="") as file:
         assert next(csv.reader(file))[:3] == ["model_type", "kind", "verdict"]
+
+
+@pytest.mark.parametrize("more", [{}, {"layer_pattern": "MEM*"}])
+def test_a_text_is_not_cut_to_the_number_of_layers(more):
+    """ "silu" in four layers is no list of layers; a pattern with a character for each is one."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 256}
+    tiny = tiny_model(LlamaConfig(num_hidden_layers=4, **sizes, **more)).config
+    assert tiny.num_hidden_layers == 2 and tiny.hidden_act == "silu"
+    assert getattr(tiny, "layer_pattern", "ME") == "ME"
+
+
+def test_a_config_whose_activation_is_as_long_as_its_depth_is_checked(data_dir):
+    file = data_dir / "configs_2" / "tiny" / "nemotron-3.5-lightning.json"
+    config = AutoConfig.from_pretrained(file)
+    assert tiny_model(config).config.mlp_hidden_act == config.mlp_hidden_act == "relu2"

@@ -59,7 +59,9 @@ def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, depth: int | None)
     if depth is not None:
         values |= {name: depth for name in LAYERS if given.get(name) == num_layers}
         for name, value in values.items():
-            if isinstance(value, list | str) and len(value) == num_layers:
+            # A string may have as many characters by chance, such as "silu" in four layers.
+            is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
+            if is_per_layer and len(value) == num_layers:
                 values[name] = value[:depth]
     return values
 
