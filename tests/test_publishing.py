@@ -15,7 +15,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli.forecast import forecasts
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.reporting.report import metrics
+from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.reporting.sample import length_histogram
 
 
@@ -56,6 +56,23 @@ def test_the_report_in_about_twelve_lines(run, capsys):
     console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
     report.show(console)
     assert "Packing report" in console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_report_on_a_terminal_is_whole(width):
+    lines = [
+        ("model", "/a/folder/of/" + "many/parts/" * 20 + "model (LlamaForCausalLM)"),
+        ("lengths", "1 [@   # +] 4; half have at most 2"),  # no markup of rich
+        ("sequence parallelism", "micro-steps by degree (ranks that share a pack): 1: 30, 2: 20"),
+    ]
+    console = Console(force_terminal=True, width=width, file=io.StringIO(), color_system=None)
+    show_lines("Packing report", lines, console)
+    shown = console.file.getvalue().splitlines()
+    cells = [line.split("\u2502")[1:3] for line in shown if "\u2502" in line]
+    assert max(map(len, shown)) <= width and [label.strip() for label, _ in cells if label.strip()] == [
+        label for label, _ in lines
+    ]
+    assert "".join("".join(text.split()) for _, text in cells) == "".join("".join(text.split()) for _, text in lines)
 
 
 def test_loggers_get_the_numbers_of_the_report(run):

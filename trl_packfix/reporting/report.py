@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..data.documents import Ledger
 from ..data.savings import PrefixSavings
@@ -421,8 +422,10 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
     console = console or Console()
     if console.is_terminal:
         table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")  # a path or the name of a module is wrapped, never cut
         for label, text in lines:
-            table.add_row(label, text)
+            table.add_row(label, Text(text))  # no markup: "[@+ ]" is a histogram
         console.print(table)
         return
     width = max(len(label) for label, _ in lines)
