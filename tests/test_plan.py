@@ -1,6 +1,7 @@
 """`trl-packfix plan`: its figures are those of a training run, and the length it recommends is the one to choose."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -173,6 +174,33 @@ def test_the_table_for_people(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "4 documents, 1,060 tokens" in out and "Recommended: max_length 1,024 loses no trained token" in out
     assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "On 2 ranks" in out
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, capsys):
+    """Through a pipe rich would not see the width; here it takes stdout for a terminal."""
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", str(width)), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    (tmp_path / "a.txt").write_text("\n".join(map(str, [*range(100, 9000, 7)] * 2)))
+    words = [str(tmp_path / "a.txt"), "--max-length", "1024", "131072", "--strategy", "bfd_split", "minibatch"]
+    if several:
+        words = [*words[:4], "--strategy", "stream", "bfd", "--tokens-per-rank", "16384", "--world-size", "8", "64"]
+        words += ["--tflops", "100"]
+    assert main(["plan", *words]) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    tables = [line.split() for line in lines if line.split()[:1] == ["max_length"]]
+    wanted = ["packs", "filled", "padded", "steps", "docs/step", "imbalance", "cut", "lost", "PFLOP"]
+    if several:
+        wanted += ["exchange", "time/bound", "part", "micro-steps", "by", "degree", "tokens/s", "hours"]
+    assert [table[:3] for table in tables] == [["max_length", "strategy", "ranks"]] * len(tables)
+    assert [name for table in tables for name in table[3:]] == wanted  # each column once, in this order
+    assert (len(tables) == 1) == (width == 160 and not several)
+    rows = [line.split()[:3] for line in lines if re.match(r" +(1,024|131,072) ", line)]
+    keys = [[n, s, w] for n in ("1,024", "131,072") for s in words[5:7] for w in (("8", "64") if several else ("1",))]
+    assert rows == keys * len(tables)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses "
                 f"documents longer than that. Set `--max-length` to {positions} or less."
             )
-    for length in args.max_length or ():
+    for length in args.max_length or candidate_lengths(1, positions):
         for strategy in args.strategy:
             flags.packing_config(args, length, strategy)  # to check the settings before tokenising
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
@@ -101,107 +105,112 @@ def run(args: argparse.Namespace) -> int:
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
-def _prefix_cells(prefixes: Any) -> list[str]:
-    return [
-        f"{prefixes.rows:.2f}",
-        "-" if prefixes.families_per_step is None else f"{prefixes.families_per_step:,.1f}",
-    ]
+KEYS = ("max_length", "strategy", "ranks")  # they begin every table
+DEGREES = "micro-steps by degree"  # the only cells with spaces: they may be wrapped
 
 
-def _image_cells(report: Any) -> list[str]:
-    too_long = report.ledger.dropped.get("overlong")
-    parts = (report.images.language_imbalance, report.images.tower_imbalance)
-    return [
-        f"{report.images.per_pack:.1f}",
-        f"{too_long.documents if too_long else 0:,}",
-        *("-" if part is None else f"{part:.3f}" for part in parts),
-    ]
+def _cells(each: Any, args: argparse.Namespace) -> dict[str, str]:
+    """One row of the table by column."""
+    report, ledger = each.report, each.report.ledger
+    dropped = sum(count.documents for count in ledger.dropped.values())
+    cells = {
+        "max_length": f"{report.max_length:,}",
+        "strategy": report.strategy,
+        "ranks": f"{report.world_size:,}",
+        "packs": "-" if report.num_packs is None else f"{report.num_packs:,}",
+        "filled": "-" if report.efficiency is None else f"{report.efficiency:.1%}",
+        "padded": f"{report.padding_efficiency:.1%}",
+        "steps": f"{report.num_steps:,}",
+        "docs/step": f"{report.documents_per_step:,.1f}",
+        "imbalance": f"{report.imbalance:.3f}",
+        "cut": f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
+        "lost": f"{each.lost:.2%}",
+        "PFLOP": f"{each.flops / 1e15:,.3g}",
+    }
+    if args.share_prefixes != "off":
+        families = report.prefixes.families_per_step
+        cells["computed"] = f"{report.prefixes.rows:.2f}"
+        cells["families/step"] = "-" if families is None else f"{families:,.1f}"
+    if report.images is not None:
+        too_long = ledger.dropped.get("overlong")
+        cells["images/pack"] = f"{report.images.per_pack:.1f}"
+        cells["too long"] = f"{too_long.documents if too_long else 0:,}"
+        for name, part in (("language", report.images.language_imbalance), ("tower", report.images.tower_imbalance)):
+            cells[name] = "-" if part is None else f"{part:.3f}"
+    if report.shared is not None:
+        cells["exchange"] = f"{report.shared.exchange_share:.1%}"
+        cells["time/bound"] = f"{report.shared.time_over_bound:.3f}"
+        cells["part"] = f"{report.shared.largest_part:,}"
+        cells[DEGREES] = report.shared.histogram()
+    if args.tflops:
+        cells["tokens/s"] = f"{each.tokens_per_second:,.0f}"
+        cells["hours"] = f"{each.hours:,.2g}"
+    return cells
 
 
-def _shared_cells(shared: Any) -> list[str]:
-    return [
-        f"{shared.exchange_share:.1%}",
-        f"{shared.time_over_bound:.3f}",
-        f"{shared.largest_part:,}",
-        shared.histogram(),
-    ]
+def _tables(rows: "list[dict[str, str]]", console: "Console") -> "list[Table]":
+    """The rows as one table, or as several below each other if one would be wider than the console."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    def table(names: list[str]) -> Table:
+        made = Table(box=SIMPLE, pad_edge=False)
+        for name in names:
+            made.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=name != DEGREES)
+        for row in rows:
+            made.add_row(*(row[name] for name in names))
+        return made
+
+    unlimited = console.options.update_width(10_000)
+    parts = [[*KEYS]]
+    for name in rows[0]:
+        if name not in KEYS:
+            wider = [*parts[-1], name]
+            if len(wider) > len(KEYS) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
+                parts.append([*KEYS, name])
+            else:
+                parts[-1] = wider
+    return [table(names) for names in parts]
 
 
 def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width, and its lines must not be wrapped
+        console = Console(width=10_000)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
 
     first = found[0].report
-    print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
-    print(f"lengths  {first.lengths.line()}")
+    say(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
+    say(f"lengths  {first.lengths.line()}")
     images = first.images
     if images is not None:
-        print(f"images   {images.line()} (in the first line of the table)")
+        say(f"images   {images.line()} (in the first line of the table)")
     shares = args.tokens_per_rank is not None
     size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
-    print(
+    say(
         f"micro-batches of {size}, accumulation {args.accumulation}, balance "
         f"{args.balance!r}; imbalance: modelled time / modelled time if ranks never waited"
     )
-    table = Table(box=SIMPLE, pad_edge=False)
-    for name in (
-        "max_length",
-        "strategy",
-        "ranks",
-        "packs",
-        "filled",
-        "padded",
-        "steps",
-        "docs/step",
-        "imbalance",
-        "cut",
-        "lost",
-        "PFLOP",
-        *(["computed", "families/step"] if args.share_prefixes != "off" else []),
-        *(["images/pack", "too long", "language", "tower"] if images is not None else []),
-        *(["exchange", "time/bound", "part", "micro-steps by degree"] if shares else []),
-        *(["tokens/s", "hours"] if args.tflops else []),
-    ):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    for each in found:
-        report, ledger = each.report, each.report.ledger
-        dropped = sum(count.documents for count in ledger.dropped.values())
-        table.add_row(
-            f"{report.max_length:,}",
-            report.strategy,
-            f"{report.world_size:,}",
-            "-" if report.num_packs is None else f"{report.num_packs:,}",
-            "-" if report.efficiency is None else f"{report.efficiency:.1%}",
-            f"{report.padding_efficiency:.1%}",
-            f"{report.num_steps:,}",
-            f"{report.documents_per_step:,.1f}",
-            f"{report.imbalance:.3f}",
-            f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
-            f"{each.lost:.2%}",
-            f"{each.flops / 1e15:,.3g}",
-            *(_prefix_cells(report.prefixes) if args.share_prefixes != "off" else []),
-            *([] if report.images is None else _image_cells(report)),
-            *(_shared_cells(report.shared) if shares else []),
-            *([f"{each.tokens_per_second:,.0f}", f"{each.hours:,.2g}"] if args.tflops else []),
-        )
-    console = Console()
-    # A file or a pipe has no width: its lines must not be wrapped.
-    (console if console.is_terminal else Console(width=200 if shares or images is not None else 160)).print(table)
-    print(
+    for table in _tables([_cells(each, args) for each in found], console):
+        console.print(table)
+    say(
         "filled: share of the packs; padded: the same of unpacked batches of this size; cut: documents truncated, "
-        "split or\ndropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
+        "split or dropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
     )
     if images is not None:
-        print(
+        say(
             'too long: documents dropped because an image does not fit, or by overlong="drop"; language, tower: '
-            "imbalance of the\nlanguage model and of the vision tower alone"
+            "imbalance of the language model and of the vision tower alone"
         )
     if shares:
-        print(
+        say(
             "exchange: share of the time in the exchange between ranks that share a pack; time/bound: modelled time "
-            "over a\nlower bound; part: tokens of the largest part of a pack on a rank; degree: ranks that share a pack"
+            "over a lower bound; part: tokens of the largest part of a pack on a rank; degree: ranks that share a pack"
         )
     if args.share_prefixes != "off":
-        print("computed: share of the tokens of the documents; families: of documents that begin alike")
-    print("\nRecommended: " + "\n  ".join(reasons))
+        say("computed: share of the tokens of the documents; families: of documents that begin alike")
+    say("\nRecommended: " + "\n  ".join(reasons))
