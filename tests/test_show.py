@@ -112,7 +112,10 @@ def test_nothing_to_show_is_exit_code_2(words, workplace, capsys):
 @pytest.mark.parametrize("words", [[], ["--world-size=3", "--strategy=bfd_split"], ["--strategy=minibatch"]])
 def test_plot(words, workplace, tmp_path, capsys):
     path = tmp_path / "packs.png"
-    assert str(path) in show(workplace, capsys, *FLAGS, *words, "--plot", str(path))
+    given = str(tmp_path if words else path)  # in a folder it has this name
+    text = show(workplace, capsys, *FLAGS, *words, "--plot", given)
+    assert text == show(workplace, capsys, *FLAGS, *words) + f"Drawn: {path}\n" and "[[answer" in text
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path] and list(tmp_path.iterdir()) == [path]
     picture = imread(path)
     assert picture.shape[1] > 1000 and path.stat().st_size < 300_000
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
@@ -189,3 +192,13 @@ def test_on_one_rank_no_pack_is_shared(accumulation, tmp_path, capsys):
     packs = json.loads(capsys.readouterr().out)
     assert len(packs) > 20 and not any("ranks" in pack for pack in packs)
     assert sum(len(pack["documents"]) for pack in packs) == 59 and {pack["capacity"] for pack in packs} == {64}
+
+
+def test_a_picture_beside_json_and_without_a_suffix(tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("10 20 30")
+    words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "64", "--json"]
+    assert main(words) == 0
+    packs = json.loads(capsys.readouterr().out)
+    assert main([*words, "--plot", str(tmp_path / "packs")]) == 0
+    assert json.loads(capsys.readouterr().out) == {"plot": str(tmp_path / "packs.png"), "packs": packs}
+    assert (tmp_path / "packs.png").is_file() and not (tmp_path / "packs").exists()

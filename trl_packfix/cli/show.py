@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from . import flags
@@ -29,7 +30,11 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
     what.add_argument("--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)")
     what.add_argument("--tokens", type=int, default=60, metavar="N", help="at most N tokens per document (default: 60)")
-    what.add_argument("--plot", metavar="FILE", help="draw a picture instead: .png, .svg or .pdf (needs matplotlib)")
+    what.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder (needs matplotlib)",
+    )
     parser.add_argument("--json", action="store_true", help="print the packs as JSON, with all documents and tokens")
     parser.set_defaults(parser=parser)
 
@@ -50,16 +55,16 @@ def run(args: argparse.Namespace) -> int:
     if reader.image_counts is not None:
         check_settings(config, "images")
     planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args, reader))
+    picture = None
     if args.plot:
+        picture = _picture(args.plot)
         try:
-            make_report(planner, config.effective_overlong, reader).plot(args.plot)
+            make_report(planner, config.effective_overlong, reader).plot(picture)
         except ImportError as error:
             raise ValueError(
                 f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
                 "`pip install matplotlib`."
             ) from error
-        print(json.dumps({"plot": args.plot}) if args.json else f"Drawn: {args.plot}")
-        return 0
     from ..reporting.text import LEGEND, pack_text, shown_packs
 
     tokenizer = None
@@ -70,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:
-        print(json.dumps([pack.to_dict(tokenizer, has_tokens) for pack in packs], indent=2))
+        shown: Any = [pack.to_dict(tokenizer, has_tokens) for pack in packs]
+        print(json.dumps(shown if picture is None else {"plot": str(picture), "packs": shown}, indent=2))
         return 0
     from rich.console import Console
 
@@ -82,4 +88,14 @@ def run(args: argparse.Namespace) -> int:
             console.print(text)
         else:
             print(text.plain)  # not wrapped: a file has no width
+    if picture is not None:
+        print(f"Drawn: {picture}")
     return 0
+
+
+def _picture(given: str) -> Path:
+    """The file to draw: `packs.png` in a folder, and `.png` without a suffix, which matplotlib would add unsaid."""
+    path = Path(given)
+    if path.is_dir():
+        return path / "packs.png"
+    return path if path.suffix else path.with_suffix(".png")
