@@ -131,6 +131,47 @@ def test_prepared_data_can_be_planned_without_a_tokenizer(workplace, tmp_path, c
     assert stream["num_rows"] == 15 and stream["num_trained_tokens"] > 0
 
 
+OWN_CODE = {
+    "configuration_own.py": "from transformers import LlamaConfig\n"
+    "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
+    "tokenization_own.py": "from transformers import PreTrainedTokenizerFast\n"
+    "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n",
+}
+
+
+@pytest.fixture
+def own_model(tmp_path):
+    """A folder whose config and tokenizer are classes of its own."""
+    folder = tmp_path / "own_model"
+    build_tokenizer().save_pretrained(folder)
+    for name, code in OWN_CODE.items():
+        (folder / name).write_text(code)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map} | sizes))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "prepare"])
+def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on standard input"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n' * 5)
+    words = [command, str(tmp_path / "rows.jsonl"), "--model", str(own_model)]
+    words += ["--output", str(tmp_path / "new")] if command == "prepare" else ["--max-length", "64"]
+    assert main(words) == 2 and not (tmp_path / "new").exists()
+    assert "trust_remote_code" in capsys.readouterr().err
+    for flag in ("--trust-remote-code", "--trust_remote_code"):
+        more = [str(tmp_path / flag)] if command == "prepare" else []
+        assert main([*words[:-1], more[0], flag] if more else [*words, flag]) == 0
+        assert "trained" in capsys.readouterr().out
+
+
 def test_prepare_writes_over_nothing(workplace, tmp_path, capsys):
     (tmp_path / "precious").write_text("x")
     code, printed = prepare(workplace, capsys, tmp_path)

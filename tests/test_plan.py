@@ -206,7 +206,9 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["no/such/data"], "no/such/data"),
+        (["no/such/data"], "`no/such/data` was given as a dataset. There is no such file or folder here"),
+        (["rows.jsonl", "--tokenizer", "no/such/model"], "Its tokenizer cannot be loaded"),
+        (["a.txt", "--tokens-per-rank", "64", "--exchange-speeds", "{bad"], "`exchange_speeds={bad` was given"),
         (["rows.jsonl"], "Set `--tokenizer` or `--model`"),
         (["rows.jsonl", "a.txt", "--tokenizer", "model"], "1 files of lengths and 1 datasets"),
         (["a.txt", "--world-size", "0"], "`--world-size 0`"),
@@ -217,7 +219,7 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
         (["a.txt", "--model", "model", "--max-length", "9999"], "has 4096 positions"),
         (["bad.txt"], "as a file of lengths"),
         (["rows.xml"], "Files named .xml are not supported"),
-        (["nowhere.jsonl"], "There is no such file here"),
+        (["nowhere.jsonl"], "There is no such file or folder here"),
     ],
 )
 def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkeypatch, capsys):
@@ -261,6 +263,21 @@ def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(
     assert main([*command, name, "--tokenizer", str(workplace / "model")]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-packfix"))
     assert message in line and line.endswith(".")
+
+
+@pytest.mark.parametrize("suffix, text", [(".jsonl", b'{"text": "caf\xe9"}'), (".json", b'[{"text": "\xe9"}]')])
+def test_text_that_is_not_utf_8_names_its_file(suffix, text, workplace, tmp_path, capsys):
+    file = tmp_path / f"latin{suffix}"
+    file.write_bytes(text)
+    words = [str(file), "--tokenizer", str(workplace / "model")]
+    for command in (["plan"], ["show"], ["prepare", "--output", str(tmp_path / "new")]):
+        assert main([*command, *words]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"latin{suffix}" in error and "utf-8" in error.lower()
+    for name in ("lengths.txt", "lengths.csv"):
+        (tmp_path / name).write_bytes(b"length\n5\xe9\n")
+        assert main(["plan", str(tmp_path / name)]) == 2
+        assert f"{name}` was given. It has bytes that are no text in utf-8" in capsys.readouterr().err
 
 
 def test_a_split_that_is_not_there_is_exit_code_2(workplace, tmp_path, capsys):

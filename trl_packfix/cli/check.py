@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .flags import add_trust_flag
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -19,12 +21,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="fetch no weights: test a tiny random model with this config except for its sizes",
     )
-    parser.add_argument(
-        "--trust-remote-code",
-        "--trust_remote_code",
-        action="store_true",
-        help="run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused",
-    )
+    add_trust_flag(parser)
     parser.add_argument("--max-length", type=int, default=1024, help="longest document of the run, in tokens")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32"

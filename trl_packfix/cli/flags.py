@@ -4,6 +4,8 @@ Every flag can also be written like the field of `SFTConfig`, so the flags of a 
 """
 
 import argparse
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..planning.prefixes import SharePrefixes
@@ -14,6 +16,17 @@ if TYPE_CHECKING:
     from ..planning.costs import CostModel
     from ..training.config import SFTConfig
     from .sources import Tokenisation
+
+
+def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
+    """A question about the known names most like the wrong ones, to be put behind a message; "" if none is alike.
+
+    >>> did_you_mean(["--learning_rat", "--x"], ["--learning_rate", "--seed"])
+    ' (did you mean `--learning_rate`?)'
+    """
+    known = list(known)
+    alike = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=0.75))
+    return f" (did you mean {', '.join(f'`{name}`' for name in alike)}?)" if alike else ""
 
 
 def add_document_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +45,7 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="MODEL", help="name or folder: its tokenizer and, for the cost model, its config are read"
     )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+    add_trust_flag(parser)
     as_trained = parser.add_argument_group("tokenisation, as in SFTConfig")
     as_trained.add_argument("--assistant-only-loss", "--assistant_only_loss", action="store_true")
     as_trained.add_argument(
@@ -54,6 +68,16 @@ def add_document_flags(parser: argparse.ArgumentParser) -> None:
         help="one row per assistant turn: the history as the chat template renders it at this turn, and the turn",
     )
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
+
+
+def add_trust_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for code of a model. Without a value, transformers prompts on standard input."""
+    parser.add_argument(
+        "--trust-remote-code",
+        "--trust_remote_code",
+        action="store_true",
+        help="run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused",
+    )
 
 
 def add_column_flags(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +166,7 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         per_turn=args.per_turn,
         weight_column=getattr(args, "weight_column", None),
         source_column=getattr(args, "source_column", None),
+        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -166,7 +191,7 @@ def load_model_config(args: argparse.Namespace) -> Any:
         return None
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(args.model)
+    return AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
 
 
 def load_cost_model(args: argparse.Namespace, reader: "Rows") -> "CostModel":

@@ -61,13 +61,11 @@ def run(args: argparse.Namespace) -> int:
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    from transformers import AutoTokenizer
-
     from ..data.images import has_images
-    from .sources import load_rows
+    from .sources import load_rows, load_tokenizer
 
     settings = flags.tokenisation(args)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    tokenizer = load_tokenizer(tokenizer_name, args.trust_remote_code)
     parts = [load_rows(name, args.split, args.name) for name in args.data]
     with_images = sum(map(has_images, parts))
     if 0 < with_images < len(parts):

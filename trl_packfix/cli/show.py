@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.build import make_report
     from ..training.images import check_settings
     from .forecast import planner_for
-    from .sources import LengthRows, open_tables
+    from .sources import LengthRows, load_tokenizer, open_tables
 
     config = flags.packing_config(args, args.max_length, args.strategy)
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
@@ -69,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     tokenizer = None
     if args.tokenizer or args.model:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        tokenizer = load_tokenizer(args.tokenizer or args.model, args.trust_remote_code)
     has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:

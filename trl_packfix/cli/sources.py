@@ -8,7 +8,8 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +49,7 @@ class Tokenisation:
     per_turn: bool = False
     weight_column: str | None = None
     source_column: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,23 @@ class LengthRows:
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """Zeros in place of the unknown tokens and labels, shape (stop - start,)."""
         return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
+
+
+@contextmanager
+def in_utf8(name: str) -> Iterator[None]:
+    """Name the file, or the files, whose text is not UTF-8. Text of a table is decoded when its rows are read.
+
+    Raises:
+        ValueError: instead of a UnicodeDecodeError, which has no name.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`{name}` was given. It has bytes that are no text in {error.encoding}: {error.reason} at "
+            f"{error.object[error.start : error.start + 4]!r}. Convert it to UTF-8, for example with "
+            "`iconv -f latin1 -t utf-8`."
+        ) from error
 
 
 def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
@@ -144,8 +163,10 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     return lengths.astype(np.int64)
 
 
-def load_rows(name: str, split: str = "train", config: str | None = None) -> Dataset:
+def load_rows(name: str, split: str = "train", config: str | None = None, setting: str = "--split ") -> Dataset:
     """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
+
+    `setting` is how messages name the split.
 
     Raises:
         ValueError: an unknown kind of file, a file that cannot be read, a missing file or split.
@@ -157,7 +178,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
                 f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not supported. "
                 f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
             )
-        check_split(name, split)
+        check_split(name, split, setting)
         try:
             return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
         except (DatasetGenerationError, ValueError, StopIteration) as error:
@@ -170,23 +191,44 @@ def load_rows(name: str, split: str = "train", config: str | None = None) -> Dat
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = load_from_disk(name)
         if not isinstance(loaded, DatasetDict):
-            check_split(name, split)
+            check_split(name, split, setting)
             return loaded
         if split not in loaded:
             raise ValueError(
-                f"`{name}` was given with `--split {split}`. It has only the splits {list(loaded)}. Set `--split` to "
-                "one of these."
+                f"`{name}` was given with `{setting}{split}`. It has only the splits {list(loaded)}. Set it to one of "
+                "these."
             )
         return loaded[split]
-    if path.suffix in (*FORMATS, *LENGTHS):
+    return load_named(name, name=config, split=split)
+
+
+def load_named(path: str, **settings: Any) -> Any:
+    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments.
+
+    Raises:
+        ValueError: a path at which there is nothing, or a dataset, config or split that cannot be read.
+    """
+    here = Path(path)
+    is_path = here.suffix in (*FORMATS, *LENGTHS) or here.is_absolute() or path[:1] in ".~" or path.count("/") > 1
+    if is_path and not here.exists():
         raise ValueError(
-            f"`{name}` was given as a dataset. There is no such file here, and by its suffix it is not a name on the "
-            "hub. Give the path of a file that exists, or the name of a dataset on the hub."
+            f"`{path}` was given as a dataset. There is no such file or folder here, and it cannot be a name on the "
+            "hub. Give the path of a file or folder that exists, or the name of a dataset on the hub."
         )
-    return load_dataset(name, config, split=split)
+    try:
+        return load_dataset(path, **settings)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        where = (
+            "It is a folder here" if here.is_dir() else "Nothing here has this name, so it was looked for on the hub"
+        )
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        raise ValueError(
+            f"`{path}` was given as a dataset. {where}, and it cannot be read: {reason}. Give a file, a folder written "
+            "by `prepare` or `save_to_disk`, or the name, config and split of a dataset on the hub."
+        ) from error
 
 
-def check_split(name: str, split: str) -> None:
+def check_split(name: str, split: str, setting: str = "--split ") -> None:
     """Refuse a split of a dataset that has no splits.
 
     Raises:
@@ -194,9 +236,27 @@ def check_split(name: str, split: str) -> None:
     """
     if split != "train":
         raise ValueError(
-            f"`--split {split}` was given with `{name}`. It is one table and has no splits. Omit `--split`, and give "
-            "the file of the split."
+            f"`{setting}{split}` was given with `{name}`. It is one table and has no splits. Omit the split, and "
+            "give the file of the split."
         )
+
+
+def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model by its name or folder.
+
+    Raises:
+        ValueError: there is none, or it has code of its own that may not run.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`{name}` was given as the name of a tokenizer or model. Its tokenizer cannot be loaded: "
+            f"{' '.join(str(error).split()).rstrip('.')}. Give a folder with a tokenizer or a name on the hub, and "
+            "`--trust-remote-code` where it has its own code that you trust."
+        ) from error
 
 
 def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
@@ -227,10 +287,8 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
             )
         return _with_labels(dataset, settings)
 
-    from transformers import AutoTokenizer
-
     if isinstance(tokenizer, str):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = load_tokenizer(tokenizer, settings.trust_remote_code)
     found = _trainer(dataset, tokenizer, settings).train_dataset
     assert isinstance(found, Dataset)
     return _with_labels(found, settings)
@@ -250,10 +308,11 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
     """
     from transformers import AutoProcessor, ProcessorMixin
 
+    settings = settings or Tokenisation()
     name = next(name for name in IMAGES if name in dataset.column_names)
     given = processor
     if isinstance(processor, str):
-        processor = AutoProcessor.from_pretrained(processor)
+        processor = AutoProcessor.from_pretrained(processor, trust_remote_code=settings.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         what = "no model was given" if given is None else f"`{given}` has a tokenizer only"
         raise ValueError(
@@ -261,7 +320,7 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
             "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
             f"will train, or remove the column `{name}` if the text alone is to be trained."
         )
-    reader = _trainer(dataset, processor, settings or Tokenisation())._reader
+    reader = _trainer(dataset, processor, settings)._reader
     assert isinstance(reader, ImageRows)
     return reader
 
@@ -328,7 +387,8 @@ def open_tables(
     lengths, tables, pictures = [], [], []
     for name in names:
         print(f"Reading {name}", file=sys.stderr)
-        found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
+        with in_utf8(name):
+            found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
         if found is not None:
             check_split(name, split)
             if settings.per_turn:
@@ -349,7 +409,8 @@ def open_tables(
             if shows:
                 pictures.append(rows)
             else:
-                tables.append(tokenised(rows, tokenizer, settings))
+                with in_utf8(name):
+                    tables.append(tokenised(rows, tokenizer, settings))
     if lengths and (tables or pictures):
         raise ValueError(
             f"{len(lengths)} files of lengths and {len(tables) + len(pictures)} datasets were given. A file of lengths "

@@ -1,6 +1,7 @@
 """`SFTConfig`: TRL's config with the fields of packing, and the checks that need only the config."""
 
 import copy
+import json
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -239,8 +240,21 @@ class SFTConfig(trl.SFTConfig):
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "exchange_speeds"]  # noqa: RUF012 - JSON in flags, as in TRL
 
     def __post_init__(self):
+        self._check_json()
         super().__post_init__()
         check_config(self)
+
+    def _check_json(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            try:
+                if isinstance(value, str) and value.startswith("{"):  # as transformers recognises it
+                    json.loads(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"`{name}={value}` was given. It begins like JSON and cannot be read: {error}. Write names and "
+                    """texts in double quotes and the whole in single ones: '{"name": 1.0}'."""
+                ) from error
 
     @property
     def effective_overlong(self) -> Overlong:
