@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,28 @@ def test_prepared_data_can_be_planned_without_a_tokenizer(workplace, tmp_path, c
     assert main(["plan", str(tmp_path / "table"), "--max-length", "64", "--json"]) == 0
     (stream, _) = json.loads(capsys.readouterr().out)["plans"]
     assert stream["num_rows"] == 15 and stream["num_trained_tokens"] > 0
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
+    """A limit on the size of files is to a writer what a full disk is: an OSError in the middle of a file."""
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    Dataset.from_dict({"text": ["x" * 500] * 2000}).to_json(tmp_path / "rows.jsonl")
+    words = ["prepare", str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--output"]
+    assert main([*words, str(tmp_path / "first")]) == 0  # all caches are written
+    assert max(file.stat().st_size for file in (tmp_path / "first").iterdir()) > 2**20
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        capsys.readouterr()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+        try:
+            code = main([*words, str(tmp_path / name)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        error = capsys.readouterr().err
+        assert code == 2 and f"`--output {tmp_path / name}` was given, and writing failed" in error
+        assert (tmp_path / name).exists() == (name == "empty") and not [*(tmp_path / name).glob("*")]
+        assert main([*words, str(tmp_path / name)]) == 0
 
 
 OWN_CODE = {

@@ -3,6 +3,8 @@
 import argparse
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -74,28 +76,29 @@ def run(args: argparse.Namespace) -> int:
             "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
             "rows of text an empty column `images`."
         )
-    if with_images:
-        rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output)
-    else:
-        rows, given, ledger = _save_tokens(parts, tokenizer, settings, output)
-    manifest = {
-        "data": args.data,
-        "split": args.split,
-        "tokenizer": tokenizer_name,
-        "vocabulary": len(tokenizer),
-        "settings": vars(settings),
-        "conversations": sum(map(len, parts)) if settings.per_turn else None,
-        "rows": rows,
-        "bad_rows_dropped": given - rows,
-        "documents": ledger.given.documents,
-        "tokens": ledger.given.tokens,
-        "trained_tokens": ledger.given.trained_tokens,
-        "documents_without_a_trained_token": sum(count.documents for count in ledger.dropped.values()),
-        "versions": {"trl_packfix": __version__}
-        | {name: version(name) for name in ("trl", "transformers", "datasets", "tokenizers")},
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    (output / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    with _all_or_nothing(output):
+        if with_images:
+            rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output)
+        else:
+            rows, given, ledger = _save_tokens(args.data, parts, tokenizer, settings, output)
+        manifest = {
+            "data": args.data,
+            "split": args.split,
+            "tokenizer": tokenizer_name,
+            "vocabulary": len(tokenizer),
+            "settings": vars(settings),
+            "conversations": sum(map(len, parts)) if settings.per_turn else None,
+            "rows": rows,
+            "bad_rows_dropped": given - rows,
+            "documents": ledger.given.documents,
+            "tokens": ledger.given.tokens,
+            "trained_tokens": ledger.given.trained_tokens,
+            "documents_without_a_trained_token": sum(count.documents for count in ledger.dropped.values()),
+            "versions": {"trl_packfix": __version__}
+            | {name: version(name) for name in ("trl", "transformers", "datasets", "tokenizers")},
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        (output / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
@@ -114,8 +117,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _all_or_nothing(output: Path) -> Iterator[None]:
+    """Remove what was written if writing fails: part of a dataset would be refused as one that is not overwritten.
+
+    Raises:
+        ValueError: instead of an OSError, such as that of a full disk.
+    """
+    existed = output.exists()
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(output, ignore_errors=True)  # it did not exist, or was empty
+        if existed:
+            output.mkdir()
+        if isinstance(error, OSError):
+            raise ValueError(
+                f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space "
+                "on this disk and on that of the cache (`HF_DATASETS_CACHE`), or set `--output` to a folder on another."
+            ) from error
+        raise
+
+
 def _save_tokens(
-    parts: "list[Dataset]", tokenizer: Any, settings: "Tokenisation", output: Path
+    names: list[str], parts: "list[Dataset]", tokenizer: Any, settings: "Tokenisation", output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
     from datasets import concatenate_datasets
@@ -123,13 +148,16 @@ def _save_tokens(
     from ..data.reader import TokenReader
     from ..data.spans import make_documents
     from ..training.bad_rows import without_bad_rows
-    from .sources import tokenised
+    from .sources import in_utf8, tokenised
 
-    parts = [tokenised(part, tokenizer, settings) for part in parts]
-    table = concatenate_datasets([without_bad_rows(part) for part in parts])
+    tables = []
+    for name, part in zip(names, parts, strict=True):
+        with in_utf8(name):
+            tables.append(tokenised(part, tokenizer, settings))
+    table = concatenate_datasets([without_bad_rows(part) for part in tables])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
     table.save_to_disk(output, num_proc=settings.dataset_num_proc)
-    return len(table), sum(map(len, parts)), ledger
+    return len(table), sum(map(len, tables)), ledger
 
 
 def _save_measured(
@@ -147,10 +175,6 @@ def _save_measured(
         bad = measured(table, processor, settings).bad_rows()
         table = table if bad is None else table.select(np.flatnonzero(~bad))
     table.save_to_disk(output, num_proc=settings.dataset_num_proc)
-    try:
-        reader = measured(load_from_disk(str(output)), processor, settings)
-        ledger = make_documents(reader, max_length=None).ledger
-    except BaseException:
-        shutil.rmtree(output)  # it did not exist, or was empty
-        raise
+    reader = measured(load_from_disk(str(output)), processor, settings)
+    ledger = make_documents(reader, max_length=None).ledger
     return len(table), given, ledger
