@@ -205,9 +205,51 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     assert load_from_disk("three").column_names == ["text"]
 
 
+def test_different_datasets_are_different_sources(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [
+        "math/train.jsonl",
+        "code/train.jsonl",
+        "code/train.csv",
+        "other.jsonl",
+        "./other.jsonl",
+        "a/b/train.jsonl",
+    ]
+    for number, path in enumerate(paths):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": str(number)}))
+    assert MixtureConfig([{"path": path} for path in paths]).labels() == [
+        "math/train",
+        "code/train.jsonl:split=train",
+        "code/train.csv:split=train",
+        "other",
+        "other",  # the same file, so the same source
+        "b/train",
+    ]
+    table = load_mixture(MixtureConfig([{"path": path} for path in paths[:2]]), seed=0, source_column="source")["train"]
+    assert table.to_dict() == {"text": ["0", "1"], "source": ["math/train", "code/train"]}
+    data_files = [{"path": "json", "data_files": path} for path in paths[:2]]
+    assert MixtureConfig(data_files).labels() == [f"json:data_files={path}:split=train" for path in paths[:2]]
+
+
+def test_a_source_of_less_than_half_a_row_is_refused(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    for repeat, num_rows in ((0.07, 1), (0.13, 3)):
+        assert len(load_mixture(MixtureConfig([{"path": "two.jsonl", "repeat": repeat}]), 0)["train"]) == num_rows
+    entries = [{"path": "one.jsonl"}, {"path": "two.jsonl", "repeat": 0.02}]
+    with pytest.raises(ValueError, match=r"`repeat: 0.02` was given for .*`two.jsonl` of 20 rows.*Set it to 0.05 or"):
+        load_mixture(MixtureConfig(entries), 0)
+
+
 @pytest.mark.parametrize(
     "entries, settings, message",
     [
+        (
+            [{"path": "one.jsonl"}, {"path": "./one.jsonl"}],
+            {"test_split_size": 0.25},
+            r"`one.jsonl` is listed 2 times.*would be trained.*with `repeat: 2`",
+        ),
         ([{"path": "one.jsonl", "repeat": 0}], {}, r"`repeat: 0` was given for the dataset `one.jsonl`.*above 0"),
         ([{"path": "one.jsonl", "repeat": float("nan")}], {}, "`repeat: nan` was given"),
         ([{"path": "one.jsonl", "repeat": 2}], {"streaming": True}, r"`repeat: 2` .* with `streaming: true`"),

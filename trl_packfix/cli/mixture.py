@@ -5,17 +5,20 @@ epoch, so the ratio of the sources is exact, with any packing.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trl
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
-from .sources import FORMATS, load_rows
+from .flags import did_you_mean
+from .sources import FORMATS, load_named, load_rows
 
 
 @dataclass
@@ -31,10 +34,24 @@ class SourceConfig(DatasetConfig):
     repeat: float | None = None
 
     @property
-    def label(self) -> str:
-        """The name of this source for `source_column`: the file's without suffix, or the path, and the config."""
-        path = Path(self.path).stem if Path(self.path).suffix in FORMATS else self.path
-        return path if self.name is None else f"{path}/{self.name}"
+    def rows(self) -> tuple[str, ...]:
+        """Which rows these are: two entries with the same value are the same dataset, listed twice."""
+        path = str(Path(self.path).resolve()) if Path(self.path).exists() else self.path
+        return path, str(self.name), str(self.data_dir), str(self.data_files), self.split
+
+    def names(self) -> Iterator[str]:
+        """Names for `source_column`, from the shortest on; the last one differs unless `rows` are the same.
+
+        >>> list(SourceConfig("data/math/train.jsonl").names())
+        ['train', 'math/train', 'data/math/train', 'data/math/train.jsonl:split=train']
+        """
+        file = Path(self.path)
+        parts = file.with_suffix("").parts if file.suffix in FORMATS else (self.path,)
+        config = () if self.name is None else (self.name,)
+        for count in range(1, len(parts) + 1):
+            yield "/".join((*parts[-count:], *config))
+        others = {name: getattr(self, name) for name in ("name", "data_dir", "data_files", "split")}
+        yield ":".join([self.path, *(f"{name}={value}" for name, value in others.items() if value is not None)])
 
 
 @dataclass
@@ -49,7 +66,12 @@ class MixtureConfig(trl.DatasetMixtureConfig):
     )
 
     def __post_init__(self) -> None:
-        self.datasets = [SourceConfig(**each) if isinstance(each, dict) else each for each in self.datasets]
+        if not isinstance(self.datasets, list):
+            raise ValueError(
+                f"`datasets: {getattr(self.datasets, 'path', self.datasets)}` was given. A mixture is a list, also of "
+                "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
+            )
+        self.datasets = [_entry(each) for each in self.datasets]
         for each in self.datasets:
             if each.repeat is not None and not (each.repeat > 0 and math.isfinite(each.repeat)):
                 raise ValueError(
@@ -64,6 +86,77 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                     "to repeat them, which a stream does not allow, and `fraction` sets the same ratio in another way. "
                     "Remove one of the two."
                 )
+        if self.test_split_size is not None:
+            self._check_listed_once()
+
+    def _check_listed_once(self) -> None:
+        for each, count in Counter(each.rows for each in self.datasets).items():
+            if count > 1:
+                path = next(entry.path for entry in self.datasets if entry.rows == each)
+                raise ValueError(
+                    f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
+                    f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
+                    f"List it once, with `repeat: {count}`, or remove `test_split_size`."
+                )
+
+    def labels(self) -> list[str]:
+        """A name for each dataset, for `source_column`: the file's without suffix, or the path, and the config.
+
+        As many folders are added as are needed so that different datasets have different names.
+        """
+        names = [list(each.names()) for each in self.datasets]
+        labels = [each.pop(0) for each in names]
+        while any(names):
+            datasets_of = defaultdict(set)
+            for label, each in zip(labels, self.datasets, strict=True):
+                datasets_of[label].add(each.rows)
+            shared = [i for i, label in enumerate(labels) if len(datasets_of[label]) > 1 and names[i]]
+            if not shared:
+                break
+            for i in shared:
+                labels[i] = names[i].pop(0)
+        return labels
+
+
+TYPES: dict[str, tuple[Any, str]] = {
+    "path": (str, "a text"),
+    "name": (str, "a text"),
+    "split": (str, "a text"),
+    "columns": (list, "a list of names, such as `[text, source]`"),
+    "repeat": (int | float, "a number"),
+    "fraction": (int | float, "a number"),
+}
+
+
+def _entry(given: Any) -> SourceConfig:
+    """One entry of `datasets`.
+
+    Raises:
+        ValueError: no mapping, an unknown key, no path, or a value of another type.
+    """
+    if isinstance(given, DatasetConfig):
+        return given if isinstance(given, SourceConfig) else SourceConfig(**vars(given))
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"`{given}` was given as an entry of `datasets`. An entry is a mapping with a `path`. Write "
+            f"`- path: {given}`."
+        )
+    known = [each.name for each in fields(SourceConfig)]
+    wrong = [str(name) for name in given if name not in known]
+    if wrong or "path" not in given:
+        problem = f"the unknown keys {', '.join(f'`{name}`' for name in wrong)}" if wrong else "no `path`"
+        raise ValueError(
+            f"An entry of `datasets` has {problem}: {given}{did_you_mean(wrong, known)}. Without a path nothing can be "
+            f"read, and an unknown key would be ignored. The keys are {', '.join(known)}."
+        )
+    for name, (wanted, what) in TYPES.items():
+        value = given.get(name)
+        if name in given and not isinstance(value, wanted) and (value is not None or name in ("path", "split")):
+            raise ValueError(
+                f"`{name}: {value}` was given for the dataset `{given['path']}`. It has the type "
+                f"{type(value).__name__}, which `{name}` cannot be. Write {what}."
+            )
+    return SourceConfig(**given)
 
 
 def repeated(num_rows: int, repeat: float, rng: np.random.Generator) -> np.ndarray:
@@ -88,7 +181,10 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     """
     if mixture.streaming:
         return get_dataset(mixture)
-    parts = [_with_source(_load(each), each, source_column) for each in mixture.datasets]
+    labels = mixture.labels()
+    parts = [
+        _with_source(_load(each), label, source_column) for each, label in zip(mixture.datasets, labels, strict=True)
+    ]
     fractions = [each.fraction for each in mixture.datasets]
     if any(fraction is not None for fraction in fractions):
         parts = _in_fractions(parts, fractions)
@@ -96,20 +192,40 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     part_of_row = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     rows, test = np.arange(len(together)), None
     if mixture.test_split_size is not None:
+        _check_test_size(mixture.test_split_size, len(rows))
         numbers = Dataset.from_dict({"row": rows}).train_test_split(mixture.test_split_size, seed=seed)
         rows, test = np.sort(np.array(numbers["train"]["row"])), np.array(numbers["test"]["row"])
     chosen = []
     for number, each in enumerate(mixture.datasets):
         own = rows[part_of_row[rows] == number]
         if each.repeat is not None:
+            _check_some_row(each, len(own))
             own = own[repeated(len(own), each.repeat, np.random.default_rng((seed, number)))]
         chosen.append(own)
         seen = "once" if each.repeat is None else f"{each.repeat:g} times"
-        PartialState().print(f"{each.label}: {len(own):,} rows per epoch ({seen})")
+        PartialState().print(f"{labels[number]}: {len(own):,} rows per epoch ({seen})")
     splits = {"train": together.select(np.concatenate(chosen))}
     if test is not None:
         splits["test"] = together.select(test)
     return DatasetDict(splits)
+
+
+def _check_test_size(size: float, num_rows: int) -> None:
+    if not (0 < size < 1 or (isinstance(size, int) and 1 <= size < num_rows)):
+        raise ValueError(
+            f"`test_split_size: {size}` was given with {num_rows:,} rows. It is a share of the rows, and both the "
+            "training and the test split need some. Set it to a number between 0 and 1, or in the config file to a "
+            "whole number of rows."
+        )
+
+
+def _check_some_row(each: SourceConfig, num_rows: int) -> None:
+    assert each.repeat is not None
+    if num_rows and not math.floor(each.repeat) and not round(each.repeat * num_rows):
+        raise ValueError(
+            f"`repeat: {each.repeat:g}` was given for the dataset `{each.path}` of {num_rows:,} rows. That is less "
+            f"than half a row, so none would be trained. Set it to {1 / num_rows:.2g} or more, or remove the dataset."
+        )
 
 
 def _load(each: SourceConfig) -> Dataset:
@@ -118,19 +234,26 @@ def _load(each: SourceConfig) -> Dataset:
         (path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")
     )
     if is_local and each.data_files is None and each.data_dir is None:
-        dataset: Any = load_rows(each.path, each.split)
+        dataset: Any = load_rows(each.path, each.split, setting="split: ")
     else:
-        dataset = load_dataset(
-            each.path, each.name, data_dir=each.data_dir, data_files=each.data_files, split=each.split
+        dataset = load_named(
+            each.path, name=each.name, data_dir=each.data_dir, data_files=each.data_files, split=each.split
         )
     assert not isinstance(dataset, IterableDataset)
+    missing = [name for name in each.columns or () if name not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"`columns: {each.columns}` was given for the dataset `{each.path}`, which has the columns "
+            f"{dataset.column_names}{did_you_mean(missing, dataset.column_names)}. Columns that do not exist cannot be "
+            "selected. List those to keep, or remove `columns`."
+        )
     return dataset if each.columns is None else dataset.select_columns(each.columns)
 
 
-def _with_source(dataset: Dataset, each: SourceConfig, column: str | None) -> Dataset:
+def _with_source(dataset: Dataset, label: str, column: str | None) -> Dataset:
     if column is None or column in dataset.column_names:
         return dataset
-    return dataset.add_column(column, [each.label] * len(dataset))
+    return dataset.add_column(column, [label] * len(dataset))
 
 
 def _in_fractions(parts: list[Dataset], fractions: list[float | None]) -> list[Dataset]:
