@@ -18,7 +18,7 @@ Documents longer than one GPU holds, each shared by several GPUs (docs/long_cont
 Your own model and data:
     python examples/train.py --model_name_or_path MODEL --dataset_name NAME_FILE_OR_PREPARED --output_dir output
 
-This is `trl-packfix train` with packing on, one epoch and `--output_dir output` as defaults. Without
+This is `trl-packfix train` with one epoch and `--output_dir output` as defaults. Without
 --model_name_or_path or --dataset_name it uses a small one from the Hub or, if the Hub is unreachable, that of the demo
 (examples/offline.py), and prints its name. `--config FILE.yaml` may set any of the flags below; flags on the command
 line override it. `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts
@@ -38,7 +38,15 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import constants
 from offline import smollm2, word_problems
 
-from trl_packfix.cli.training import choose_split, load_documents, machine_settings, parse, train
+from trl_packfix.cli.training import (
+    choose_split,
+    dataset_names,
+    load_documents,
+    machine_settings,
+    make_trainer,
+    parse,
+    train,
+)
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -58,7 +66,7 @@ def hub_answers() -> bool:
 
 
 if __name__ == "__main__":
-    defaults = {"packing": True, "num_train_epochs": 1, "output_dir": "output"}
+    defaults = {"num_train_epochs": 1, "output_dir": "output"}
     script_args, training_args, model_args, mixture = parse(prog="train.py", description=__doc__, **defaults)
     has_data, dataset = bool(script_args.dataset_name or mixture.datasets), None
     if not (model_args.model_name_or_path and has_data) and hub_answers():
@@ -68,4 +76,5 @@ if __name__ == "__main__":
         script_args.dataset_name, dataset = [], word_problems(1000).train_test_split(test_size=50, seed=0)
     with training_args.main_process_first(desc="model"):  # one process of a machine unpacks it
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
-    train(script_args, training_args, model_args, mixture, dataset)
+    trainer = make_trainer(script_args, training_args, model_args, mixture, dataset)
+    train(trainer, dataset_names(script_args, mixture))

@@ -97,23 +97,128 @@ def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsy
         training.parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
 
 
-def test_without_a_model_or_data_it_says_so(workplace, monkeypatch):
+MODEL, DATA = ["--model_name_or_path", "model"], ["--dataset_name", "one.jsonl"]
+USELESS = [  # flags, the config file, and the message
+    (DATA, None, "`model_name_or_path` was not given"),
+    (MODEL, None, "Neither `dataset_name` nor `datasets` was given"),
+    ([*MODEL, "--dataset_name", "nothing.jsonl"], None, "There is no such file or folder here"),
+    ([*MODEL, "--dataset_name", "no/such/folder"], None, "`no/such/folder` was given as a dataset. There is no such"),
+    ([*MODEL, "--dataset_name", "empty"], None, "It is a folder here, and it cannot be read"),
+    (
+        [*MODEL, "--dataset_name", "latin.jsonl"],
+        None,
+        "`latin.jsonl` was given. It has bytes that are no text in utf-8",
+    ),
+    ([*MODEL, *DATA, "--learning_rat", "1"], None, "(did you mean `learning_rate`?)"),
+    ([*MODEL, *DATA, "--eval_strategy", "epoch"], None, "`--dataset_test_split test` was given or is the default"),
+    ([*MODEL, *DATA, "--resume_from_checkpoint", "True"], None, 'is `True` in Python and "newest" on a command line'),
+    ([*MODEL, *DATA, "--exchange_speeds", "{bad"], None, "`exchange_speeds={bad` was given. It begins like JSON"),
+    ([*MODEL, *DATA, "--config", "none.yaml"], None, "`--config none.yaml` was given. It cannot be read: No such file"),
+    (["--config=run.yaml", "--config", "b.yaml"], "{}", "`--config` was given 2 times (run.yaml, b.yaml)"),
+    (["--config=run.yaml"], "a: [1, 2", 'in "run.yaml", line 1, column 4'),
+    (["--config=run.yaml"], "- 1", "The file holds a list, and settings need names"),
+    (["--config=run.yaml"], "", "The file holds nothing"),
+    (["--config=run.yaml"], "max_length: [1]", "`max_length: [1]` was given in the config file. It has the type list"),
+    (["--config=run.yaml"], "bf16: {}", "It has the type dict, and the field holds bool"),
+    (["--config=run.yaml"], "max_steps: 1.5", "It has the type float, and the field holds int"),
+    (["--config=run.yaml"], "learning_rat: 1.0", "(did you mean `learning_rate`?)"),
+    (["--config=run.yaml"], "dataset_name: {one.jsonl: 2}", "It is one name or path, or a list of them"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "keys `repaet`: {'path': 'one.jsonl', 'rep"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
+    (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),
+    (["--config=run.yaml"], "datasets: one.jsonl", "`datasets: one.jsonl` was given. A mixture is a list"),
+    (["--config=run.yaml"], "datasets: [{repeat: 2}]", "An entry of `datasets` has no `path`"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repeat: two}]", "`repeat: two` was given for the dataset"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, columns: [txt]}]", "(did you mean `text`?)"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, split: dev}]", "`split: dev` was given with `one.jsonl`"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl}]\ntest_split_size: 5.5", "`test_split_size: 5.5` was given"),
+]
+
+
+@pytest.mark.parametrize("flags, settings, message", USELESS, ids=[message[:40] for *_, message in USELESS])
+def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, message, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    with pytest.raises(ValueError, match="`model_name_or_path` was not given"):
-        main(["train", *QUICK, "--output_dir", "output", "--dataset_name", "one.jsonl"])
-    with pytest.raises(ValueError, match="Neither `dataset_name` nor `datasets` was given"):
-        main(["train", *QUICK, "--output_dir", "output", "--model_name_or_path", "model"])
+    (workplace / "empty").mkdir(exist_ok=True)
+    (workplace / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    if settings is not None:
+        (workplace / "run.yaml").write_text(settings)
+        flags = [*MODEL, *flags]
+    assert main(["train", *QUICK, "--output_dir", "refused", *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if line.startswith("trl-packfix train: "))
+    assert line == lines[-1] and message in line and line.endswith(".")
+    assert not (workplace / "refused").exists()
+
+
+def test_a_config_file_may_be_given_with_an_equals_sign(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    (workplace / "run.yaml").write_text("learning_rate: 0.5")
+    assert training.parse(["--config=run.yaml", "--output_dir", "output"])[1].learning_rate == 0.5
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    with pytest.raises(ValueError, match="min_lr"):  # of transformers, when training begins
+        main(["train", *QUICK, *MODEL, *DATA, "--output_dir", "output", "--lr_scheduler_type", "cosine_with_min_lr"])
+
+
+NOTE = "Packing is on, which is the default of this command"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "flags, settings, packing, is_said",
+    [
+        ([], {}, True, True),
+        (["--packing"], {}, True, False),
+        (["--packing", "false"], {}, False, False),
+        ([], {"packing": True}, True, False),
+        ([], {"packing": False}, False, False),
+        ([], {"padding_free": True}, False, False),  # the steps of the unpacked run
+        (["--padding_free"], {}, False, False),
+        ([], {"padding_free": False}, True, True),
+    ],
+)
+def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"learning_rate": 0.5, "use_cpu": True, "bf16": False} | settings)
+    )
+    args = training.parse(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
+    assert args.packing is packing and args.learning_rate == 0.5
+    assert (NOTE in capsys.readouterr().out) is is_said
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_default_that_is_refused_is_said(tmp_path, capsys):
+    """The user did not set `packing`, so a message about it needs the reason."""
+    assert main(["train", "--output_dir", str(tmp_path), "--train_sampling_strategy", "group_by_length"]) == 2
+    assert "was given with packing." in (error := capsys.readouterr().err) and NOTE in error
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, monkeypatch, capsys):
+    """On one rank with `tokens_per_rank`, so that no pack is shared."""
+    flags = [*DATA, "--tokens-per-rank", "64", "--max_steps", "1", "--output_dir", "by_default"]
+    train(workplace, monkeypatch, *flags)
+    printed = capsys.readouterr().out
+    assert NOTE in printed and "Packing report" in printed and "8 of 8 rows -> 2 packs (stream)" in printed
+    assert json.loads((workplace / "by_default" / "packing_report.json").read_text())["shared"]["micro_steps"]
 
 
 def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub():
-    with pytest.raises(ValueError, match="`nothing.jsonl` was given as a dataset. There is no such file here"):
+    with pytest.raises(ValueError, match="`nothing.jsonl` was given as a dataset. There is no such file or folder"):
         training.load_documents(training.TrainArguments(dataset_name=["nothing.jsonl"]))
 
 
 def test_other_commands_refuse_flags_that_they_do_not_know(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "lengths.txt", "--learning_rate", "1"])
-    assert "unrecognized arguments: --learning_rate 1" in capsys.readouterr().err
+    assert "unrecognized arguments: --learning_rate 1\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "lengths.txt", "--tokenzier", "x"])
+    assert stopped.value.code == 2
+    assert "arguments: --tokenzier x (did you mean `--tokenizer`?)" in capsys.readouterr().err
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from .flags import did_you_mean
 from .one_gpu import show_one_gpu
 
 COMMANDS = ("plan", "show", "prepare", "check", "train")
@@ -21,7 +22,8 @@ COMMANDS = ("plan", "show", "prepare", "check", "train")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    For a ValueError or OSError the message is printed, and the exit code is 2; `train` shows where it was raised, too.
+    For a ValueError or OSError the message is printed, and the exit code is 2. Once `train` has read its input, errors
+    are those of the run and are raised.
     Characters that the terminal cannot show are printed as escapes. If the reader of a pipe closes it, the exit code is
     141 (128 + SIGPIPE), as in other programs.
     """
@@ -37,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(subparsers)
     args, more_flags = parser.parse_known_args(argv)
     if more_flags and not hasattr(args, "takes_more_flags"):
-        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}")
+        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
+        known = [name for action in args.parser._actions for name in action.option_strings]
+        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
     args.more_flags = more_flags
     if args.command == "train":
         show_one_gpu()
@@ -55,5 +59,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: no such model, no such file
         if hasattr(args, "shows_traceback"):
             raise
-        print(f"trl-packfix {args.command}: {error}", file=sys.stderr)
+        print(f"trl-packfix {args.command}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2

@@ -11,13 +11,16 @@ def add_parser(subparsers: Any) -> None:
         add_help=False,  # the flags are those of TRL's config classes, which are imported only when it runs
         allow_abbrev=False,
     )
-    parser.set_defaults(parser=parser, takes_more_flags=True, shows_traceback=True)
+    parser.set_defaults(parser=parser, takes_more_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    from .training import parse, train
+    from .training import dataset_names, make_trainer, parse, train
 
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    train(*parse([*rank, *args.more_flags]))
+    script_args, training_args, model_args, mixture = parse([*rank, *args.more_flags])
+    trainer = make_trainer(script_args, training_args, model_args, mixture)
+    args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
+    train(trainer, dataset_names(script_args, mixture))
     return 0

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
+import yaml
 from accelerate import PartialState
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
@@ -19,10 +20,12 @@ from datasets import load_from_disk as load_folder
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ..compat import end_training
+from ..training.checkpoints import choose_checkpoint
 from ..training.config import SFTConfig
 from ..training.trainer import SFTTrainer
+from .flags import did_you_mean
 from .mixture import MixtureConfig, load_mixture
-from .sources import FORMATS, load_rows
+from .sources import FORMATS, in_utf8, load_named, load_rows
 
 ZERO3 = Path(__file__).with_name("zero3.json")
 
@@ -30,7 +33,7 @@ DESCRIPTION = """\
 Fine-tune a language model on packed documents: the flags of `trl sft`, and the fields of packing.
 
 On one GPU, or on the CPU of a machine without one:
-    trl-packfix train --packing --model_name_or_path MODEL --dataset_name DATA --output_dir output
+    trl-packfix train --model_name_or_path MODEL --dataset_name DATA --output_dir output
     trl-packfix train --config FILE.yaml
 
 On every GPU of a machine:
@@ -42,8 +45,8 @@ DATA is a name on the hub, a file (.jsonl, .json, .parquet, .csv), or a folder w
 `save_to_disk`; several are joined. A file that `trl sft --config` takes may set any of the flags below; flags on the
 command line override it. `datasets:` in the file mixes several, with `repeat:` for how often each is seen per epoch.
 `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts anew if output_dir
-has no checkpoint. Defaults are those of TRL: packing is off unless `--packing` is given. Exit code 0 if the model was
-trained and saved."""
+has no checkpoint. Defaults are those of TRL, except that packing is on; `--packing false`, or `packing: false` in the
+file, switches it off. Exit code 0 if the model was trained and saved, 2 if what was given cannot be read or used."""
 
 
 @dataclass
@@ -61,6 +64,12 @@ class TrainArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if isinstance(self.dataset_name, str):  # from a YAML file
             self.dataset_name = [self.dataset_name]
+        names = self.dataset_name
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(
+                f"`dataset_name: {names}` was given. It is one name or path, or a list of them. Settings "
+                "of each dataset, such as `split` and `repeat`, belong into `datasets`, a list of entries with `path`."
+            )
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -94,9 +103,11 @@ def parse(
 ) -> tuple[TrainArguments, SFTConfig, ModelConfig, MixtureConfig]:
     """The configs of a run, from flags (default: those of this process) and the YAML file of `--config`.
 
+    Packing is on unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding.
+
     Raises:
-        ValueError: the file has a key that is no flag. Keys for TRL's launcher are only named: this command is
-            launched.
+        ValueError: the file cannot be read, has a value of another type, or a key that is no flag. Keys for TRL's
+            launcher are only named: this command is launched.
     """
     kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     parser = TrlParser(
@@ -105,26 +116,106 @@ def parse(
         usage=f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]",
         description=description,
         formatter_class=Help,
+        allow_abbrev=False,
     )
-    words = sys.argv[1:] if flags is None else flags
-    if any(word.partition("=")[0] == "--tokens_per_rank" for word in words):  # it sets the size of micro-batches
+    file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
+    settings = {} if file is None else read_settings(file)
+    _check_types(settings, kinds)
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
+    if "tokens_per_rank" in given:  # it sets the size of micro-batches
         defaults = {"per_device_train_batch_size": 1} | defaults
-    parser.set_defaults(**machine_settings() | defaults)
-    *configs, unknown = parser.parse_args_and_config(flags, return_remaining_strings=True)
-    _check_unknown(unknown)
+    parser.set_defaults(**machine_settings() | {"packing": True} | defaults)
+    parser.set_defaults(padding_free=settings.get("padding_free", False))
+    is_by_default = "packing" not in given
+    if is_by_default and parser.parse_known_args(words)[0].padding_free:
+        is_by_default = False
+        parser.set_defaults(packing=False)
+    note = (
+        "Packing is on, which is the default of this command and not of `trl sft`. To train without it, set "
+        "`--packing false`, or `packing: false` in the config file."
+    )
+    try:
+        *configs, unknown = parser.parse_args_and_config(
+            words if file is None else ["--config", file, *words], return_remaining_strings=True
+        )
+    except ValueError as error:
+        if is_by_default and "packing" in str(error):
+            error.add_note(note)
+        raise
+    _check_unknown(unknown, [action.dest for action in parser._actions])
+    if is_by_default:
+        PartialState().print(note)
     script_args, training_args, model_args, mixture = configs
     return script_args, training_args, model_args, mixture
 
 
-def _check_unknown(unknown: list[str]) -> None:
+def _split_config(words: Sequence[str], prog: str) -> tuple[str | None, list[str]]:
+    """The file of `--config`, which TRL takes as two words only, and the other words."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", default=[])
+    files, others = parser.parse_known_args(words)
+    if len(files.config) > 1:
+        raise ValueError(
+            f"`--config` was given {len(files.config)} times ({', '.join(files.config)}). One file sets the flags of a "
+            "run. Put all settings into one file, or give the others as flags."
+        )
+    return next(iter(files.config), None), others
+
+
+def read_settings(file: str) -> dict[str, Any]:
+    """The settings of a YAML file by their names.
+
+    Raises:
+        ValueError: it cannot be read, is not YAML, or is no mapping of names to values.
+    """
+    try:
+        with Path(file).open(encoding="utf-8") as stream:
+            found = yaml.safe_load(stream)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ValueError(
+            f"`--config {file}` was given. It cannot be read: {reason}. Give the path of a YAML file in UTF-8 with one "
+            "`flag: value` per line."
+        ) from error
+    if not isinstance(found, dict):
+        what = "nothing" if found is None else f"a {type(found).__name__}"
+        raise ValueError(
+            f"`--config {file}` was given. The file holds {what}, and settings need names. Write one `flag: value` per "
+            "line, or omit `--config`."
+        )
+    return found
+
+
+def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
+    """Refuse values that their fields cannot hold; argparse converts and checks those that are text.
+
+    Raises:
+        ValueError: a list or a mapping for a number, a fraction for a whole number, or no value where one is needed.
+    """
+    for name, wanted in {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}.items():
+        plain = set(get_args(wanted) or [wanted])
+        if name not in settings or not plain <= {int, float, bool, str, type(None)}:
+            continue
+        value, allowed = settings[name], (plain | {str}) | ({int} if plain & {float, bool} else set())
+        if type(value) not in allowed:
+            expected = " or ".join(
+                "nothing" if each is type(None) else each.__name__ for each in get_args(wanted) or [wanted]
+            )
+            raise ValueError(
+                f"`{name}: {value}` was given in the config file. It has the type {type(value).__name__}, and the "
+                f"field holds {expected}. Correct it, or remove it for the default."
+            )
+
+
+def _check_unknown(unknown: list[str], known: list[str]) -> None:
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
     launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
     wrong = [name for name in names if name not in launcher]
     if wrong or (unknown and not names):
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in wrong or unknown)} was given, as a flag or in the config file. No "
-            "field of SFTConfig, ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be "
-            "ignored. Correct or remove it; `trl-packfix train --help` lists all flags."
+            f"{', '.join(f'`{name}`' for name in wrong or unknown)} was given, as a flag or in the config file"
+            f"{did_you_mean(wrong, known)}. No field of SFTConfig, ModelConfig, ScriptArguments or the dataset mixture "
+            "has this name, so it would be ignored. Correct or remove it; `trl-packfix train --help` lists all flags."
         )
     if names:
         PartialState().print(
@@ -162,12 +253,12 @@ def _splits(name: str, script_args: ScriptArguments) -> Any:
         return loaded if isinstance(loaded, DatasetDict) else DatasetDict({script_args.dataset_train_split: loaded})
     if path.is_file() or path.suffix in FORMATS:
         load_rows(name)  # refuses the file by its suffix, or because it does not exist
-    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    return load_named(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
 def choose_split(dataset: Any, flag: str, split: str) -> Dataset | IterableDataset:
     if split not in dataset:
-        raise SystemExit(
+        raise ValueError(
             f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
             f"split there is nothing to train or evaluate on. Set `--{flag}` to one of these, or `--eval_strategy no`."
         )
@@ -190,29 +281,34 @@ def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: Mixtur
 # Training
 
 
-def train(
+def make_trainer(
     script_args: TrainArguments,
     training_args: SFTConfig,
     model_args: ModelConfig,
     mixture: MixtureConfig,
     dataset: Any = None,
-) -> None:
-    """Train, save in `output_dir` and, with `push_to_hub`, push.
+) -> SFTTrainer:
+    """The trainer of a run, with its model and its documents.
 
     Args:
         dataset: splits by name; None: those that the arguments name.
+
+    Raises:
+        ValueError, OSError: what was given cannot be read or used.
     """
     if not model_args.model_name_or_path:
         raise ValueError(
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
+    if training_args.resume_from_checkpoint and PartialState().is_main_process:
+        choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))  # before it is needed
+    names = dataset_names(script_args, mixture)
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # one process of a machine downloads
             dataset = _load(script_args, training_args, mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
-    named = [each.path for each in mixture.datasets] or script_args.dataset_name or []
-    PartialState().print(f"Dataset: {', '.join(named) or 'given'}")
+    PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
     chosen: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -221,20 +317,31 @@ def train(
         "dtype": model_args.dtype,
     } | chosen
     test_split = script_args.dataset_test_split
-    trainer = SFTTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
-        eval_dataset=None
-        if training_args.eval_strategy == "no"
-        else choose_split(dataset, "dataset_test_split", test_split),
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    trainer.accelerator.print(f"Saved in {training_args.output_dir}")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=named)
+    with in_utf8(", ".join(names)):
+        return SFTTrainer(
+            model=model_args.model_name_or_path,
+            args=training_args,
+            train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
+            eval_dataset=None
+            if training_args.eval_strategy == "no"
+            else choose_split(dataset, "dataset_test_split", test_split),
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+
+
+def dataset_names(script_args: TrainArguments, mixture: MixtureConfig) -> list[str]:
+    """Name or path of each dataset of a run."""
+    return [each.path for each in mixture.datasets] or script_args.dataset_name or []
+
+
+def train(trainer: SFTTrainer, names: Sequence[str]) -> None:
+    """Train, save in `output_dir` and, with `push_to_hub`, push; `names` are those of the datasets."""
+    args = trainer.args
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Saved in {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=list(names))
     trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another one exits before it
     end_training(trainer)

@@ -126,8 +126,8 @@ def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str | None, s
             instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
         if not Path(str(given)).is_dir():
             raise ValueError(
-                f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (in Python, "
-                f"`True` means the newest in {output_dir!r}). {why} {instead}."
+                f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (the newest "
+                f'in {output_dir!r} is `True` in Python and "newest" on a command line). {why} {instead}.'
             )
         raise ValueError(
             f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}. The run ended while it was written, or "
