@@ -166,7 +166,7 @@ def test_train_says_which_splits_there_are(workplace, monkeypatch):
     arguments = ScriptArguments(dataset_name=str(workplace / "rows.jsonl"))
     dataset = train["load_documents"](arguments)
     assert len(train["choose_split"](dataset, "dataset_train_split", arguments.dataset_train_split)) == NUM_ROWS
-    with pytest.raises(SystemExit, match=r"`--dataset_test_split test` was given .* has \['train'\] only.*`--eval_str"):
+    with pytest.raises(ValueError, match=r"`--dataset_test_split test` was given .* has \['train'\] only.*`--eval_str"):
         train["choose_split"](dataset, "dataset_test_split", arguments.dataset_test_split)
 
 
