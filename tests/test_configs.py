@@ -70,7 +70,7 @@ def read(file):
     for vision in ("vision_config", "audio_config"):  # left out of some tiny configs, and then of full size
         part = vars(found).get(vision)
         if part is not None:
-            setattr(found, vision, type(part)(**zoo.shrink(part)))
+            setattr(found, vision, type(part).from_dict(part.to_dict() | zoo.shrink(part)))
     return found
 
 
