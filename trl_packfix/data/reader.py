@@ -98,6 +98,13 @@ def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[s
     return [name for name in mask_columns(dataset) if name != "completion_mask" or completion_only_loss]
 
 
+def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
+    """The dataset without a `completion_mask` that TRL would not read: see `applied_masks`."""
+    if applied_masks(dataset, completion_only_loss) == mask_columns(dataset):
+        return dataset
+    return dataset.remove_columns("completion_mask")
+
+
 class _ListColumn:
     """One list column: the flat values of each Arrow chunk, and the offsets of the chunk's rows in them.
 

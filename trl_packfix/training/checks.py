@@ -7,10 +7,12 @@ from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from trl.data_utils import get_dataset_column_names
 
 from ..attention.choice import ATTENTION_DROPOUT
 from ..compat import DDP
 from ..data.checks import check_rows, check_tokenised
+from ..data.images import has_images
 from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
 from ..planning.degrees import possible_degrees
@@ -262,6 +264,112 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
     assert args.max_length is not None  # `SFTConfig` refuses packing without it
     num_heads = getattr(text_config(model, args), "num_attention_heads", None)
     possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
+
+
+# What is changed after the trainer is constructed
+
+# Settings by which the constructor cuts documents, chooses collators and prepares the model
+FIXED = (
+    "packing",
+    "padding_free",
+    "packing_strategy",
+    "max_length",
+    "overlong",
+    "truncation_mode",
+    "bad_rows",
+    "per_turn",
+    "share_prefixes",
+    "tokens_per_rank",
+    "pad_to_multiple_of",
+    "pad_documents_to_multiple_of",
+    "document_weighting",
+    "weight_column",
+    "source_column",
+    "on_leak",
+    "enforce_flash_attention",
+    "neftune_noise_alpha",
+)
+
+
+class Constructed:
+    """The settings and the model with which a trainer was constructed, to refuse other ones later."""
+
+    def __init__(self, args: SFTConfig, model: nn.Module):
+        # Without packing, the others are TRL's to honour
+        self._settings = {name: getattr(args, name) for name in (FIXED if args.packing else FIXED[:2])}
+        self._model = _without_adapters(model)
+
+    def check(self, args: SFTConfig, model: nn.Module) -> None:
+        """Refuse what the trainer would not use.
+
+        Raises:
+            ValueError: a setting of packing was changed, or the model was replaced.
+        """
+        changed = [
+            f"`{name}` was {before!r} and is {getattr(args, name)!r}"
+            for name, before in self._settings.items()
+            if getattr(args, name) != before
+        ]
+        if changed:
+            raise ValueError(
+                f"`trainer.args` was changed after the trainer was constructed: {', '.join(changed)}. Documents are "
+                "cut and the model is prepared by these settings when the trainer is constructed, so the change would "
+                "not be honoured. Construct the trainer with the new settings."
+            )
+        if _without_adapters(model) is not self._model:
+            raise ValueError(
+                f"`trainer.model` was set to another {type(model).__name__} after the trainer was constructed. The "
+                "optimizer would get the parameters of one model and the batches would run on another: the "
+                "constructor prepares a model to read packs and to score tokens. Construct a trainer with this model."
+            )
+
+
+def _without_adapters(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_replacement(dataset: Any, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
+    """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it.
+
+    Raises:
+        ValueError: another kind of dataset (a table, a stream, images, nothing), rows that are not tokenised, or what
+            `check_rows` and `check_tokenised` refuse.
+    """
+    kinds = [_kind(before), _kind(dataset)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"`trainer.train_dataset` was set to {kinds[1]}, and the trainer was constructed with {kinds[0]}. The "
+            "loader, the collator and the checks of the model were chosen for that kind. Construct a trainer with the "
+            f"new dataset, or set `train_dataset` to {kinds[0]}."
+        )
+    check_rows(dataset, "train")
+    if not has_images(dataset):
+        check_prepared(dataset, "train")
+    if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+        check_tokenised(dataset, "train", vocab_size, packing=True)
+
+
+def _kind(dataset: Any) -> str:
+    images = " with images" if has_images(dataset) else ""
+    if isinstance(dataset, Dataset):
+        return f"a `Dataset`{images}"
+    return f"an `IterableDataset`{images}" if isinstance(dataset, IterableDataset) else f"{type(dataset).__name__}"
+
+
+def check_prepared(dataset: Any, name: str) -> None:
+    """Refuse rows that were set as a dataset of the trainer and are not tokenised.
+
+    Raises:
+        ValueError: there is no column `input_ids`.
+    """
+    columns = get_dataset_column_names(dataset)
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"`trainer.{name}_dataset` was set to rows with the columns {columns}, without `input_ids`. Datasets are "
+            "formatted and tokenised when the trainer is constructed, and not again later. Set it to rows of the "
+            f"prepared dataset (`trainer.{name}_dataset.select(...)`), to tokenised rows, or construct a trainer with "
+            "this dataset."
+        )
 
 
 # Engines

@@ -35,7 +35,7 @@ from ..data.row_values import RowValues, read_row_values
 from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
-from .checks import check_tokenised
+from .checks import check_prepared, check_tokenised
 from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
@@ -120,11 +120,16 @@ class ExactEvaluation(PackedObjective):
     _has_said_whose_loss = False
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        self._constructed_with.check(self.args, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         table = self._table(dataset)
         if not self._evaluates_documents(table):
+            if isinstance(table, datasets.Dataset) and isinstance(
+                self._padded_collator, DataCollatorForLanguageModeling
+            ):
+                check_prepared(table, "eval")
             return super().get_eval_dataloader(eval_dataset)
         return self._evaluation_loader(table, needs_logits=self.compute_metrics is not None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import trl
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,7 +19,7 @@ from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.prefixes import PrefixCollator
-from ..data.reader import TokenReader
+from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
@@ -40,7 +40,8 @@ from .progress import shown
 class PackedLoading(trl.SFTTrainer):
     """The part of the trainer that makes batches.
 
-    With packing, a table becomes documents when the trainer is constructed, and packs when training starts.
+    With packing, a table becomes documents when the trainer is constructed, and packs when training starts. If
+    `train_dataset` was replaced by then, the new one is read first.
 
     Attributes:
         packing_report: what packing did; None until the training loader is made, and without packing.
@@ -71,14 +72,11 @@ class PackedLoading(trl.SFTTrainer):
             wait_for_threads_at_exit()
         self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         self._padded_collator = self.data_collator  # of an unpacked run
-        self._row_values = self._read_row_values()
         if self.args.packing:
             self._prepare_packing()
-        elif self._has_row_values:
-            index = {value: i for i, value in enumerate(self._row_values.column_values)}
-            columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
-            keys = {key: column for key, column in columns.items() if column is not None}
-            self.data_collator = RowValuesCollator(self.data_collator, keys, index)
+        else:
+            self._read_training_set()
+        self._constructed_with = checks.Constructed(self.args, self.model)
 
     # Weights and sources of rows
 
@@ -91,6 +89,13 @@ class PackedLoading(trl.SFTTrainer):
         if isinstance(self.train_dataset, IterableDataset):
             return RowValues()  # a stream is read, and checked, later
         return read_row_values(self.train_dataset, self.args.weight_column, self.args.source_column, "train")
+
+    def _collate_row_values(self) -> Callable:
+        """The collator of unpacked rows, which have the two columns themselves."""
+        index = {value: i for i, value in enumerate(self._row_values.column_values)}
+        columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
+        keys = {key: column for key, column in columns.items() if column is not None}
+        return RowValuesCollator(self._padded_collator, keys, index)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -116,8 +121,20 @@ class PackedLoading(trl.SFTTrainer):
         self.padding_free = True
         self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
         self.data_collator = self._make_packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
-        if not isinstance(self.train_dataset, IterableDataset):
-            self._reader = self._read(self.train_dataset, "train")
+        self._read_training_set()
+        self.packed_model = self._make_packed_model()
+
+    # Tables
+
+    def _read_training_set(self) -> None:
+        """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
+        args, dataset = self.args, self.train_dataset
+        self._row_values = self._read_row_values()
+        if not args.packing:
+            if self._has_row_values:
+                self.data_collator = self._collate_row_values()
+        elif not isinstance(dataset, IterableDataset):
+            self._reader = self._read(dataset, "train")
             with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
                 self._documents = cached_documents(
                     self._reader,
@@ -127,9 +144,21 @@ class PackedLoading(trl.SFTTrainer):
                     wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
                     sorts_tokens=args.share_prefixes == "family",
                 )
-        self.packed_model = self._make_packed_model()
+        self._dataset_read = dataset
 
-    # Tables
+    def _read_replaced_training_set(self) -> None:
+        """Read `train_dataset` if it is not the one that was read before: a user may set it between two trainings."""
+        before, dataset, args = self._dataset_read, self.train_dataset, self.args
+        if dataset is before:
+            return
+        if args.packing:
+            checks.check_replacement(dataset, before, self._vocab_size)
+            if isinstance(dataset, Dataset):
+                self.train_dataset = without_ignored_mask(dataset, self.completion_only_loss)
+        if self._has_row_values:
+            checks.check_row_columns(args, self.train_dataset, None)
+        self._turns = None
+        self._read_training_set()
 
     def _read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
         """The rows of a table: tokens, or images and text, which are measured once."""
@@ -138,6 +167,8 @@ class PackedLoading(trl.SFTTrainer):
         return self._images.rows(dataset, name, self.args, marks=name == "train")
 
     def get_train_dataloader(self) -> DataLoader:
+        self._constructed_with.check(self.args, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        self._read_replaced_training_set()
         if not self.args.packing:
             return super().get_train_dataloader()
         if isinstance(self.train_dataset, IterableDataset):

@@ -181,6 +181,7 @@ class PackedObjective(PackedLoading):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._add_token_scores()  # again, because a trainer of TRL may have been built on this model since
+        self._totals_of_training.set_sources(self._row_values.names)  # of a training set that was set since, too
         return super()._prepare_for_training(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

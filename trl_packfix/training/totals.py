@@ -33,7 +33,12 @@ class TrainingTotals(TrainerCallback):
     OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
 
     def __init__(self, sources: Sequence[str] = (), shares_prefixes: bool = False) -> None:
-        self.sources, self.shares_prefixes = sources, shares_prefixes
+        self.shares_prefixes = shares_prefixes
+        self.set_sources(sources)
+
+    def set_sources(self, sources: Sequence[str]) -> None:
+        """Sum losses by these sources from now on."""
+        self.sources = sources
         # Losses, then trained tokens
         self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
         self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]

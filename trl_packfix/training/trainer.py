@@ -22,7 +22,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
 from ..data import checks as dataset_checks
-from ..data.reader import applied_masks, mask_columns
+from ..data.reader import mask_columns, without_ignored_mask
 from ..data.spans import drop_untrained
 from ..reporting.report import add_to_card
 from . import bad_rows, checks, per_turn
@@ -152,10 +152,8 @@ class SFTTrainer(ExactRestart):
             if "input_ids" in dataset.column_names:
                 dataset_checks.check_tokenised(dataset, dataset_name, self._vocab_size, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    masks = applied_masks(dataset, self.completion_only_loss)
-                    if masks != mask_columns(dataset):
-                        dataset = dataset.remove_columns("completion_mask")
-                    if len(masks) < 2:
+                    dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                    if len(mask_columns(dataset)) < 2:
                         # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:

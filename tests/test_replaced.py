@@ -1,0 +1,201 @@
+"""What a user changes after the trainer is constructed is honoured, as in TRL, or refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import build_tiny_model
+from support.runs import texts, trainer, weights
+
+ROWS = texts(40)
+
+
+def with_documents(run):
+    """Collects what each `train()` is given: sorted tokens of every document."""
+    documents, step = [], run.training_step
+
+    def training_step(model, inputs, *args, **kwargs):
+        tokens = inputs["input_ids"]
+        if run.args.packing:
+            bounds = inputs["cu_seq_lens_q"].tolist()
+            documents.extend(tokens[0, a:b].tolist() for a, b in pairwise(bounds))
+        else:
+            documents.extend(
+                row[mask.bool()].tolist() for row, mask in zip(tokens, inputs["attention_mask"], strict=True)
+            )
+        return step(model, inputs, *args, **kwargs)
+
+    run.training_step = training_step
+    return documents
+
+
+def tokens_of(dataset):
+    return sorted(dataset["input_ids"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"share_prefixes": "family"}, {"packing_strategy": "minibatch"}])
+def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_path):
+    settings = {"learning_rate": 1e-2, "num_train_epochs": 2} | settings
+    run = trainer(tmp_path, ROWS, **settings)
+    run.train_dataset = run.train_dataset.select(range(15, 40))
+    fresh = trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
+    for each in (run, fresh):
+        each.train()
+    assert torch.equal(weights(run), weights(fresh)) and run.state.max_steps == fresh.state.max_steps
+    assert run.packing_report.num_rows == run.packing_report.num_documents == 25
+    rates = [
+        [entry["learning_rate"] for entry in each.state.log_history if "learning_rate" in entry]
+        for each in (run, fresh)
+    ]
+    assert rates[0] == rates[1] and len(rates[0]) == run.state.max_steps > 4
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
+    run = trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
+    documents, prepared = with_documents(run), run.train_dataset
+    tokenised = Dataset.from_dict(
+        {"input_ids": [[7, 8, 9, 10 + i] for i in range(30)]}
+        | ({} if packing else {"labels": [[7, 8, 9, 10 + i] for i in range(30)]})
+    )
+    num_steps = []
+    for stage in (prepared, prepared.select(range(10)), tokenised):
+        documents.clear()
+        run.train_dataset = stage
+        run.train()
+        assert sorted(documents) == tokens_of(stage)
+        num_steps.append(run.state.max_steps)
+        assert run.state.global_step == run.state.max_steps
+    assert num_steps[0] > 3 * num_steps[1] and len(set(num_steps)) == 3
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
+    def rows(source, weight):
+        return texts(12).add_column("source", [source] * 12).add_column("weight", [weight] * 12)
+
+    settings = {"weight_column": "weight", "source_column": "source", "packing": packing, "learning_rate": 1e-2}
+    run = trainer(tmp_path, rows("first", 1.0), **settings)
+    second = trainer(tmp_path, rows("second", 0.0), trainer_kwargs={}, **settings | {"weight_column": None})
+    run.train_dataset = second.train_dataset.map(lambda row, i: {"weight": float(i == 3)}, with_indices=True)
+    before = weights(run).clone()
+    run.train()
+    names = {key for entry in run.state.log_history for key in entry if key.startswith("loss/")}
+    assert names == {"loss/second"}
+    # A step without the row of weight 1 has the loss 0
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert sum(float(loss) > 0 for loss in losses) == 3 and len(losses) > 3  # once per epoch
+    assert not torch.equal(weights(run), before)
+    run.train_dataset = second.train_dataset  # all weights are 0
+    with pytest.raises(ValueError, match="all 12 rows of the train dataset have weight 0"):
+        run.train()
+    with pytest.raises(ValueError, match="all 12 rows of the train dataset have weight 0"):
+        run.train()
+
+
+def test_an_ignored_mask_of_new_rows_is_ignored(tmp_path):
+    masked = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 6, "completion_mask": [[0, 0, 0, 1]] * 6})
+    run, fresh = (trainer(tmp_path, each) for each in (ROWS, masked))
+    run.train_dataset = masked
+    for each in (run, fresh):
+        each.get_train_dataloader()
+    assert run.packing_report.num_trained_tokens == fresh.packing_report.num_trained_tokens == 18
+
+
+def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "num_train_epochs": 2}
+    whole = trainer(tmp_path, ROWS, **settings)
+    whole.train_dataset = whole.train_dataset.select(range(20))
+    whole.train()
+    again = trainer(tmp_path, ROWS, **settings)
+    with pytest.raises(ValueError, match="`rows of the dataset` was 20 and is 40"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train_dataset = again.train_dataset.select(range(20))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert whole.state.max_steps > 2 and torch.equal(weights(again), weights(whole))
+
+
+def test_streams_follow_each_other(tmp_path):
+    settings = {"max_steps": 3}
+    run = trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
+    documents, other = with_documents(run), [[7, 8, 9, 10 + i] for i in range(200)]
+    run.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
+    run.train()
+    assert documents and all(document in other for document in documents)
+    run.train_dataset = ROWS.to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"`trainer.train_dataset` was set to rows with the columns \['text'\]"):
+        run.train()
+
+
+REFUSED = {
+    "raw": (lambda run: ROWS, r"was set to rows with the columns \['text'\], without `input_ids`.*not again.*select"),
+    "stream": (lambda run: run.train_dataset.to_iterable_dataset(), "set to an `IterableDataset`.* with a `Dataset`"),
+    "none": (lambda run: None, "set to NoneType, and the trainer was constructed with a `Dataset`.*Construct"),
+    "empty": (lambda run: run.train_dataset.select([]), "The train dataset has 0 rows"),
+    "ids": (lambda run: Dataset.from_dict({"input_ids": [[5, 10**6]]}), "has token ids from 5 to 1000000"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_cannot_be_trained_are_refused(case, tmp_path):
+    run, (other, message) = trainer(tmp_path, ROWS), REFUSED[case]
+    run.train_dataset = other(run)
+    for _ in range(2):  # each time
+        with pytest.raises(ValueError, match=message):
+            run.train()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_evaluation_set_that_is_set_later_is_evaluated(packing, tmp_path):
+    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(20, seed=1)}, packing=packing)
+    few = texts(20, seed=1).select(range(4))
+    fresh = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": few}, packing=packing)
+    before = run.evaluate()["eval_loss"]
+    run.eval_dataset = run.eval_dataset.select(range(4))
+    assert run.evaluate()["eval_loss"] == fresh.evaluate()["eval_loss"] != before
+    assert run.evaluate(few)["eval_loss"] == fresh.evaluate()["eval_loss"]  # prepared by TRL
+    run.eval_dataset = few
+    with pytest.raises(ValueError, match=r"`trainer.eval_dataset` was set to rows with the columns \['text'\]"):
+        run.evaluate()
+
+
+CHANGES = {
+    "share_prefixes": "family",
+    "packing_strategy": "wrapped",
+    "max_length": 32,
+    "packing": False,
+    "on_leak": "raise",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
+    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
+    before = getattr(run.args, name)
+    setattr(run.args, name, CHANGES[name])
+    message = (
+        rf"`trainer.args` was changed.*`{name}` was {before!r} and is {CHANGES[name]!r}.*not be honoured.*Construct"
+    )
+    for call in (run.train, run.evaluate):
+        with pytest.raises(ValueError, match=message):
+            call()
+    setattr(run.args, name, before)
+    run.args.max_steps = 1  # what the Trainer reads when training starts
+    assert run.train().global_step == 1
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("wraps_too", [True, False])
+def test_another_model_is_refused(packing, wraps_too, tmp_path):
+    run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
+    own, run.model = run.model, build_tiny_model("llama")
+    if wraps_too:
+        run.model_wrapped = run.model
+    for call in (run.train, run.evaluate):
+        with pytest.raises(
+            ValueError, match="`trainer.model` was set to another LlamaForCausalLM.*Construct a trainer"
+        ):
+            call()
+    run.model = run.model_wrapped = own
+    assert run.train().global_step == 1
