@@ -13,6 +13,7 @@ from support.runs import start_weights, texts, trainer, weights
 from trl_packfix.training.checkpoints import FILE, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import check_same_batches
 
+SOURCES = texts(60).add_column("source", ["a", "b"] * 30)
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 
 
@@ -314,11 +315,59 @@ def test_a_run_resumed_behind_its_end_trains_nothing(max_steps, is_stream, tmp_p
     assert more.state.global_step == 4 and not torch.equal(weights(more), weights(whole))
 
 
+def weighted(factor=1.0):
+    return texts(60).add_column("weight", [factor + i % 3 for i in range(60)]).add_column("other", [1.0] * 60)
+
+
+# The run, what is changed, and what the message says
+LOSSES = {
+    "no weights": ({"weight_column": "weight"}, {"weight_column": None}, "`weight_column` was 'weight' and is None"),
+    "weights": ({}, {"weight_column": "weight"}, "`weight_column` was None and is 'weight'.*Set `weight_column=None`"),
+    "column": (
+        {"weight_column": "weight"},
+        {"weight_column": "other"},
+        "`weight_column` was 'weight' and is 'other', `weights of the rows` was .*Set `weight_column='weight'`, or",
+    ),
+    "values": (
+        {"weight_column": "weight"},
+        {"dataset": weighted(2.0)},
+        r"`weights of the rows` was \w{8}... and is \w{8}....*Give the rows the weights that they had",
+    ),
+    "type": ({}, {"loss_type": "dft"}, "`loss_type` was 'nll' and is 'dft'.*Set `loss_type='nll'`"),
+    "smoothing": (
+        {"label_smoothing_factor": 0.1},
+        {"label_smoothing_factor": 0.0},
+        "`label_smoothing_factor` was 0.1 and is 0.0.*Set `label_smoothing_factor=0.1`",
+    ),
+    "router": (
+        {"model": "mixtral", "router_aux_loss_coef": 0.001},
+        {"router_aux_loss_coef": None},
+        "`router_aux_loss_coef` was 0.001 and is 0.0.*Set `router_aux_loss_coef=0.001`",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", LOSSES)
+def test_another_loss_is_refused(change, tmp_path):
+    before, after, message = LOSSES[change]
+    before = {"dataset": weighted(), "max_steps": 2} | before
+    saved(tmp_path, save_steps=1, **before)
+    for more in ({}, {"ignore_data_skip": True}):
+        with pytest.raises(ValueError, match=f"saved with another loss: {message}"):
+            resume(tmp_path, "checkpoint-1", **before | after | more)
+    assert resume(tmp_path, "checkpoint-1", **before).state.global_step == 2
+
+
+def test_the_same_loss_by_other_means_continues(tmp_path):
+    saved(tmp_path, save_steps=1, max_steps=2, loss_type="chunked_nll", source_column="source", dataset=SOURCES)
+    assert resume(tmp_path, "checkpoint-1", max_steps=2, loss_type="nll", dataset=SOURCES).state.global_step == 2
+
+
 @pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
 def test_another_weighting_of_documents_is_refused(is_stream, tmp_path):
     data = texts(60).to_iterable_dataset(2) if is_stream else texts(60)
     saved(tmp_path, data, save_steps=1, max_steps=2, document_weighting="document")
-    message = r"`document_weighting` was 'document' and is 'token'.*another loss.*Set `document_weighting='document'`"
+    message = r"`document_weighting` was 'document' and is 'token'.*the new loss.*Set `document_weighting='document'`"
     for more in ({}, {"ignore_data_skip": True}):
         with pytest.raises(ValueError, match=message):
             resume(tmp_path, "checkpoint-1", data, max_steps=2, **more)

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "share_prefixes")
 # Settings that checkpoints of earlier versions do not have, with what those did
 EARLIER = {"share_prefixes": "off"}
+WEIGHTS = "weights of the rows"
 
 
 # What is saved
@@ -199,14 +200,32 @@ class ExactRestart(ExactEvaluation):
                 "Launch the run as before, or pass the checkpoint as `model` to start a new run with its weights."
             )
 
-        now = self.args.document_weighting
-        # Checkpoints of earlier versions do not have this entry.
-        if state is not None and (before := state.get("document_weighting", now)) != now:
+    def _loss_settings(self) -> dict[str, Any]:
+        """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
+        args, weights = self.args, self._row_values.weights
+        is_dft = args.loss_type == "dft"
+        return {
+            "document_weighting": args.document_weighting,
+            "weight_column": args.weight_column,
+            WEIGHTS: None if weights is None else hashlib.sha256(weights.astype("<f4").data).hexdigest(),
+            "loss_type": "dft" if is_dft else "nll",  # "chunked_nll" is the same loss in less memory
+            "label_smoothing_factor": 0.0 if is_dft else args.label_smoothing_factor,
+            "router_aux_loss_coef": self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
+        }
+
+    def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
+        # Checkpoints of earlier versions do not have all entries.
+        changed = {
+            name: (state[name], now) for name, now in self._loss_settings().items() if state.get(name, now) != now
+        }
+        if changed:
+            settings = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS]
+            remedy = f"Set {', '.join(settings)}" if settings else "Give the rows the weights that they had"
             raise ValueError(
-                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `document_weighting` was {before!r} and is "
-                f"{now!r}. From step {state['global_step']} on, another loss would be minimised with the same "
-                f"optimizer state and schedule. Set `document_weighting={before!r}`, or pass the checkpoint as "
-                "`model` to start a new run with its weights."
+                f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with another loss: "
+                f"{_listed(changed)}. From step {state['global_step']} on, the new loss would be minimised with the "
+                f"optimizer state and the schedule of the old one. {remedy}, or pass the checkpoint as `model` to "
+                "start a new run with its weights."
             )
 
     @property
@@ -226,7 +245,7 @@ class ExactRestart(ExactEvaluation):
             super()._issue_warnings_after_load(load_result)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The training loader. If the run resumes, its batches are compared with those of the checkpoint first.
+        """The training loader. If the run resumes, its batches and its loss are compared with those of the checkpoint.
 
         Raises:
             ValueError: they differ.
@@ -237,6 +256,8 @@ class ExactRestart(ExactEvaluation):
             self._settings = settings_of(self.args, planner, self._reader)
             if self._resumed is not None and not self.args.ignore_data_skip:
                 check_same_batches(*self._resumed, self._settings, planner)
+        if self._resumed is not None:
+            self._check_same_loss(*self._resumed)
         return loader
 
     def _prepare_for_training(
@@ -266,7 +287,7 @@ class ExactRestart(ExactEvaluation):
             "global_step": step,
             "num_tokens": self._total_train_tokens,
             "engine": self._engine,
-            "document_weighting": self.args.document_weighting,
+            **self._loss_settings(),
         }
         stream = getattr(self.callback_handler.train_dataloader, "dataset", None)
         if isinstance(stream, PackedStream):
