@@ -24,7 +24,7 @@ from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel, document_costs
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
-from ..planning.prefixes import Pieces, SharePrefixes, make_pieces
+from ..planning.prefixes import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from .cache_files import PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
@@ -160,7 +160,7 @@ class EpochPlanner:
     def pieces(self) -> Pieces:
         """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
         assert self.documents.tokens is not None
-        return make_pieces(self.documents.tokens, self.documents.lengths, self.cost_model, self.capacity)
+        return self._make_pieces(self.documents.tokens, splits_copies=True)
 
     @property
     def _lengths(self) -> Int64Array:
@@ -257,7 +257,10 @@ class EpochPlanner:
         if self.strategy == "stream":
             if not self.shuffle:
                 return plan_stream(lengths, np.arange(len(lengths)), self._planned_capacity)
-            return plan_packs(lengths, self._planned_capacity, "stream", self.seed, epoch)
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(lengths))
+            if self.shares_families:
+                order = self.pieces.with_copies_apart(order)
+            return plan_stream(lengths, order, self._planned_capacity)
         if not self.shuffle:
             return plan_bfd(lengths, self._planned_capacity, None)
         return plan_packs(lengths, self._planned_capacity, "bfd", self.seed, epoch)
@@ -278,7 +281,11 @@ class EpochPlanner:
             return self.pieces
         assert self.documents.tokens is not None
         tokens = self.documents.tokens.within(self._unpacked_steps(epoch))
-        return make_pieces(tokens, self.documents.lengths, self.cost_model, self.capacity)
+        return self._make_pieces(tokens, splits_copies=False)
+
+    def _make_pieces(self, tokens: TokenOrder, splits_copies: bool) -> Pieces:
+        documents = self.documents
+        return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, self.capacity, splits_copies)
 
     def _schedule_pieces(self, epoch: int, pieces: Pieces) -> Schedule:
         """The schedule of the pieces of `minibatch`."""

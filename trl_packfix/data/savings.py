@@ -112,7 +112,7 @@ def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarra
     if planner.documents.block is None:
         chosen = _stretches(len(documents))
         tokens = token_order(reader, documents, chosen)
-        pieces = make_pieces(tokens, documents.lengths, planner.cost_model, planner.capacity)
+        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
         in_families = pieces.rows.sum() / documents.lengths[chosen].sum()
         num_families = pieces.num_families
     values = {"rows": rows, "flops": flops, "in_families": in_families}

@@ -11,6 +11,9 @@ second document therefore ends one token early, and C has two rows.
 Documents next to each other that share at least half of the longer one are a *family*. With `share_prefixes="family"` a
 family is planned as one, or in several *pieces* if it does not fit into a pack. The rows of a piece are sum(length) -
 sum(shared). Its cost is sum(cost(length)) - sum(cost(shared)), because that of a document is a sum over its positions.
+
+Documents of the same tokens are *copies*. Together they would be one update with a multiple of the weight. So the
+second copies make families of their own, the third ones too, and so on.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +33,8 @@ MIN_SHARED = 16
 """Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
 KEYS_PER_CAPACITY = 8
 """Times the capacity: most keys that the runs of a piece look up, which its rows do not bound."""
+TARGETS_PER_CAPACITY = 8
+"""Times the capacity: most trained tokens of a piece. Rows do not bound them, and all of them are in one step."""
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
 BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
@@ -199,6 +204,8 @@ class Pieces:
         rows: of each piece, shape (P,). A pack may have fewer: two of its pieces may begin alike.
         costs: modelled cost of each piece, shape (P,).
         family: family of each document, by its number, shape (N,); pieces of one family were cut from each other.
+        original: for a piece of copies, the piece that has the first ones, else the piece itself, shape (P,).
+        distance: where a piece is visited behind its original, as a share of the epoch, shape (P,).
     """
 
     order: Int64Array
@@ -206,6 +213,8 @@ class Pieces:
     rows: Int64Array
     costs: Float64Array
     family: Int64Array
+    original: Int64Array
+    distance: Float64Array
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -221,6 +230,16 @@ class Pieces:
         piece = number[documents]
         begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
+
+    def with_copies_apart(self, order: Int64Array) -> Int64Array:
+        """An order of the pieces in which those of the same documents are far from each other.
+
+        Args:
+            order: pieces in random order, shape (P,). If there are no copies, it is the result.
+        """
+        place = np.empty(len(self))
+        place[order] = np.arange(len(self)) / max(len(self), 1)
+        return np.argsort((place[self.original] + self.distance) % 1, kind="stable")
 
     def costs_of_documents(self) -> Float64Array:
         """The cost of each piece at its first document and 0 at the others, by number, for sums over packs."""
@@ -246,22 +265,34 @@ class Pieces:
         return order[at], ends[offsets]
 
 
-def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, capacity: int) -> Pieces:
-    """Families of documents, cut where one would have more rows than `capacity` or too many keys.
+def make_pieces(
+    tokens: TokenOrder,
+    lengths: Int64Array,
+    trained: Int64Array,
+    cost_model: CostModel,
+    capacity: int,
+    splits_copies: bool = True,
+) -> Pieces:
+    """Families of documents, cut where one would have more rows than `capacity`, or too many keys or targets.
 
     Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
     would be one family.
 
     Args:
         tokens: the documents, all or some of them.
-        lengths: tokens of each document by its number, at most `capacity`.
+        lengths, trained: tokens and trained tokens of each document by its number; at most `capacity`.
         capacity: most tokens of a pack.
+        splits_copies: False brings documents of the same tokens together, where the steps are fixed anyway.
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
-    >>> pieces = make_pieces(tokens, np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0), 100)
+    >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
+    >>> pieces = make_pieces(tokens, lengths, lengths - 1, costs, capacity=100)
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """
+    copy, first_copy = _copies(tokens, lengths)
+    if splits_copies and copy.any():
+        tokens = tokens.within(copy)
     size = lengths[tokens.order]
     shared = shared_by_neighbours(tokens.common, size)
     longer = np.maximum(size, np.concatenate([[0], size[:-1]])[: len(size)])
@@ -269,7 +300,8 @@ def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, 
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
-    begins[_cuts(size, shared, begins, capacity, KEYS_PER_CAPACITY * capacity)] = True
+    families = np.flatnonzero(begins)
+    begins[_cuts(size, shared, trained[tokens.order], begins, capacity)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     costs = cost_model(size) - cost_model(shared)
@@ -279,33 +311,79 @@ def make_pieces(tokens: TokenOrder, lengths: Int64Array, cost_model: CostModel, 
     number[by_first] = np.arange(len(starts))
     order = tokens.order[np.lexsort((tokens.order, number[np.cumsum(begins) - 1]))]
     sizes = np.diff(np.append(starts, len(size)))[by_first]
+    original, distance = _distances(tokens.order[starts], starts, families, copy, family[first_copy])
     return Pieces(
         order,
         np.concatenate([[0], np.cumsum(sizes)]),
         np.add.reduceat(size - shared, starts)[by_first],
         np.add.reduceat(costs, starts)[by_first],
         family,
+        number[original][by_first],
+        distance[by_first],
     )
 
 
+def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,).
+
+    Documents that are not in `tokens` are number 0 and their own first.
+    """
+    size = lengths[tokens.order]
+    is_copy = np.zeros(len(size), dtype=bool)
+    is_copy[1:] = (size[1:] == size[:-1]) & (tokens.common[1:] == size[1:])
+    place = np.arange(len(size))
+    first = np.maximum.accumulate(np.where(is_copy, 0, place))
+    copy, first_copy = np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths))
+    copy[tokens.order] = place - first
+    first_copy[tokens.order] = tokens.order[first]
+    return copy, first_copy
+
+
+def _distances(
+    documents: Int64Array, starts: Int64Array, families: Int64Array, copy: Int64Array, first_family: Int64Array
+) -> tuple[Int64Array, Float64Array]:
+    """The piece with the first copies of each piece, and how far behind it a piece is visited, both (P,).
+
+    Args:
+        documents: the first of each piece.
+        starts, families: where pieces and families begin.
+        copy, first_family: of each document, how many copies come before it, and the family of the first.
+    """
+    # The first pieces of a family and of its copies belong together, the second pieces do, and so on
+    part = np.arange(len(starts)) - np.searchsorted(starts, families)[np.searchsorted(families, starts, "right") - 1]
+    order = np.lexsort((copy[documents], part, first_family[documents]))
+    differs = (np.diff(part[order]) != 0) | (np.diff(first_family[documents][order]) != 0)
+    begins = np.concatenate([[0], np.flatnonzero(differs) + 1])
+    counts = np.diff(np.append(begins, len(order)))
+    original, distance = np.empty(len(order), dtype=np.int64), np.empty(len(order))
+    original[order] = np.repeat(order[begins], counts)
+    distance[order] = (np.arange(len(order)) - np.repeat(begins, counts)) / np.repeat(counts, counts)
+    return original, distance
+
+
 def _cuts(
-    lengths: Int64Array, shared: Int64Array, begins: npt.NDArray[np.bool_], max_rows: int, max_keys: int
+    lengths: Int64Array, shared: Int64Array, trained: Int64Array, begins: npt.NDArray[np.bool_], capacity: int
 ) -> list[int]:
-    """Places at which families are cut, so that parts of several documents have at most so many rows and keys."""
+    """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets."""
+    max_keys, max_targets = KEYS_PER_CAPACITY * capacity, TARGETS_PER_CAPACITY * capacity
     own = lengths - shared
     # A document of which at most its last row is left has no run, and looks up nothing.
-    rows, keys = (np.concatenate([[0], np.cumsum(each)]) for each in (own, np.where(own > 1, lengths, 0)))
+    rows, keys, targets = (
+        np.concatenate([[0], np.cumsum(each)]) for each in (own, np.where(own > 1, lengths, 0), trained)
+    )
     starts = np.flatnonzero(begins)
     stops = np.append(starts[1:], len(lengths))
-    too_large = (rows[stops] - rows[starts] > max_rows) | (keys[stops] - keys[starts] > max_keys)
+    too_large = (rows[stops] - rows[starts] > capacity) | (keys[stops] - keys[starts] > max_keys)
+    too_large |= targets[stops] - targets[starts] > max_targets
     cuts = []
     for first, stop in zip(starts[too_large].tolist(), stops[too_large].tolist(), strict=True):
         at = first
         while True:
-            fits = np.searchsorted(rows, max_rows - shared[at] + rows[at], side="right") - 1
+            fits = np.searchsorted(rows, capacity - shared[at] + rows[at], side="right") - 1
             looks_up = lengths[at] if own[at] <= 1 else 0  # the first of a part has a run
             looked = np.searchsorted(keys, max_keys - looks_up + keys[at], side="right") - 1
-            at = max(min(int(fits), int(looked)), at + 1)
+            trains = np.searchsorted(targets, max_targets + targets[at], side="right") - 1
+            at = max(min(int(fits), int(looked), int(trains)), at + 1)
             if at >= stop:
                 break
             cuts.append(at)
