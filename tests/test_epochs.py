@@ -13,15 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
+from datasets.fingerprint import Hasher
 from support.runs import trainer, weights
 from transformers import TrainerCallback
 
 import trl_packfix
-from trl_packfix.data import ahead, cache_files, epochs
-from trl_packfix.data.cache import cached_documents
+from trl_packfix.data import ahead, cache, cache_files, epochs
+from trl_packfix.data.cache import cached_documents, cached_token_range
+from trl_packfix.data.cache_files import CODE, Cached
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.savings import prefix_savings
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.training.callbacks import PlanAhead
 
@@ -123,17 +126,43 @@ def test_every_setting_has_its_own_file(tmp_path):
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", "from trl_packfix.data.epochs import CODE; print(CODE)"]
+    command = [sys.executable, "-P", "-c", "from trl_packfix.data.cache_files import CODE; print(CODE)"]
 
     def code():
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)
         return done.stdout.decode().strip()
 
-    before = code()
-    assert before == epochs.CODE
-    with (tmp_path / "trl_packfix" / "planning" / "dealing.py").open("a") as file:
-        file.write("# another way\n")
-    assert code() != before
+    found = [code()]
+    assert found[0] == CODE
+    for changed in ("planning/dealing.py", "data/savings.py", "data/token_order.py"):
+        with (tmp_path / "trl_packfix" / changed).open("a") as file:
+            file.write("# another way\n")
+        found.append(code())
+    assert len(set(found)) == 4
+
+
+def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
+    """Spans, ranges of tokens, estimates, plans, and rows that `datasets` caches."""
+
+    def files():
+        reader = TokenReader(load_from_disk(tmp_path))
+        documents = cached_documents(reader, 64)
+        run = planner(documents)
+        prefix_savings(run, reader)
+        cached_token_range(reader)
+        return {path.name for path in tmp_path.glob("cache-packfix-*")}
+
+    Dataset.from_dict({"input_ids": [[1, 2, 3, i] for i in range(50)]}).save_to_disk(tmp_path)
+    monkeypatch.setattr(epochs, "MANY", 1)
+    before = files()
+    kinds = {name.split("-")[2] for name in before}
+    assert kinds == {"spans", "range", "savings", "packs"} and files() == before
+    for module in (cache, epochs):
+        monkeypatch.setattr(module, "CODE", "of another version")
+    after = files() - before
+    assert {name.split("-")[2] for name in after} == kinds and len(after) == len(before)
+    assert Hasher.hash(Cached(len)) == Hasher.hash(Cached(len)) != Hasher.hash(Cached(len, "of another version"))
+    assert Hasher.hash(Cached(len)) != Hasher.hash(Cached(max))
 
 
 CHANGED = """

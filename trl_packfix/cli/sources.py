@@ -19,6 +19,7 @@ import numpy.typing as npt
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
+from ..data.cache_files import Cached
 from ..data.collator import IGNORE_INDEX
 from ..data.images import IMAGES, ImageRows, has_images
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
@@ -357,7 +358,7 @@ def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
         TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
     if masks:
         dataset = dataset.map(
-            _labels,
+            Cached(_labels),
             fn_kwargs={"masks": masks},
             num_proc=settings.dataset_num_proc,
             desc=f"Building labels of {' and '.join(masks)}",

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache_files import remove, temporary_file
-from .epochs import CODE, EpochPlanner
+from .cache_files import CODE, remove, temporary_file
+from .epochs import EpochPlanner
 
 COMMAND = "from trl_packfix.data.epochs import schedule_ahead; schedule_ahead()"
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import PREFIX, read_arrays, remove, write_atomically
+from .cache_files import CODE, PREFIX, read_arrays, remove, write_atomically
 from .documents import Documents
 from .reader import Rows, TokenReader
 from .spans import Overlong, make_documents
@@ -25,7 +25,6 @@ from .token_order import token_order
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # raise it when the same settings give other spans, or the files get another form
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 
@@ -138,7 +137,7 @@ def _read_or_compute(
         return read(make(), None)
     # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([VERSION, reader.fingerprint, stats, settings], sort_keys=True)
+    key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     try:
         return read(read_arrays(path), path)

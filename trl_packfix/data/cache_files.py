@@ -1,16 +1,21 @@
 """Cache files beside the dataset, written atomically. Plans and schedules unused for a week are deleted.
 
+Every cache of this package depends on its code: another version may cut, measure, plan or estimate differently. So
+`CODE` is part of every file name, also of those that `datasets` makes (`Cached`).
+
 A plan or a schedule is one `.npy` file. It is memory-mapped, so all ranks of a node share one copy in memory. An
 existing file is never replaced: on network storage, a process that has mapped the replaced file would be killed.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +26,31 @@ logger = logging.getLogger(__name__)
 PREFIX = "cache-packfix"
 PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
 TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
+
+
+def _hash_of_code() -> str:
+    digest = hashlib.sha256(np.__version__.encode())
+    package = Path(__file__).parents[1]
+    for file in sorted([*(package / "planning").glob("*.py"), *(package / "data").glob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+CODE = _hash_of_code()  # computed at import: the source files may change during the run
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A function for `Dataset.map`, whose result `datasets` finds again only with the same code.
+
+    `datasets` hashes a function of a module by its name, but an object by its attributes.
+    """
+
+    function: Callable[..., Any]
+    code: str = CODE
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 class CachedPacks(NamedTuple):

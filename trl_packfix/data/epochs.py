@@ -27,22 +27,10 @@ from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_s
 from ..planning.prefixes import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
-from .cache_files import PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
+from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
 from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
-
-
-def _hash_of_code() -> str:
-    digest = hashlib.sha256(np.__version__.encode())
-    for file in (Path(__file__), *sorted((Path(__file__).parents[1] / "planning").glob("*.py"))):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-# The hash of the code is part of every file name, because another version may plan differently. It is computed at
-# import: the source files may change during the run.
-CODE = _hash_of_code()
 
 
 @dataclass

@@ -23,6 +23,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
+from .cache_files import Cached
 from .collator import IGNORE_INDEX
 from .image_sizes import depends_on_sizes, processing_sizes
 from .reader import BAD_ROW, bad_rows
@@ -134,7 +135,7 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
 
     def run(every: int) -> Dataset:
         return dataset.map(
-            _measures,
+            Cached(_measures),
             with_indices=True,
             fn_kwargs={"process": process, "every": every},
             remove_columns=dataset.column_names,

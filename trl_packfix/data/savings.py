@@ -12,7 +12,7 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
 from .cache import cached_arrays
-from .epochs import CODE, EpochPlanner
+from .epochs import EpochPlanner
 from .reader import TokenReader
 from .token_order import token_order
 
@@ -97,7 +97,7 @@ def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
 
 
 def _decisive(planner: EpochPlanner) -> dict[str, str]:
-    return {"code": CODE, "documents": planner.documents.fingerprint, "settings": str(planner.settings())}
+    return {"documents": planner.documents.fingerprint, "settings": str(planner.settings())}
 
 
 def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
+from ..data.cache_files import Cached
 from ..data.reader import BAD_ROW, bad_rows
 from .config import SFTConfig
 
@@ -156,7 +157,7 @@ def _with_tokens(dataset: Dataset, name: str, args: SFTConfig, prepare: Callable
     removed = [column for column in removed if column not in (args.weight_column, args.source_column)]
     others = {column: feature for column, feature in dataset.features.items() if column not in removed}
     return dataset.map(
-        _tokens,
+        Cached(_tokens),
         fn_kwargs={"steps": steps, "text_field": args.dataset_text_field},
         remove_columns=removed,
         features=Features(others | TOKENS),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
+from ..data.cache_files import Cached
 from ..data.checks import check_rows
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
@@ -83,7 +84,7 @@ def split_turns(
     numbers = {CONVERSATION: Value("int64"), TURN: Value("int64")}
     with main_process_first():
         found = dataset.map(
-            _rows,
+            Cached(_rows),
             with_indices=True,
             batched=True,
             batch_size=NUM_AT_ONCE,
