@@ -50,8 +50,9 @@ from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
-from trl_packfix.planning.packs import PackPlan, plan_packs
+from trl_packfix.planning.packs import PackPlan
 from trl_packfix.planning.schedule import Schedule, schedule_packs
+from trl_packfix.planning.strategies import plan_packs
 
 ACCUMULATION = 4
 CAPACITIES = (8192, 32768, 65536)

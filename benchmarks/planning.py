@@ -49,7 +49,8 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from trl_packfix.planning.best_fit import pour
-from trl_packfix.planning.packs import PackPlan, plan_packs, plan_stream
+from trl_packfix.planning.packs import PackPlan, plan_stream
+from trl_packfix.planning.strategies import plan_packs
 
 CAPACITIES = (2048, 8192, 32768)
 SHAPES = ((1 / 40, 1.0), (1 / 10, 1.0), (1 / 3, 0.8), (1 / 2, 0.6))  # median / capacity, sigma

@@ -31,7 +31,7 @@ from datasets import Dataset, IterableDataset
 from planning import file_lengths
 
 from trl_packfix.data.stream import PackedStream
-from trl_packfix.planning.packs import plan_packs
+from trl_packfix.planning.strategies import plan_packs
 
 CAPACITIES = (2048, 8192)
 NUM_RESTARTS = 20

@@ -9,8 +9,8 @@ from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.exchanges import Slots
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound, rank_costs
-from trl_packfix.planning.packs import plan_packs
 from trl_packfix.planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.strategies import plan_packs
 
 ACCUMULATION = 4
 

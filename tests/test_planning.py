@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_packs, plan_stream
+from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_stream
+from trl_packfix.planning.strategies import plan_packs
 
 
 def packs_of(plan: PackPlan) -> list[list[int]]:

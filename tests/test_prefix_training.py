@@ -23,7 +23,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import PackedDataCollator, SFTTrainer
 from trl_packfix.data.prefixes import PrefixCollator
-from trl_packfix.planning.packs import plan_packs
+from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.training import objective
 
 DOCUMENTS = forest()

@@ -14,7 +14,7 @@ _MODULE_OF = {
     "SFTConfig": "training.config",
     "SFTTrainer": "training.trainer",
     "PackPlan": "planning.packs",
-    "plan_packs": "planning.packs",
+    "plan_packs": "planning.strategies",
     "PackedDataCollator": "data.collator",
     "prepare_for_packing": "isolation.packed_model",
     "IsolationReport": "isolation.report",
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from .isolation.check import check_isolation
     from .isolation.packed_model import prepare_for_packing
     from .isolation.report import IsolationReport, PackingLeakError
-    from .planning.packs import PackPlan, plan_packs
+    from .planning.packs import PackPlan
+    from .planning.strategies import plan_packs
     from .reporting.report import PackingReport
     from .training.config import SFTConfig
     from .training.trainer import SFTTrainer

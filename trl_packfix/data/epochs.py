@@ -23,7 +23,7 @@ from ..planning.arrays import Float64Array, Int64Array
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel, document_costs
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
-from ..planning.packs import PackPlan, plan_bfd, plan_blocks, plan_packs, plan_stream, reordered
+from ..planning.packs import PackPlan, plan_blocks, reordered
 from ..planning.prefixes import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
@@ -108,7 +108,9 @@ class EpochPlanner:
 
     @property
     def _traits(self) -> StrategyTraits:
-        return STRATEGIES[self.strategy]
+        traits = STRATEGIES.get(self.strategy)
+        assert traits is not None, f"no strategy is named {self.strategy!r}"
+        return traits
 
     @cached_property
     def image_costs(self) -> Float64Array | None:
@@ -238,20 +240,16 @@ class EpochPlanner:
         lengths = self._lengths
         if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
             lengths = np.minimum(lengths, self._planned_capacity)
-        if self._traits.cuts_blocks:
-            assert self.documents.block is not None
-            rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
+        rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
+        if self._traits.plan is None:
+            assert self.documents.block is not None  # what keeps steps has no plan
             return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
-        if self.strategy == "stream":
-            if not self.shuffle:
-                return plan_stream(lengths, np.arange(len(lengths)), self._planned_capacity)
+        order = np.arange(len(lengths))
+        if self.shuffle:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(lengths))
             if self.shares_families:
                 order = self.pieces.with_copies_apart(order)
-            return plan_stream(lengths, order, self._planned_capacity)
-        if not self.shuffle:
-            return plan_bfd(lengths, self._planned_capacity, None)
-        return plan_packs(lengths, self._planned_capacity, "bfd", self.seed, epoch)
+        return self._traits.plan(lengths, self._planned_capacity, order, rng)
 
     def _schedule(self, epoch: int) -> Schedule:
         if not self.shares_families:

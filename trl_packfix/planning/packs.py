@@ -18,7 +18,6 @@ import numpy.typing as npt
 from .arrays import Int64Array
 from .best_fit import best_fit_decreasing, by_earliest
 from .exact_fill import carry_over, fill_exactly
-from .strategies import STRATEGIES, Strategy
 
 NUM_SHOWN = 10  # offenders that an error message names
 LONGEST = 2**26  # tokens of a document: plans are made on histograms of lengths, here of 0.5 GiB
@@ -36,7 +35,7 @@ class PackPlan:
         lengths: tokens of each document, shape (N,).
         capacity: most tokens a pack may hold.
 
-    >>> plan = plan_packs([5, 3, 4, 2], capacity=7, strategy="bfd")
+    >>> plan = plan_bfd([5, 3, 4, 2], capacity=7, rng=None)
     >>> plan.num_packs, plan.efficiency, plan.lower_bound
     (2, 1.0, 2)
     """
@@ -77,50 +76,6 @@ class PackPlan:
         return int(documents[-1] - documents[half] + np.maximum(-(-overflow // capacity), 0).max())
 
 
-def plan_packs(
-    lengths: npt.ArrayLike, capacity: int, strategy: Strategy = "stream", seed: int = 0, epoch: int = 0
-) -> PackPlan:
-    """Packs for one epoch: every document in exactly one pack, no pack over `capacity`.
-
-    Args:
-        lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
-        capacity: most tokens a pack may hold.
-        strategy: `stream` visits documents in a random order and keeps to it (see `plan_stream`); `bfd` packs
-            the whole set at once (see `plan_bfd`).
-        seed, epoch: non-negative integers; another epoch gives another plan.
-
-    Raises:
-        ValueError: for lengths that are not one-dimensional integers or do not fit, and for unknown strategies.
-
-    >>> plan = plan_packs([300, 200, 500], capacity=512)
-    >>> sorted(sorted(pack.tolist()) for pack in np.split(plan.order, plan.offsets[1:-1]))
-    [[0, 1], [2]]
-    """
-    traits = STRATEGIES.get(strategy)
-    if traits is None:
-        here = [repr(name) for name, each in STRATEGIES.items() if each.instead is None]
-        elsewhere = [repr(name) for name, each in STRATEGIES.items() if each.instead is not None]
-        raise ValueError(
-            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of {', '.join(here)} here, or "
-            f"also {', '.join(elsewhere)} in the trainer."
-        )
-    if traits.instead is not None:
-        raise ValueError(
-            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: {traits.instead}."
-        )
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if not _is_integer(value) or value < 0:
-            raise ValueError(
-                f"{name}={value!r} was given. The random order is drawn from non-negative integers. Set {name} to 0 "
-                "or more."
-            )
-    lengths = _checked(lengths, capacity)
-    rng = np.random.default_rng([seed, epoch])
-    if strategy == "bfd":
-        return plan_bfd(lengths, capacity, rng)
-    return plan_stream(lengths, rng.permutation(len(lengths)), capacity)
-
-
 def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
     """Best-fit decreasing over all documents: longest first, each into the fullest pack that has room for it.
 
@@ -133,7 +88,7 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     >>> plan_bfd([2, 5, 3, 4], capacity=7, rng=None).order.tolist()
     [1, 0, 3, 2]
     """
-    lengths = _checked(lengths, capacity)
+    lengths = checked_lengths(lengths, capacity)
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
         members, sizes = by_earliest(members, sizes)
@@ -160,14 +115,14 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buf
     >>> plan_stream([4, 5, 3, 2], order=[0, 1, 2, 3], capacity=7).order.tolist()
     [0, 2, 1, 3]
     """
-    lengths = _checked(lengths, capacity)
+    lengths = checked_lengths(lengths, capacity)
     order = np.asarray(order, dtype=np.int64 if np.size(order) == 0 else None)
     if not _is_permutation(order, len(lengths)):
         raise ValueError(
             f"order of shape {order.shape} was given for {len(lengths)} lengths. It must name every document once. Set "
             f"it to a permutation of range({len(lengths)})."
         )
-    if not _is_integer(buffer_size) or buffer_size < 1:
+    if not is_integer(buffer_size) or buffer_size < 1:
         raise ValueError(
             f"buffer_size={buffer_size!r} was given. The buffer must hold at least the document that is placed next. "
             "Set it to 1 or more; 1000 is the default."
@@ -216,7 +171,7 @@ def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, capacity:
     return PackPlan(members, offsets, lengths, int(capacity))
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -230,9 +185,9 @@ def _is_permutation(order: np.ndarray, num_documents: int) -> bool:
     return bool((np.bincount(order.astype(np.int64), minlength=num_documents) == 1).all())
 
 
-def _checked(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
+def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
     """Lengths as int64, shape (N,), after the refusals that every plan shares."""
-    if not _is_integer(capacity) or capacity < 1:
+    if not is_integer(capacity) or capacity < 1:
         raise ValueError(
             f"capacity={capacity!r} was given. A pack must hold a whole number of tokens, at least one. Set it to the "
             "tokens of one micro-batch, per_device_train_batch_size * max_length."

@@ -33,7 +33,7 @@ MIN_SHARED = 16
 """Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
 KEYS_PER_CAPACITY = 8
 """Times the capacity: most keys that the runs of a piece look up, which its rows do not bound."""
-TARGETS_PER_CAPACITY = 8
+TARGETS_PER_CAPACITY = 16
 """Times the capacity: most trained tokens of a piece. Rows do not bound them, and all of them are in one step."""
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them

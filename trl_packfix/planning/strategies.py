@@ -1,16 +1,27 @@
 """The packing strategies. This is the only list of their names: a new one begins with its record here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Strategy = Literal["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
+import numpy as np
+import numpy.typing as npt
+
+from .arrays import Int64Array
+from .packs import PackPlan, checked_lengths, is_integer, plan_bfd, plan_stream
+
+Strategy = str  # a key of `STRATEGIES`
+Planner = Callable[[Int64Array, int, Int64Array, np.random.Generator | None], PackPlan]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
-    """What follows from a strategy.
+    """What a strategy does, and what follows from it.
 
     Attributes:
+        plan: (lengths, capacity, order, rng) -> packs of at most `capacity` tokens with every document once. `order`
+            is the order in which documents are visited, a permutation, shape (N,). `rng` draws everything else; None
+            without shuffling. Only what cuts blocks or keeps steps is planned elsewhere, and has none.
         overlong: what happens to documents longer than `max_length` where `overlong` is unset.
         packs_streams: it needs no document beyond a bounded buffer, so it packs an `IterableDataset`.
         cuts_blocks: all documents are concatenated and cut every `max_length` tokens.
@@ -18,11 +29,23 @@ class StrategyTraits:
         instead: what to do instead of `plan_packs`, where lengths alone are not enough to plan it.
     """
 
+    plan: Planner | None = None
     overlong: Literal["truncate", "split"] = "truncate"
     packs_streams: bool = False
     cuts_blocks: bool = False
     keeps_steps: bool = False
     instead: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.plan is None) == (self.cuts_blocks or self.keeps_steps), "a strategy is planned in one way"
+
+
+def _stream(lengths: Int64Array, capacity: int, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+    return plan_stream(lengths, order, capacity)
+
+
+def _bfd(lengths: Int64Array, capacity: int, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+    return plan_bfd(lengths, capacity, rng)
 
 
 def _use_the_trainer(strategy: Strategy) -> str:
@@ -30,12 +53,56 @@ def _use_the_trainer(strategy: Strategy) -> str:
 
 
 STRATEGIES: dict[Strategy, StrategyTraits] = {
-    "stream": StrategyTraits(packs_streams=True),
-    "bfd": StrategyTraits(),
+    "stream": StrategyTraits(plan=_stream, packs_streams=True),
+    "bfd": StrategyTraits(plan=_bfd),
     "bfd_split": StrategyTraits(
+        plan=_bfd,
         overlong="split",
         instead="split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
     ),
     "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, instead=_use_the_trainer("wrapped")),
     "minibatch": StrategyTraits(keeps_steps=True, instead=_use_the_trainer("minibatch")),
 }
+
+
+def plan_packs(
+    lengths: npt.ArrayLike, capacity: int, strategy: Strategy = "stream", seed: int = 0, epoch: int = 0
+) -> PackPlan:
+    """Packs for one epoch: every document in exactly one pack, no pack over `capacity`.
+
+    Args:
+        lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
+        capacity: most tokens a pack may hold.
+        strategy: `stream` visits documents in a random order and keeps to it (see `plan_stream`); `bfd` packs
+            the whole set at once (see `plan_bfd`).
+        seed, epoch: non-negative integers; another epoch gives another plan.
+
+    Raises:
+        ValueError: for lengths that are not one-dimensional integers or do not fit, and for unknown strategies.
+
+    >>> plan = plan_packs([300, 200, 500], capacity=512)
+    >>> sorted(sorted(pack.tolist()) for pack in np.split(plan.order, plan.offsets[1:-1]))
+    [[0, 1], [2]]
+    """
+    traits = STRATEGIES.get(strategy)
+    if traits is None:
+        here = [repr(name) for name, each in STRATEGIES.items() if each.instead is None]
+        elsewhere = [repr(name) for name, each in STRATEGIES.items() if each.instead is not None]
+        raise ValueError(
+            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of {', '.join(here)} here, or "
+            f"also {', '.join(elsewhere)} in the trainer."
+        )
+    if traits.instead is not None:
+        raise ValueError(
+            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: {traits.instead}."
+        )
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not is_integer(value) or value < 0:
+            raise ValueError(
+                f"{name}={value!r} was given. The random order is drawn from non-negative integers. Set {name} to 0 "
+                "or more."
+            )
+    assert traits.plan is not None  # else lengths are not enough
+    lengths = checked_lengths(lengths, capacity)
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    return traits.plan(lengths, capacity, order, np.random.default_rng([seed, epoch]))
