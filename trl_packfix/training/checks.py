@@ -268,10 +268,10 @@ def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: A
 
 # What is changed after the trainer is constructed
 
+FIXED = ("packing", "padding_free")  # the constructor decides by these what the trainer is made of
 # Settings by which the constructor cuts documents, chooses collators and prepares the model
-FIXED = (
-    "packing",
-    "padding_free",
+FIXED_WITH_PACKING = (
+    *FIXED,
     "packing_strategy",
     "max_length",
     "overlong",
@@ -295,20 +295,23 @@ class Constructed:
     """The settings and the model with which a trainer was constructed, to refuse other ones later."""
 
     def __init__(self, args: SFTConfig, model: nn.Module):
-        # Without packing, the others are TRL's to honour
-        self._settings = {name: getattr(args, name) for name in (FIXED if args.packing else FIXED[:2])}
+        self._settings = {name: getattr(args, name) for name in FIXED_WITH_PACKING}
         self._model = _without_adapters(model)
 
-    def check(self, args: SFTConfig, model: nn.Module) -> None:
+    def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
         """Refuse what the trainer would not use.
+
+        Args:
+            trains: evaluation reads some of the settings anew, such as `max_length`.
 
         Raises:
             ValueError: a setting of packing was changed, or the model was replaced.
         """
+        names = FIXED_WITH_PACKING if trains and self._settings["packing"] else FIXED
         changed = [
-            f"`{name}` was {before!r} and is {getattr(args, name)!r}"
-            for name, before in self._settings.items()
-            if getattr(args, name) != before
+            f"`{name}` was {self._settings[name]!r} and is {getattr(args, name)!r}"
+            for name in names
+            if getattr(args, name) != self._settings[name]
         ]
         if changed:
             raise ValueError(

@@ -167,7 +167,8 @@ class PackedLoading(trl.SFTTrainer):
         return self._images.rows(dataset, name, self.args, marks=name == "train")
 
     def get_train_dataloader(self) -> DataLoader:
-        self._constructed_with.check(self.args, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self._constructed_with.check(self.args, model, trains=True)
         self._read_replaced_training_set()
         if not self.args.packing:
             return super().get_train_dataloader()
