@@ -5,7 +5,7 @@
 # make chaos   kill runs at random points, resume and compare them (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
-# make gpu     the first minutes on a GPU: nine steps that stop at the first failure, logs and CSVs in gpu_results/
+# make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #

@@ -99,7 +99,7 @@ def train(name: str, train_set: Dataset, held_out: Dataset, learning_rate: float
             report_to=[],
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            gradient_checkpointing=False,
             packing_report=False,
             disable_tqdm=True,
             **RUNS[name],

@@ -145,7 +145,7 @@ def train(name: str, train_set: Dataset, held_out: Dataset, vocab_size: int, lea
             report_to=[],
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            gradient_checkpointing=False,
             packing_report=False,
             disable_tqdm=True,
             **({"per_device_train_batch_size": 4} | RUNS[name]),

@@ -2,8 +2,10 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,20 +24,34 @@ def run(folder, *flags, python=sys.executable, visible=""):
     return done, rows
 
 
+def log(folder, name):
+    with tarfile.open(folder / "logs.tar.gz") as logs:
+        return logs.extractfile(f"logs/{name}.log").read().decode()
+
+
 @pytest.mark.slow
 def test_steps_run_in_order_and_say_that_there_is_no_gpu(tmp_path):
-    done, rows = run(tmp_path, "--quick", "--steps", "0 1 2 3 8", "--limit", "800")
+    done, rows = run(tmp_path, "--quick", "--steps", "0 1 2 3 7 8", "--limit", "800")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(row["step"], row["state"]) for row in rows] == [
-        ("0", "passed"), ("1", "skipped"), ("2", "passed"), ("3", "passed"), ("8", "skipped")
+        ("0", "passed"), ("1", "skipped"), ("2", "passed"), ("3", "passed"), ("7", "passed"), ("8", "skipped")
     ]  # fmt: skip
     assert {row["device"] for row in rows} == {"CPU (proves nothing about CUDA)"}
     assert done.stdout.startswith("NO GPU") and "nothing was shown about CUDA" in done.stdout
-    assert "2 passed" in rows[3]["reason"], rows
+    assert rows[2]["reason"] == "12 rows 0 without figures" and "2 passed" in rows[3]["reason"], rows
     shapes = list(csv.DictReader((tmp_path / "shapes.csv").open()))
     assert len(shapes) == 6 and {row["finite"] for row in shapes} == {"True"}
     assert {row["torch"] for row in shapes} == {torch.__version__}
-    assert "torch " in (tmp_path / "0_environment.log").read_text()
+    assert "torch " in log(tmp_path, "0_environment")
+    # a remote machine may give back 8 files and no folders of folders: models and checkpoints are elsewhere
+    names = ["logs.tar.gz", "shapes.csv", "steps.csv", "throughput_gpu.csv"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == names
+
+
+def test_figures_come_first():
+    """Throughput is the third step and has half of the time; the case without figures is in test_throughput.py."""
+    numbers = re.findall(r"^#   (\d) (\S+) ", SCRIPT.read_text(), re.MULTILINE)
+    assert numbers[:3] == [("0", "environment"), ("1", "kernels"), ("2", "throughput")] and len(numbers) == 9
 
 
 def test_it_stops_at_the_first_failure(tmp_path):
@@ -46,9 +62,10 @@ def test_it_stops_at_the_first_failure(tmp_path):
 
 
 def test_it_ends_at_its_limit(tmp_path):
-    done, rows = run(tmp_path, "--steps", "2", "--limit", "1")
+    done, rows = run(tmp_path, "--steps", "0 2 3 5", "--limit", "1")
     assert done.returncode == 1 and [row["state"] for row in rows] == ["no time"]
     assert "the limit of 1 s is reached" in rows[0]["reason"]
+    assert done.stdout.endswith('The steps that remain: tests/gpu/run.sh --steps "0 2 3 5"\n')
 
 
 def test_an_unknown_flag_shows_the_usage(tmp_path):
@@ -77,16 +94,23 @@ def test_one_gpu_of_several_is_used(visible, first, flag, played_gpu, tmp_path):
     the first GPU of the machine, whatever is visible, and the launcher reads numbers only."""
     done, rows = run(tmp_path, "--steps", "0 4", python=played_gpu, visible=visible)
     assert done.returncode == 0 and [row["state"] for row in rows] == ["passed", "passed"], done.stdout
-    assert f"visible: {first}\n" in (tmp_path / "0_environment.log").read_text()
-    log = (tmp_path / "4_zero3.log").read_text()
-    assert f"visible: {first}\n" in log and ("--num_gpus" in log) == flag
+    assert f"visible: {first}\n" in log(tmp_path, "0_environment")
+    zero3 = log(tmp_path, "4_zero3")
+    assert f"visible: {first}\n" in zero3 and ("--num_gpus" in zero3) == flag
 
 
 def test_a_step_that_runs_at_the_limit_has_not_failed(played_gpu, tmp_path):
-    done, rows = run(tmp_path, "--quick", "--steps", "2 6", "--limit", "7", python=played_gpu, visible="0")
+    done, rows = run(tmp_path, "--quick", "--steps", "7 8", "--limit", "7", python=played_gpu, visible="0")
     assert done.returncode == 1 and [(row["name"], row["state"]) for row in rows] == [("shapes", "no time")]
+    assert done.stdout.endswith('--steps "0 7 8"\n')
     done, rows = run(tmp_path, "--quick", "--steps", "6", "--limit", "7", python=played_gpu, visible="0")
-    assert done.returncode == 0 and [(row["name"], row["state"]) for row in rows] == [("compile", "skipped")]
+    assert done.returncode == 1 and [(row["name"], row["state"]) for row in rows] == [("compile", "no time")]
+
+
+def test_throughput_has_half_of_the_time(played_gpu, tmp_path):
+    done, rows = run(tmp_path, "--steps", "2", "--limit", "60", python=played_gpu, visible="0")
+    assert done.returncode == 0 and [row["state"] for row in rows] == ["passed"], done.stdout
+    assert "--minutes 0.5" in log(tmp_path, "2_throughput")
 
 
 FIRST_LOOK = """

@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU, in one command: nine steps in the order in which a failure says most. It stops at the
-# first failure, and ends within 10 minutes (--quick: 3). Logs and CSVs go to a folder; steps.csv has a row per step.
+# The first minutes on a GPU, in one command: nine steps, of which the first three take at most 7 minutes and end with
+# figures. It stops at the first failure, and ends within 10 minutes (--quick: 3). Into the folder go steps.csv with a
+# row per step, shapes.csv, throughput_gpu.csv and logs.tar.gz; models and checkpoints go to a temporary folder.
 #
 #   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
 #
-#   0 environment   versions, the card, and why torch's FlashAttention-2 kernels cannot run, if they cannot
-#   1 kernels       tests/gpu/test_varlen_gpu.py: windows, sinks, shared keys, no wait of the host, whole models
-#   2 shapes        tests/gpu/shapes.py: 1, 64 and 2,048 documents, heads of 256, documents of one token; peak memory
+#   0 environment   versions, the card, and why torch's FlashAttention-2 kernels cannot run, if they cannot; the model of 3, 4,
+#                   6 and 8
+#   1 kernels       some cases of tests/gpu/test_varlen_gpu.py: head sizes, windows, no wait of the host, whole models
+#   2 throughput    benchmarks/throughput_gpu.py, in half of the time
 #   3 training      tests/gpu/test_training_gpu.py, and examples/train.py, full and LoRA
 #   4 zero3         examples/train.py under DeepSpeed ZeRO-3 on one GPU, full and LoRA
 #   5 probe         tests/gpu/test_repair_gpu.py and test_deep_gpu.py
 #   6 compile       examples/train.py with --torch_compile
-#   7 throughput    benchmarks/throughput_gpu.py, in the time that remains
+#   7 shapes        tests/gpu/shapes.py: 1, 64 and 2,048 documents, heads of 256, documents of one token; peak memory.
+#                   Then all of tests/gpu/test_varlen_gpu.py
 #   8 flash-attn    1 and 3 again on the name flash_attention_2, where flash-attn is installed
 #
-# A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn, no time) is "skipped", with the reason. Of
-# several GPUs the first that CUDA_VISIBLE_DEVICES names is used. Without a GPU the sizes are tiny and the tests of CUDA
-# are skipped: that tests this script, and nothing else. No network is needed. PYTHON names the interpreter. Exit
-# status: 0, or 1 after a failure or when a step was running at the limit ("no time").
+# A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn) is "skipped", with the reason. When the limit
+# is reached, the last line is the command for the steps that remain. Of several GPUs the first that
+# CUDA_VISIBLE_DEVICES names is used. Without a GPU the sizes are tiny and the tests of CUDA are skipped: that tests this
+# script, and nothing else. No network is needed. PYTHON names the interpreter. Exit status: 0, or 1 after a failure or
+# at the limit ("no time").
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -29,7 +33,7 @@ while [ $# -gt 0 ]; do
     --out) out=$2 && shift ;;
     --steps) steps=$2 && shift ;;
     --limit) limit=$2 && shift ;;
-    *) sed -n '5p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    *) sed -n '6p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
     esac
     shift
 done
@@ -37,9 +41,14 @@ done
 python=${PYTHON:-python3}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+work=$(mktemp -d)
+mkdir "$work/logs"
+# Also when the script is ended from outside: few files, because a remote machine may give back only some.
+trap 'tar -czf "$out/logs.tar.gz" -C "$work" logs; rm -rf "$work"' EXIT
+trap 'exit 1' INT TERM
 cd "$root" || exit 1
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
-export TORCH_EXTENSIONS_DIR="$out/extensions" PYTHONUNBUFFERED=1
+export TORCH_EXTENSIONS_DIR="$work/extensions" PYTHONUNBUFFERED=1
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     gpu=1
     # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses.
@@ -69,9 +78,17 @@ wanted() { [[ " $steps " == *" $1 "* ]]; }
 
 skip() { note "$1" "$2" skipped 0 "$3"; }
 
+out_of_time() { # step name seconds
+    local number rest=""
+    for number in $steps; do [ "$number" -lt "$1" ] || rest+=" $number"; done
+    note "$1" "$2" "no time" "$3" "the limit of $limit s is reached"
+    echo "The steps that remain: tests/gpu/run.sh --steps \"0${rest/# 0/}\""
+    exit 1
+}
+
 # The parts of a step, one command each, joined by "--". The time left bounds every part.
 step() { # number name command... [-- command...]
-    local number=$1 name=$2 started=$SECONDS log="$out/$1_$2.log" part=() word code=0
+    local number=$1 name=$2 started=$SECONDS log="$work/logs/$1_$2.log" part=() word code=0
     shift 2
     : >"$log"
     for word in "$@" --; do
@@ -82,8 +99,7 @@ step() { # number name command... [-- command...]
         local left
         left=$(remaining)
         if [ "$left" -lt 5 ]; then
-            note "$number" "$name" "no time" $((SECONDS - started)) "the limit of $limit s is reached"
-            exit 1
+            out_of_time "$number" "$name" $((SECONDS - started))
         fi
         echo "+ ${part[*]}" >>"$log"
         timeout --kill-after=10 "$left" "${part[@]}" >>"$log" 2>&1 || code=$?
@@ -91,17 +107,16 @@ step() { # number name command... [-- command...]
         [ $code = 0 ] || break
     done
     if [ $code != 0 ] && [ "$(remaining)" -lt 2 ]; then # ended by `timeout`: what ran may be right and slow
-        note "$number" "$name" "no time" $((SECONDS - started)) "the limit of $limit s is reached"
-        exit 1
+        out_of_time "$number" "$name" $((SECONDS - started))
     elif [ $code != 0 ]; then
         note "$number" "$name" FAILED $((SECONDS - started)) "exit status $code; see ${log##*/}"
         tail -n 25 "$log"
         exit 1
     fi
     local summary state=passed
-    summary=$(grep -E '[0-9]+ (passed|skipped).* in ' "$log" | tail -n 1 | tr -d '=,' | xargs)
+    summary=$(grep -E '[0-9]+ (passed|skipped).* in |^[0-9]+ rows, ' "$log" | tail -n 1 | tr -d '=,' | xargs)
     # tests that were all skipped show nothing: their reasons are in the log
-    [[ -z $summary || $summary == *passed* ]] || state=skipped
+    [[ $summary != *skipped* || $summary == *passed* ]] || state=skipped
     note "$number" "$name" $state $((SECONDS - started)) "$summary"
 }
 
@@ -111,24 +126,28 @@ has_compiler() { [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v cla
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 
 pytest=("$python" -m pytest -x -q -rs -p no:cacheprovider)
-train=(examples/train.py --model_name_or_path "$out/model" --dataset_name "$out/rows.jsonl" --max_length 512
+train=(examples/train.py --model_name_or_path "$work/model" --dataset_name "$work/rows.jsonl" --max_length 512
     --logging_steps 1 --report_to none --save_strategy no)
 [ $gpu = 1 ] || train+=(--max_length 128)
 lora=(--use_peft --lora_target_modules all-linear --learning_rate 2e-4)
 max_steps=$([ $quick = 1 ] || [ $gpu = 0 ] && echo 2 || echo 5)
 
-wanted 0 && step 0 environment "$python" tests/gpu/workplace.py "$out"
+wanted 0 && step 0 environment "$python" tests/gpu/workplace.py "$work"
 if [ $gpu = 1 ] && ! has_compiler; then
     echo "No C compiler: Triton needs one, and on CUDA TRL's loss runs on Triton. Install gcc or set CC; else step 3 fails."
 fi
 
 if wanted 1; then
-    select=()
-    [ $quick = 0 ] || select=(-k "no_host_sync or packed_equals_alone or (outputs and 64-64-8-2 and 128)")
+    select=(-k "no_host_sync or packed_equals_alone or (outputs and 64-64-8-2 and 128)")
     step 1 kernels "${pytest[@]}" tests/gpu/test_varlen_gpu.py "${select[@]}"
 fi
 
-wanted 2 && step 2 shapes "$python" tests/gpu/shapes.py "$out/shapes.csv"
+if wanted 2; then
+    sizes=(--smoke)
+    # Half of the time for everything: each contender may exceed it by a step, and the other steps come after this.
+    [ $gpu = 0 ] || sizes=(--minutes "$(awk "BEGIN { print $limit / 120 }")")
+    step 2 throughput "$python" benchmarks/throughput_gpu.py --csv "$out/throughput_gpu.csv" "${sizes[@]}"
+fi
 
 if wanted 3; then
     select=(-k "not compiled")
@@ -136,8 +155,8 @@ if wanted 3; then
     [ $gpu = 1 ] || select=(-k "llama and reentrant and full")
     [ $gpu = 1 ] || export GPU_TESTS_ON_CPU=1
     parts=("${pytest[@]}" -s tests/gpu/test_training_gpu.py "${select[@]}")
-    parts+=(-- "$python" "${train[@]}" --output_dir "$out/full" --max_steps "$max_steps")
-    [ $quick = 1 ] || parts+=(-- "$python" "${train[@]}" --output_dir "$out/lora" --max_steps "$max_steps" "${lora[@]}")
+    parts+=(-- "$python" "${train[@]}" --output_dir "$work/full" --max_steps "$max_steps")
+    [ $quick = 1 ] || parts+=(-- "$python" "${train[@]}" --output_dir "$work/lora" --max_steps "$max_steps" "${lora[@]}")
     step 3 training "${parts[@]}"
     unset GPU_TESTS_ON_CPU
 fi
@@ -152,9 +171,9 @@ if wanted 4; then
         export DS_ACCELERATOR
         [ $gpu = 1 ] && unset DS_ACCELERATOR || DS_ACCELERATOR=cpu
         zero3=("$python" -m deepspeed.launcher.runner --master_port "$((20000 + RANDOM % 20000))" "${script[@]}")
-        parts=("${zero3[@]}" "${train[@]}" --output_dir "$out/zero3" --max_steps "$max_steps")
+        parts=("${zero3[@]}" "${train[@]}" --output_dir "$work/zero3" --max_steps "$max_steps")
         if [ $gpu = 1 ] && [ $quick = 0 ]; then
-            parts+=(-- "${zero3[@]}" "${train[@]}" --output_dir "$out/zero3_lora" --max_steps "$max_steps" "${lora[@]}")
+            parts+=(-- "${zero3[@]}" "${train[@]}" --output_dir "$work/zero3_lora" --max_steps "$max_steps" "${lora[@]}")
         fi
         step 4 zero3 "${parts[@]}"
         unset DS_ACCELERATOR
@@ -173,11 +192,11 @@ if wanted 6; then
     if ! has_compiler; then
         skip 6 compile "no C compiler for inductor"
     elif [ "$(remaining)" -lt $((quick ? 45 : 90)) ]; then
-        skip 6 compile "less time remains of $limit s than a compilation may need"
+        out_of_time 6 compile 0 # less than a compilation may need
     else
         backend=()
         [ $gpu = 1 ] || backend=(--torch_compile_backend eager)
-        parts=("$python" "${train[@]}" --output_dir "$out/compile" --max_steps 3 --torch_compile true "${backend[@]}")
+        parts=("$python" "${train[@]}" --output_dir "$work/compile" --max_steps 3 --torch_compile true "${backend[@]}")
         if [ $gpu = 1 ] && [ $quick = 0 ]; then
             parts+=(-- "${pytest[@]}" -s tests/gpu/test_training_gpu.py -k "compiled")
         fi
@@ -185,27 +204,16 @@ if wanted 6; then
     fi
 fi
 
-flash=0
-wanted 8 && [ $gpu = 1 ] && has flash_attn && flash=1
-
 if wanted 7; then
-    sizes=(--smoke)
-    if [ $gpu = 1 ]; then
-        # each contender may exceed its time by a step, and flash-attn comes after this
-        minutes=$("$python" -c "print(max(0.3, ($(remaining) - 45 - 90 * $flash) / 60))")
-        sizes=(--minutes "$minutes")
-    fi
-    if [ "$(remaining)" -lt $((60 + 90 * flash)) ]; then
-        skip 7 throughput "less than a minute remains of $limit s"
-    else
-        step 7 throughput "$python" benchmarks/throughput_gpu.py --csv "$out/throughput_gpu.csv" "${sizes[@]}"
-    fi
+    parts=("$python" tests/gpu/shapes.py "$out/shapes.csv")
+    [ $quick = 1 ] || parts+=(-- "${pytest[@]}" tests/gpu/test_varlen_gpu.py)
+    step 7 shapes "${parts[@]}"
 fi
 
 if wanted 8; then
-    if [ $flash = 1 ]; then
+    if [ $gpu = 1 ] && has flash_attn; then
         step 8 flash-attn "${pytest[@]}" -s tests/gpu/test_training_gpu.py -k "chosen and llama" \
-            -- "$python" "${train[@]}" --output_dir "$out/flash" --max_steps "$max_steps" --attn_implementation flash_attention_2
+            -- "$python" "${train[@]}" --output_dir "$work/flash" --max_steps "$max_steps" --attn_implementation flash_attention_2
     else
         skip 8 flash-attn "$([ $gpu = 1 ] && echo "flash-attn is not installed" || echo "no GPU")"
     fi
