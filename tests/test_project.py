@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import trl_packfix
 
@@ -15,10 +16,21 @@ TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_version_is_one():
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == trl_packfix.__version__
-    newest = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
-    assert newest == trl_packfix.__version__
+def released() -> tuple[str, str, str]:
+    """What the changelog has under "Unreleased", and the newest version with its date."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    return re.search(r"^## \[Unreleased\]\n(.*?)^## \[(\d[^]]*)\] - (\S+)$", text, re.MULTILINE | re.DOTALL).groups()
+
+
+def test_what_is_released_is_one_version():
+    """The citation and the changelog name the newest release. The package is that, or a `.dev0` after it: then, and
+    only then, changes are waiting."""
+    changes, version, date = released()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (version, date)
+    package = Version(trl_packfix.__version__)
+    assert package == Version(version) or (package.is_devrelease and package > Version(version))
+    assert package.is_devrelease == bool(changes.strip())
 
 
 @pytest.mark.parametrize("file", sorted((GITHUB / "workflows").glob("*.yml")), ids=lambda file: file.stem)

@@ -1,3 +1,3 @@
-"""The version, for the package, its checkpoints and the wheel."""
+"""The version, for the package, its checkpoints and the wheel. Between two releases it is that of the next, `.dev0`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
