@@ -10,6 +10,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
 
+USUAL_FORWARDS = 21  # of a probe of a dense decoder with nothing to repair (tests/test_progress.py)
+
 
 @contextmanager
 def shown(args: Any, text: str) -> Iterator[Callable[[str], None]]:
@@ -45,7 +47,8 @@ def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
             count += 1
             kinds = packed_model.repaired
             what = f"Repairing {', '.join(each.module for each in kinds)}" if kinds else "Proving isolation"
-            show(f"{what} on {type(model).__name__}: forward {count}")
+            about = f" of about {USUAL_FORWARDS}" if count <= USUAL_FORWARDS and not kinds else ""
+            show(f"{what} on {type(model).__name__}: forward {count}{about}")
 
         handle = model.register_forward_pre_hook(count_forward)
         try:
