@@ -1,6 +1,6 @@
 """Documents with images before training: the time to measure their lengths, and the balance of ranks.
 
-    python benchmarks/images.py                  # about five minutes
+    python benchmarks/images.py --csv images.csv # about five minutes
     python benchmarks/images.py --num 100 --families llava
 
 Lengths: JPEGs of 0.2 to 0.4 megapixels, one per row; half have one of four common sizes, the others a height of their
@@ -18,10 +18,12 @@ import io
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
-from about import describe
+from about import describe, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
 from support.vision import MESSAGES, build_processor, message
@@ -78,7 +80,7 @@ def seconds(work) -> tuple[float, object]:
     return time.process_time() - start, found
 
 
-def lengths(family: str, dataset: Dataset) -> None:
+def lengths(family: str, dataset: Dataset) -> dict[str, Any]:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
     decoding, _ = seconds(lambda: [len(row["images"]) for row in dataset])
@@ -90,6 +92,8 @@ def lengths(family: str, dataset: Dataset) -> None:
     mean = np.mean(wanted["length"])
     row = (family, f"{mean:,.0f}", f"{every:.1f}", f"{by_size:.1f}", f"{every / by_size:.1f}", f"{decoding:.1f}")
     print("|", " | ".join(row), f"| {same:,} of {len(found):,} |", flush=True)
+    times = {"every_image_s": every, "by_sizes_s": by_size, "decoding_s": decoding}
+    return {"family": family, "rows": len(found), "mean_tokens": mean, **times, "same_length": same}
 
 
 def cost_model(size: str) -> CostModel:
@@ -116,7 +120,7 @@ def documents(counts: list[int], num: int = 20_000) -> Documents:
     return Documents(np.arange(len(total)), 0 * total, total, total, Ledger(), **images)
 
 
-def balance(size: str, mix: str, ranks: int) -> None:
+def balance(size: str, mix: str, ranks: int) -> dict[str, Any]:
     costs, given = cost_model(size), documents(MIXES[mix])
 
     def plan(documents: Documents, balance: str = "step") -> EpochPlanner:
@@ -139,12 +143,15 @@ def balance(size: str, mix: str, ranks: int) -> None:
         imbalance(schedule, lengths_of, costs, "micro", image_costs),
     ]
     print(f"| {size}, {mix} | {ranks} | {share:.0%} |", " | ".join(f"{each:.3f}" for each in found), "|", flush=True)
+    names = ("as_they_come", "by_tokens", "by_both", "bound", "language", "images")
+    return {"model": size, "documents": mix, "ranks": ranks, "tower": share} | dict(zip(names, found, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--num", type=int, default=1000, help="rows to measure (default: 1000)")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     datasets.disable_progress_bars()
@@ -152,14 +159,12 @@ def main() -> None:
     print(f"| {args.num:,} rows | tokens, mean | every image | by sizes | ratio | decoding | same length |")
     print("|---|---|---|---|---|---|---|")
     dataset = photos(args.num)
-    for family in args.families:
-        lengths(family, dataset)
+    table = [lengths(family, dataset) for family in args.families]
     print("\n| documents | ranks | tower | as they come | by tokens | by both | bound | language | images |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for size in MODELS:
-        for mix in MIXES:
-            for ranks in (8, 64):
-                balance(size, mix, ranks)
+    table += [balance(size, mix, ranks) for size in MODELS for mix in MIXES for ranks in (8, 64)]
+    if args.csv:
+        write_csv(args.csv, table)
 
 
 if __name__ == "__main__":

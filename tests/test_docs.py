@@ -1,11 +1,14 @@
 """What README and docs say is so: snippets run, commands and flags exist, links resolve, messages are quoted."""
 
 import ast
+import csv
 import doctest
 import importlib
+import inspect
 import json
 import pydoc
 import re
+import runpy
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -99,6 +102,52 @@ def test_the_readme_shows_five_rows_of_the_results():
     assert len(rows("README.md")) == 5 and len(rows("docs/results.md")) > 15
 
 
+def test_every_benchmark_in_the_results_has_its_csv():
+    recorded = [
+        next(csv.DictReader(file.open()))["command"] for file in (ROOT / "benchmarks" / "results").glob("*.csv")
+    ]
+    scripts = re.findall(
+        r"`python (benchmarks/\w+\.py)[^`]*` \|$", (ROOT / "docs/results.md").read_text(), re.MULTILINE
+    )
+    assert len(set(scripts)) > 15
+    assert [script for script in scripts if not any(f"python {script}" in command for command in recorded)] == []
+
+
+FEATURES = {
+    "prefixes.md": "share_prefixes",
+    "long_context.md": "tokens_per_rank",
+    "vision.md": "image",
+    "per_turn.md": "per turn",
+}
+
+
+@pytest.mark.parametrize("page, name", FEATURES.items())
+def test_the_documentation_does_not_deny_a_feature(page, name):
+    """Each has a row of results with figures, a column beside other libraries that is no refusal, and a link."""
+    texts = {file.name: file.read_text() for file in PAGES}
+    assert re.search(
+        rf"^\| [^|]*{name}.*\d.*\| `python benchmarks/\w+\.py[^`]*` \|$", texts["results.md"], re.MULTILINE
+    )
+    ours = re.findall(r"^\|[^|]+\| ([^|]+) \|", texts["comparison.md"], re.MULTILINE)
+    (cell,) = [text for text in ours if f"({page})" in text]
+    assert not cell.startswith(("refused", "no", "**"))
+    assert f"({page})" in texts["index.md"] and f"(docs/{page})" in texts["README.md"]
+
+
+def test_what_is_refused_says_what_to_set_instead():
+    gpus = (ROOT / "docs/gpus.md").read_text()
+    assert "`tokens_per_rank`" in gpus[gpus.index("## What is refused") :]
+    rows = re.findall(
+        r"^\| [^|]*(?:cp_size|context_parallel_size)[^|]*\| .*$", (ROOT / "docs/migrating.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 2 and all("`tokens_per_rank`" in row for row in rows)
+
+
+def test_the_index_has_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text()))
+    assert linked == {page.name for page in PAGES[1:]} - {"index.md"}
+
+
 def test_there_are_snippets():
     assert {page for page, _ in SNIPPETS} >= {"README.md", "packing.md", "isolation.md", "strategies.md"}
 
@@ -166,6 +215,21 @@ PUBLIC = {name: getattr(trl_packfix, name) for name in trl_packfix.__all__}
 def test_the_api_page_has_every_public_name():
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(f"{value.__module__}.{name}" for name, value in PUBLIC.items())
+
+
+def test_the_api_page_reads_the_markup_of_trl():
+    """Rendered as Google's, examples become block quotes, and types show their markup."""
+    markup = runpy.run_path(str(ROOT / "docs" / "trl_markup.py"))
+    assert doctest.run_docstring_examples(markup["plain_type"], markup) is None
+    texts = [inspect.getdoc(value) for value in PUBLIC.values()]
+    texts += [inspect.getdoc(member) or "" for value in PUBLIC.values() for member in vars(value).values()]
+    assert sum(text.count(">>> ") for text in texts) > 30 and sum("(`" in text for text in texts) > 2
+    for text in map(markup["as_google"], texts):
+        without_code = re.sub(r"```pycon\n.*?```", "", text, flags=re.DOTALL)
+        assert not re.search(r"^ *>>>|doctest|\[`|^ +\w+ \([^)]*`.*\):|\*optional", without_code, re.MULTILINE), text
+        assert text.count("```") % 2 == 0
+    options = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"][1]["mkdocstrings"]["handlers"]["python"]
+    assert options["options"]["extensions"] == ["docs/trl_markup.py:TRLMarkup"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
