@@ -23,7 +23,7 @@ from trl_packfix.cli import main
 from trl_packfix.data.turns import Conversation
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {}}}])
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
@@ -34,7 +34,7 @@ def tokenizer_with(template):
     return tokenizer
 
 
-TOKENIZERS = {name: tokenizer_with(name) for name in ("qwen3", "qwen3_6")}
+TOKENIZERS = {name: tokenizer_with(name) for name in ("qwen3", "qwen3_6", "gptoss")}
 CHATML = build_tokenizer()
 
 
@@ -97,7 +97,10 @@ def conversations(draw):
     return messages
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen3_6"])
+ENDS = {"qwen3": "<|im_end|>\n", "qwen3_6": "<|im_end|>\n", "gptoss": ("<|call|>", "<|return|>")}
+
+
+@pytest.mark.parametrize("template", ENDS)
 @hypothesis_settings(max_examples=40)
 @given(messages=conversations())
 def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, messages):
@@ -116,7 +119,7 @@ def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, 
         for mark in ("A", "T"):  # of this turn and of no other
             marks = [f"<{mark}{i}>" for i in conversation.turns if f"<{mark}{i}>" in said]
             assert marks == [f"<{mark}{turn}>"] * (f"<{mark}{turn}>" in json.dumps(messages[turn]))
-        assert said.endswith("<|im_end|>\n") and "Q" not in said
+        assert said.endswith(ENDS[template]) and "Q" not in said
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +163,55 @@ def test_thinking_is_kept_in_the_turn_and_stripped_before_it():
     assert [[f"A{k}." in text for k in (1, 2, 3)] for text in texts] == np.tri(3, dtype=bool).tolist()
     whole = tokenizer.decode(conversation.untrained(tokenizer)["input_ids"])
     assert "T1." not in whole and "T3." in whole  # so a whole conversation trains the thoughts of the last turn only
+
+
+# Once an answer is there, the thoughts of the calls before it are rendered as empty (Kimi-K2-Thinking) or not at all,
+# and an assistant's block stays open over its tools (Apertus).
+LAST = """{%- set last = namespace(answer=-1, is_open=false) %}{% for m in messages %}
+{%- if m.role == 'assistant' and not m.tool_calls %}{% set last.answer = loop.index0 %}{% endif %}{% endfor %}
+"""
+EMPTIED = (
+    LAST
+    + """{%- for m in messages %}<{{ m.role }}>
+{%- if m.role == 'assistant' %}<think>{{ m.reasoning_content if loop.index0 > last.answer }}</think>{% endif %}
+{{- m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<end>
+{%- endfor %}{{ '<assistant>' if add_generation_prompt }}"""
+)
+OPEN = (
+    LAST
+    + """{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<assistant>' if not last.is_open }}{% set last.is_open = true %}
+{{- '<inner>' ~ m.reasoning_content ~ '</inner>' if loop.last or loop.index0 > last.answer }}
+{{- m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}<end>{% set last.is_open = false %}{% endif %}
+{%- elif m.role == 'tool' %}[{{ m.content | trim }}]
+{%- else %}<user>{{ m.content }}<end>{% endif %}
+{%- endfor %}{{ '<assistant>' if add_generation_prompt and not last.is_open }}"""
+)
+
+
+@pytest.mark.parametrize("template", ["gptoss", EMPTIED, OPEN], ids=["gptoss", "emptied", "open"])
+def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_history(template):
+    """The prompt, to the token, is what generation sees; what follows is the turn as the template renders it."""
+    tokenizer = tokenizer_with("gptoss")
+    tokenizer.chat_template = tokenizer.chat_template if template == "gptoss" else template
+    call, result = answer("", "<T2>") | {"tool_calls": [CALL]}, {"role": "tool", "name": "add", "content": "R \n"}
+    messages = [user("Q1"), call, result, answer("", "<T4>") | {"tool_calls": [CALL]}, result, answer("A6", "<T6>")]
+    messages += [user("Q7"), answer("A8", "<T8>")]
+    conversation, num_changed = Conversation.from_row({"messages": messages, "tools": TOOLS}), 0
+    texts = {}
+    for turn in conversation.turns:
+        given = {"tools": json.loads(TOOLS), "tokenize": False}
+        prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, **given)
+        whole = tokenizer.apply_chat_template(messages[: turn + 1], **given)
+        num_changed += not whole.startswith(prompt)
+        sample = conversation.sample(turn, tokenizer)
+        texts[turn] = tokenizer.decode([token for token in sample["labels"] if token != -100])
+        assert tokenizer.decode(sample["input_ids"]) == prompt + texts[turn] and whole.endswith(texts[turn])
+    assert num_changed == 1 and "<T4>" not in whole
+    assert ["<T2>" in texts[1], "<T4>" in texts[3], "A6" in texts[5], "A8" in texts[7]] == [True] * 4
+    assert all("Q" not in text and "R" not in text and text.count("<T") <= 1 for text in texts.values())
+    if template != EMPTIED:  # which renders an answer without its thought, too
+        assert "<T6>" in texts[5] and "<T8>" in texts[7]
 
 
 def test_forms_of_rows():

@@ -7,7 +7,11 @@ model saw when it wrote a turn is then not the beginning of the whole conversati
     completion  what template(messages up to the turn) has after the prompt        trained
 
 This is how TRL tokenises a row with the prompt `messages[:k]` and the completion `[messages[k]]`, if the prompt is the
-beginning of both together. Otherwise TRL trains the row after another context than generation sees; here it is refused.
+beginning of both together. Otherwise TRL trains the row after another context than generation sees.
+
+Some templates render the history in another way once the turn is there: GPT-OSS drops the thought of a tool call when
+an answer follows. Then the prompt stays as generation sees it, and the completion is what the rendered conversation has
+after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
 """
 
 import json
@@ -24,6 +28,7 @@ from .images import IMAGES
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows
+MARK = "endofthehistory8f1c"  # plain letters, which no template changes
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,14 @@ class Conversation:
             turn: index of its message.
 
         Raises:
-            ValueError: the prompt as generation sees it is not the beginning of the rendered conversation.
+            ValueError: the rendered turn does not begin where the prompt that generation sees ends.
         """
         prompt = self._tokens(turn, tokenizer, add_generation_prompt=True)
         tokens = self._tokens(turn + 1, tokenizer)
+        if tokens[: len(prompt)] != prompt:
+            text = self._text_of_turn(turn, tokenizer)
+            plain: Any = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+            tokens = tokens if text is None else plain(text, add_special_tokens=False)["input_ids"]
         if tokens[: len(prompt)] != prompt:
             seen, given = (_decoded(ids, prompt, tokens, tokenizer) for ids in (prompt, tokens))
             raise ValueError(
@@ -108,21 +117,37 @@ class Conversation:
         tokens = self._tokens(len(self.messages), tokenizer)
         return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
 
-    def _tokens(
-        self, stop: int, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, add_generation_prompt: bool = False
-    ) -> list[int]:
+    def text(self, messages: list[dict[str, Any]], tokenizer: Any, add_generation_prompt: bool = False) -> str:
+        """Messages through the chat template, with the arguments of this conversation."""
+        return self._rendered(messages, tokenizer, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _tokens(self, stop: int, tokenizer: Any, add_generation_prompt: bool = False) -> list[int]:
         """The first `stop` messages through the chat template, shape (T,)."""
-        messages = self.messages[:stop]
+        kwargs: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": add_generation_prompt}
+        return list(self._rendered(self.messages[:stop], tokenizer, **kwargs))
+
+    def _rendered(self, messages: list[dict[str, Any]], tokenizer: Any, **kwargs: Any) -> Any:
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
-        made: Any = tokenizer.apply_chat_template(
-            [messages],  # a batch of one: alone, an empty history is an error
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=add_generation_prompt,
-            **self.arguments,
-        )
-        return list(made["input_ids"][0])
+        # A batch of one: alone, an empty history is an error
+        made = tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
+        return made["input_ids"][0] if kwargs["tokenize"] else made[0]
+
+    def _text_of_turn(self, turn: int, tokenizer: Any) -> str | None:
+        """The prompt that generation sees, and the turn after it; None if the turn does not begin where it ends.
+
+        A mark at the end of the last message before the turn says where the history ends in a rendered conversation.
+        """
+        history, content = self.messages[:turn], self.messages[turn - 1].get("content") if turn else None
+        if not isinstance(content, str):
+            return None
+        marked = [*history[:-1], history[-1] | {"content": content + MARK}]
+        prompt = self.text(history, tokenizer, add_generation_prompt=True)
+        whole = self.text([*history, self.messages[turn]], tokenizer)
+        end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(MARK)[2]
+        rest = self.text([*marked, self.messages[turn]], tokenizer).rpartition(MARK)[2]
+        is_same = prompt.endswith(end) and whole.endswith(rest)  # with the mark and without it
+        return prompt + rest[len(end) :] if is_same and rest.startswith(end) else None
 
 
 def _decoded(ids: list[int], one: list[int], other: list[int], tokenizer: Any) -> str:
