@@ -24,10 +24,10 @@ FORMS = {
         r"`messages\[0\]` \(user\) has no `content`; (Undefined|Type)Error: ",
     ),
     "conversations": (
-        {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}]},
-        {"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": "so"}]},
+        {"conversations": [{"from": "user", "value": "how"}, {"from": "assistant", "value": "so"}]},
+        {"conversations": [{"from": "user", "value": None}, {"from": "assistant", "value": "so"}]},
         {},
-        r"`conversations\[0\]` \(human\) has no `value`",
+        r"`conversations\[0\]` \(user\) has no `value`",
     ),
     "no messages": ({"messages": PROMPT + ANSWER}, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
     "prompts": (

@@ -1,12 +1,13 @@
 """Chat data of today through the trainer: tools, reasoning, few trained tokens, completions of one token."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import trl
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config, documents_of, start_weights, trainer, weights
@@ -132,3 +133,115 @@ def test_completions_of_one_token(tmp_path):
             assert len(trained) == 2 and run.processing_class.decode(trained) in ("y<|im_end|>", "n<|im_end|>")
     run.train()
     assert run.packing_report.num_trained_tokens == 40
+
+
+# Roles of ShareGPT, and fields that a template leaves out
+
+KEYS = ("from", "value")
+
+
+def sharegpt(num=6, roles=("human", "gpt"), keys=KEYS):
+    """Rows of one to three rounds; every third has the roles `user` and `assistant` already."""
+    rows = []
+    for i in range(num):
+        asks, answers = roles if i % 3 else ("user", "assistant")
+        turns = [(asks, f"q{i}{k}") if k % 2 == 0 else (answers, f"a{i}{k}") for k in range(2 + 2 * (i % 3))]
+        rows.append({"conversations": [dict(zip(keys, turn, strict=True)) for turn in turns]})
+    return rows
+
+
+def tables(rows, column):
+    """The same rows as a table of structs, as one of JSON (which `load_dataset` makes of uneven rows), and streamed."""
+    table = Dataset.from_list(rows)
+    yield table
+    yield Dataset.from_list(rows, features=Features({**table.features, column: List(Json())}))
+    yield table.to_iterable_dataset()
+
+
+def rows_of(run):
+    return [(row["input_ids"], row["labels"]) for row in run.train_dataset]
+
+
+def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
+    settings = {"packing": False, "max_length": 200, "max_steps": 1}
+    plain = Dataset.from_list(sharegpt(roles=("user", "assistant"), keys=("role", "content")))
+    expected = rows_of(trainer(tmp_path, plain.rename_column("conversations", "messages"), **settings))
+    stock = trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
+    assert "<|im_start|>human" in build_tokenizer().decode(rows_of(stock)[1][0]) and "renamed" not in caplog.text
+    for table in tables(sharegpt(), "conversations"):
+        caplog.clear()
+        assert rows_of(trainer(tmp_path, table, **settings)) == expected
+        if isinstance(table, Dataset):
+            assert "4 of 6 rows of the train dataset have the roles `human` or `gpt`" in caplog.text
+        turns = trainer(tmp_path, table, per_turn=True, **settings)
+        assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
+    caplog.clear()
+    bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
+    assert rows_of(trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected
+
+
+def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
+    rows = [{"messages": row["conversations"]} for row in sharegpt(keys=("role", "content"))]
+    said = "rows of the train dataset have the roles `human` or `gpt`, and the chat template renders them otherwise"
+    for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "2 of the first 4"), strict=True):
+        caplog.clear()
+        trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
+        assert f"{count} {said}" in caplog.text
+    known = build_tokenizer()
+    known.chat_template = (
+        "{% for m in messages %}{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}{{ m.content }}{% endfor %}"
+    )
+    caplog.clear()
+    table = Dataset.from_list(rows)
+    SFTTrainer(
+        build_tiny_model(), config(tmp_path, max_length=200, packing=False), train_dataset=table, processing_class=known
+    )
+    assert "have the roles" not in caplog.text
+
+
+def thinking_traces(num=4):
+    """Traces of which every second thinks, also in its first answer."""
+    rows = []
+    for i in range(num):
+        messages = agent_trace(i, 2 * i, 3 * i)
+        if i % 2:
+            messages[4]["reasoning_content"] = "EARLIER"
+        else:
+            del messages[6]["reasoning_content"]
+        rows.append({"messages": messages, "tools": json.dumps(TOOLS)})
+    return rows
+
+
+# template: thoughts left out in whole conversations, and of single turns; calls left out. One row of each shape is
+# rendered.
+LEFT_OUT = {
+    "qwen3": ("1 of 2", None, None),  # that of the first answer, because a question follows
+    "qwen3_training": (None, None, None),
+    "qwen2_5": ("2 of 2", "2 of 2", None),
+    "phi3_5": ("2 of 2", "2 of 2", "1 of 1"),
+    "gptoss": ("1 of 2", None, None),
+}
+
+
+@pytest.mark.parametrize("template", LEFT_OUT)
+def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, tmp_path, caplog):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    whole, alone, calls = LEFT_OUT[template]
+    for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
+        caplog.clear()
+        args = config(tmp_path, packing=False, max_length=4000, max_steps=1, per_turn=per_turn, bad_rows="drop")
+        run = SFTTrainer(build_tiny_model(), args, train_dataset=table, processing_class=tokenizer)
+        said = [record.getMessage() for record in caplog.records if "leaves it out" in record.getMessage()]
+        thoughts, called = (
+            [each for each in said if f"have `{key}`" in each] for key in ("reasoning_content", "tool_calls")
+        )
+        assert len(said) == len(thoughts) + len(called)
+        total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"
+        for messages, num_rows, share in ((thoughts, 2, alone if per_turn else whole), (called, 4, calls)):
+            assert [each.startswith(f"{num_rows} of {total}") for each in messages] == [True] * (share is not None)
+            assert all(f"leaves it out: {share} such messages" in each for each in messages)
+            assert all(("or `per_turn=True`" in each) == (share == "1 of 2") for each in messages)
+        texts = [tokenizer.decode(tokens) for tokens, _ in rows_of(run)]
+        early = [text for text in texts if "EARLIER" in text]
+        assert bool(early) == ((alone if per_turn else whole) is None)

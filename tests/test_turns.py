@@ -478,7 +478,7 @@ GIVEN = {
         r"Images belong to a whole row \(`image`\).*Set `per_turn",
     ),
     "roles": (
-        Dataset.from_list([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]),
+        Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}]),
         {},
         r"none of the 1 conversations .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename the role",
     ),

@@ -25,7 +25,7 @@ from ..data import checks as dataset_checks
 from ..data.reader import mask_columns, without_ignored_mask
 from ..data.spans import drop_untrained
 from ..reporting.report import add_to_card
-from . import bad_rows, checks, per_turn
+from . import bad_rows, checks, messages, per_turn
 from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
 from .config import SFTConfig, adopt
 from .restart import ExactRestart
@@ -160,6 +160,11 @@ class SFTTrainer(ExactRestart):
                 dataset_checks.check_raw_dataset(
                     dataset, dataset_name, self._tokenizer, args, is_formatted=formatting_func is not None
                 )
+        if formatting_func is None and "input_ids" not in get_dataset_column_names(dataset):
+            dataset = messages.with_chat_roles(dataset, dataset_name)
+            if is_training_set and args.process_index == 0:
+                template = getattr(self, "chat_template", None)
+                messages.say_what_is_left_out(dataset, dataset_name, processing_class, template, args.per_turn)
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         if args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
             marks = packing and is_training_set
