@@ -2,17 +2,20 @@
 
 import itertools
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 import trl
 from datasets import Dataset, Features, Json, List
+from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config, documents_of, start_weights, trainer, weights
 
-from trl_packfix import SFTTrainer
+from trl_packfix import SFTConfig, SFTTrainer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = [
@@ -135,6 +138,66 @@ def test_completions_of_one_token(tmp_path):
     assert run.packing_report.num_trained_tokens == 40
 
 
+# What other libraries say
+
+
+def thinking_prompts(name):
+    """Rows whose prompt is not the beginning of the conversation: Qwen3 drops its thought before the next question."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows = []
+    for i in range(5):
+        prompt[1] = prompt[1] | {"reasoning_content": f"T{name}{i}"}
+        completion = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        rows.append({"prompt": [*prompt, {"role": "tool", "content": "b"}], "completion": completion})
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("bad_rows", ["raise", "drop"])
+def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    given = {"packing": False, "max_length": 500, "max_steps": 1, "bad_rows": bad_rows}
+
+    def said(data, trainer_class=SFTTrainer):
+        caplog.clear()
+        run = trainer_class(
+            build_tiny_model(), config(tmp_path, **given), train_dataset=data, processing_class=tokenizer
+        )
+        assert len(list(run.train_dataset)) == 5
+        return [
+            record.getMessage() for record in caplog.records if "tokenized prompt is not a pre" in record.getMessage()
+        ]
+
+    assert len(said(thinking_prompts("stock" + bad_rows), trl.SFTTrainer)) == 5  # TRL shows each text once in a process
+    first, *more = said(thinking_prompts("table" + bad_rows))
+    assert (
+        "is not a prefix of" in first
+        and len(more) == 1
+        and more[0].startswith("4 more warnings of TRL about the train")
+    )
+    num_passes = 2  # of which TRL's own reads one row; a stream counts in each
+    assert len(said(thinking_prompts("stream" + bad_rows).to_iterable_dataset())) == num_passes
+
+
+def test_defaults_are_no_cause_for_warnings(tmp_path):
+    """TRL's `SFTConfig` sets `gradient_checkpointing`, which transformers 5.23 deprecates."""
+
+    def said(config_class, **kwargs):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            config_class(str(tmp_path), use_cpu=True, bf16=False, **kwargs)
+        return [str(each.message) for each in found if each.category is FutureWarning]
+
+    assert not said(SFTConfig)
+    assert said(SFTConfig, gradient_checkpointing=False) == said(trl.SFTConfig, gradient_checkpointing=False)
+    assert said(SFTConfig, truncation_mode="keep_end", packing=False) == [
+        each for each in said(trl.SFTConfig, truncation_mode="keep_end") if "gradient_checkpointing" not in each
+    ]
+    if Version(transformers.__version__) >= Version("5.23"):
+        assert said(trl.SFTConfig) and said(SFTConfig, gradient_checkpointing=False)
+
+
 # Roles of ShareGPT, and fields that a template leaves out
 
 KEYS = ("from", "value")
@@ -241,7 +304,7 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
         for messages, num_rows, share in ((thoughts, 2, alone if per_turn else whole), (called, 4, calls)):
             assert [each.startswith(f"{num_rows} of {total}") for each in messages] == [True] * (share is not None)
             assert all(f"leaves it out: {share} such messages" in each for each in messages)
-            assert all(("or `per_turn=True`" in each) == (share == "1 of 2") for each in messages)
+            assert all(("Set `per_turn=True`" in each) == (share == "1 of 2") for each in messages)
         texts = [tokenizer.decode(tokens) for tokens, _ in rows_of(run)]
         early = [text for text in texts if "EARLIER" in text]
         assert bool(early) == ((alone if per_turn else whole) is None)

@@ -19,6 +19,7 @@ from ..compat import main_process_first
 from ..data.cache_files import Cached
 from ..data.reader import BAD_ROW, bad_rows
 from .config import SFTConfig
+from .repeats import Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def prepared(
         steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare)
         removed = _removed(get_dataset_column_names(dataset), steps)
         kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
+        kwargs["repeats"] = Repeats()
         dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
         if drops and not marks:
             dataset = dataset.filter(is_good).remove_columns(BAD_ROW)
@@ -195,9 +197,10 @@ def _tokens(row: Any, steps: tuple[Step, ...], text_field: str) -> dict[str, Any
 
 
 def _tokens_of_stream(
-    row: dict[str, Any], index: int, steps: tuple[Step, ...], text_field: str, name: str, drops: bool
+    row: dict[str, Any], index: int, steps: tuple[Step, ...], text_field: str, name: str, drops: bool, repeats: Repeats
 ) -> dict[str, Any]:
-    made = _tokens(row, steps, text_field)
+    with repeats:
+        made = _tokens(row, steps, text_field)
     if drops:
         return made
     why = made.pop(BAD_ROW)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -241,7 +242,11 @@ class SFTConfig(trl.SFTConfig):
 
     def __post_init__(self):
         self._check_json()
-        super().__post_init__()
+        unset = [each.name for each in fields(self) if getattr(self, each.name) is each.default]
+        with warnings.catch_warnings():
+            # TRL's default of `gradient_checkpointing` is deprecated in transformers. What a user sets still warns.
+            warnings.filterwarnings("ignore", f"`({'|'.join(unset)})` is deprecated", FutureWarning)
+            super().__post_init__()
         check_config(self)
 
     def _check_json(self) -> None:

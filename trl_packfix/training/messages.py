@@ -10,7 +10,7 @@ one out is found by rendering rows with the field and without it.
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -88,19 +88,22 @@ def say_what_is_left_out(
         return  # TRL refuses a transform
     for fields in FIELDS:
         rows, count = _holding(dataset, fields)
-        compared = [
-            is_left_out
+        holders = [
+            (conversation, i)
             for conversation in _conversations(rows, chat_template, fields)
-            for is_left_out in _compared(conversation, fields, tokenizer, per_turn)
+            for i in _places(conversation, fields)
         ]
-        if any(compared):
+        left_out = [each for each in holders if _is_left_out(*each, fields, tokenizer, per_turn)]
+        if left_out:
             names = " or ".join(f"`{field}`" for field in fields if _held(rows, field))
-            other = "" if per_turn or all(compared) else ", or `per_turn=True` if it is left out of earlier turns only"
+            if per_turn or any(_is_left_out(*each, fields, tokenizer, per_turn=True) for each in left_out):
+                advice = "`chat_template_path` to a template that renders it, or write it into `content`"
+            else:  # it is left out of earlier turns only
+                advice = "`per_turn=True`, which trains each turn as it is rendered when it is the last"
             logger.warning(
                 "%s of the %s dataset have %s in their messages, and the chat template leaves it out: %d of %d such "
-                "messages in a sample are rendered as without it. What is left out is not trained. Set "
-                "`chat_template_path` to a template that renders it%s, or write it into `content`.",
-                *(count, name, names, sum(compared), len(compared), other),
+                "messages in a sample are rendered as without it. The model never sees what is left out. Set %s.",
+                *(count, name, names, len(left_out), len(holders), advice),
             )
     rows, count = _holding(dataset, ("role",), ROLES)
     for conversation in _conversations(rows, chat_template, ("role",)):
@@ -116,16 +119,18 @@ def say_what_is_left_out(
             return
 
 
-def _compared(conversation: Conversation, fields: tuple[str, ...], tokenizer: Any, per_turn: bool) -> Iterator[bool]:
-    """For the first and last messages with a field: whether the template leaves it out."""
-    messages = conversation.messages
-    places = [i for i, message in enumerate(messages) if any(message.get(field) for field in fields)]
-    for i in sorted({*places[:2], *places[-2:]}):
-        stop = i + 1 if per_turn else len(messages)
-        without = {key: value for key, value in messages[i].items() if key not in fields}
-        text = _text(conversation, messages[:stop], tokenizer)
-        if text is not None:  # else a bad row, named elsewhere
-            yield text == _text(conversation, [*messages[:i], without, *messages[i + 1 : stop]], tokenizer)
+def _places(conversation: Conversation, fields: tuple[str, ...]) -> list[int]:
+    """The first and last messages that hold a field."""
+    held = [i for i, message in enumerate(conversation.messages) if any(message.get(field) for field in fields)]
+    return sorted({*held[:2], *held[-2:]})
+
+
+def _is_left_out(conversation: Conversation, i: int, fields: tuple[str, ...], tokenizer: Any, per_turn: bool) -> bool:
+    """Whether message `i` is rendered as without the fields, at its own turn or in the whole conversation."""
+    messages = conversation.messages[: i + 1] if per_turn else conversation.messages
+    without = {key: value for key, value in messages[i].items() if key not in fields}
+    text = _text(conversation, messages, tokenizer)  # None in a bad row, which is named elsewhere
+    return text is not None and text == _text(conversation, [*messages[:i], without, *messages[i + 1 :]], tokenizer)
 
 
 def _text(conversation: Conversation, messages: list[dict[str, Any]], tokenizer: Any) -> str | None:

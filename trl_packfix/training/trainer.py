@@ -28,6 +28,7 @@ from ..reporting.report import add_to_card
 from . import bad_rows, checks, messages, per_turn
 from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
 from .config import SFTConfig, adopt
+from .repeats import Repeats
 from .restart import ExactRestart
 
 if TYPE_CHECKING:
@@ -182,7 +183,9 @@ class SFTTrainer(ExactRestart):
             return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
 
         # With packing, dropped training rows stay as documents without tokens, so that they are counted.
-        dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
+        with Repeats() as repeats:
+            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
+        repeats.say(dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset
