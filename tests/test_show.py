@@ -1,19 +1,29 @@
 """`trl-packfix show`, and the pictures: what is shown is what the first batches of a training run hold."""
 
+import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from support.models import build_tiny_model, build_tokenizer
+from support.runs import config
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.reporting.build import make_stream_report
+from trl_packfix.cli.forecast import planner_for
+from trl_packfix.cli.sources import LengthRows
+from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.reporting import pictures
+from trl_packfix.reporting.build import make_report, make_stream_report
+from trl_packfix.reporting.sample import length_histogram
 from trl_packfix.reporting.text import pack_text, shown_packs
 
+ROOT = Path(__file__).parent.parent
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
@@ -139,6 +149,63 @@ def test_the_picture_says_what_the_report_says(run):
     width, height = figure.canvas.get_width_height()
     assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height for box in boxes)
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def lengths_panel(tmp_path, lengths, max_length):
+    """The panel of lengths in the picture of a plan."""
+    args = config(tmp_path, max_length=max_length)
+    reader = LengthRows(np.array(lengths))
+    figure = make_report(planner_for(reader, args, 1, LLAMA_7B), args.effective_overlong, reader).plot()
+    figure.canvas.draw()
+    return figure.axes[2]
+
+
+@pytest.mark.parametrize("low, high", [(100, 101), (180, 420), (90, 1300), (10, 40000)])
+def test_log_axes_have_one_notation(low, high, tmp_path):
+    axes = lengths_panel(tmp_path, np.geomspace(low, high, 300).astype(int), max_length=(low + high) // 2)
+    for axis in (axes.xaxis, axes.yaxis):
+        first, last = axis.get_view_interval()
+        shown = [tick for tick in axis.get_major_ticks() if first <= tick.get_loc() <= last]
+        labels = [tick.label1.get_text() for tick in shown]
+        assert labels == [f"{tick.get_loc():,.0f}" for tick in shown] and 2 <= len(set(labels)) == len(labels) <= 12
+        assert not any(tick.label1.get_text() for tick in axis.get_minor_ticks())
+        boxes = [tick.label1.get_window_extent() for tick in shown]
+        assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
+def test_the_bin_that_max_length_cuts_is_drawn_in_two(tmp_path):
+    lengths = np.geomspace(10, 4000, 500).astype(int)
+    edges = np.array(length_histogram(lengths).edges)
+    max_length = int(edges[15]) + 20  # inside a bin
+    assert max_length + 1 not in edges
+    axes = lengths_panel(tmp_path, lengths, max_length)
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches]
+    assert len(bars) == len(edges) and all((first > max_length) == (hatch is not None) for first, _, _, hatch in bars)
+    (before,) = [bar for bar in bars if bar[1] == max_length + 1]
+    (after,) = [bar for bar in bars if bar[0] == max_length + 1]
+    assert (before[0], after[1]) == (edges[15], edges[16]) and before[2] == after[2] and after[3]
+
+
+def test_the_legend_looks_like_no_document(run):
+    """Its swatches are grey, and every document has a hue, which a pale part keeps."""
+
+    def colour(values):
+        return max(values[:3]) - min(values[:3])
+
+    swatches = [patch.get_facecolor() for patch in run.packing_report.plot().axes[0].get_legend().get_patches()[:2]]
+    assert len(swatches) == 2 and all(colour(swatch) < 0.01 for swatch in swatches)
+    assert all(colour(to_rgb(hue)) * pictures.PALE > 0.08 for hue in pictures.HUES)
+    assert len({swatch[3] for swatch in swatches}) == 2
+
+
+@pytest.mark.slow
+def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, capsys):
+    """`make pictures` draws them again after a change of what they show."""
+    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--batch-size", "1", "--max-length", "2048"]
+    words += ["--world-size", "2", "--plot", str(tmp_path / "packs.png")]
+    assert main(["show", str(data_dir / "t0_p3_sample.jsonl"), *words]) == 0
+    stored, drawn = (imread(path) for path in (ROOT / "docs/images/packs.png", tmp_path / "packs.png"))
+    assert stored.shape == drawn.shape and np.abs(stored - drawn).mean() < 1e-3
 
 
 def test_every_trained_token_is_drawn(run):

@@ -1,8 +1,9 @@
 """Draw a plan with matplotlib: packs as strips, the mask of one pack, the lengths, the cost of each rank.
 
 No information is in the colour alone: documents are numbered, trained tokens are drawn taller, empty and waiting parts
-are hatched. The hues are six of Okabe and Ito's, which colour-blind readers can distinguish
-(https://jfly.uni-koeln.de/color/).
+are hatched. The hues are Okabe and Ito's, which colour-blind readers can distinguish
+(https://jfly.uni-koeln.de/color/). Documents do not have their sky blue: it is near to the pale blue of untrained
+tokens.
 """
 
 import itertools
@@ -13,12 +14,14 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from .report import PackingReport
     from .sample import LengthHistogram, PackSample, PlanSample
 
-HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
+HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
 INK, QUIET = "#222222", "#8c8c8c"
 PALE = 0.30  # opacity of untrained tokens
 MIN_LABELLED = 1 / 45  # share of the capacity: narrower documents get no number
@@ -109,8 +112,8 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     if any(pack.shared for pack in packs):
         axes.set_xlabel(f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once")
     keys = [
-        Patch(facecolor=HUES[0], label="trained (tall)"),
-        Patch(facecolor=HUES[0], alpha=PALE, label="not trained (low)"),
+        Patch(facecolor=INK, label="trained (tall)"),
+        Patch(facecolor=INK, alpha=PALE, label="not trained (low)"),
         Patch(facecolor="none", edgecolor=QUIET, hatch="////", label="empty"),
     ]
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
@@ -170,8 +173,12 @@ def _blocks(pack: "PackSample") -> float:
 
 def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHistogram") -> None:
     edges, counts = np.array(histogram.edges), np.array(histogram.counts)
-    over = edges[:-1] >= report.max_length
-    for mask, hatch, color in ((~over, None, HUES[0]), (over, "xxx", HUES[5])):
+    first_over = report.max_length + 1
+    if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
+        cut = int(np.searchsorted(edges, first_over))
+        edges, counts = np.insert(edges, cut, first_over), np.insert(counts, cut, counts[cut - 1])
+    over = edges[:-1] >= first_over
+    for mask, hatch, color in ((~over, None, BLUE), (over, "xxx", RED)):
         axes.bar(
             edges[:-1][mask],
             counts[mask],
@@ -202,13 +209,27 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHisto
     )
     limits = (0.7, 6 * counts.max())  # with space for the note
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
-    axes.xaxis.set_major_formatter(_thousands)
-    axes.yaxis.set_major_formatter(_thousands)
+    for axis in (axes.xaxis, axes.yaxis):
+        _label_log(axis)
     axes.set_title(
         f"lengths of {given:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
         loc="left",
         fontsize=11,
     )
+
+
+def _label_log(axis: "Axis") -> None:
+    """Ticks of a logarithmic axis, all in one notation, and as many on a narrow axis as on a wide one."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    decades = np.log10(high / low)
+    if decades < 1:
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(_thousands)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
@@ -218,7 +239,7 @@ def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> 
     width = 0.84 / ranks
     left = np.arange(steps)[:, None] - 0.42 + width * np.arange(ranks)
     line = 0.4 if ranks <= 32 else 0
-    axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=HUES[4], edgecolor="white", linewidth=line)
+    axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=SKY, edgecolor="white", linewidth=line)
     longest = costs.max(axis=1, keepdims=True)
     axes.bar(
         left.ravel(),
