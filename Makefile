@@ -5,6 +5,7 @@
 # make chaos   kill runs at random points, resume and compare them (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
+# make notebook   examples/tour.ipynb, run and stored with its outputs
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
@@ -36,7 +37,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -106,6 +107,9 @@ sweep: $(INSTALLED)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures.py $(DATA_FLAG)
+
+notebook: $(INSTALLED)
+	$(BIN)/python docs/notebook.py
 
 docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"

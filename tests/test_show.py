@@ -1,7 +1,9 @@
 """`trl-packfix show`, and the pictures: what is shown is what the first batches of a training run hold."""
 
+import io
 import itertools
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -149,6 +151,14 @@ def test_the_picture_says_what_the_report_says(run):
     width, height = figure.canvas.get_width_height()
     assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height for box in boxes)
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_notebook_shows_the_picture(run, tmp_path):
+    """Jupyter calls `_repr_png_`; it knows the figures of pyplot only."""
+    figure = run.packing_report.plot(tmp_path / "packs.png")
+    shown, saved = imread(io.BytesIO(figure._repr_png_())), imread(tmp_path / "packs.png")
+    assert shown.shape == saved.shape and np.abs(shown - saved).mean() < 0.05  # the layout is computed again
+    assert pickle.loads(pickle.dumps(figure))._repr_png_()
 
 
 def lengths_panel(tmp_path, lengths, max_length):

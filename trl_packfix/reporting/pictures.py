@@ -6,7 +6,9 @@ are hatched. The hues are Okabe and Ito's, which colour-blind readers can distin
 tokens.
 """
 
+import io
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
 HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
 INK, QUIET = "#222222", "#8c8c8c"
+DPI = 110
 PALE = 0.30  # opacity of untrained tokens
 MIN_LABELLED = 1 / 45  # share of the capacity: narrower documents get no number
 MIN_BOUNDED = 1 / 250  # share of the capacity: narrower documents get no line at their start
@@ -57,8 +60,15 @@ def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Fig
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     if path is not None:
-        figure.savefig(path, dpi=110, facecolor="white")
+        figure.savefig(path, dpi=DPI, facecolor="white")
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]  # notebooks show it, without pyplot
     return figure
+
+
+def _png(figure: "Figure") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, dpi=DPI, format="png", facecolor="white")
+    return file.getvalue()
 
 
 def _hue(document: int) -> str:
