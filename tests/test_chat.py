@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import transformers
 import trl
-from datasets import Dataset, Features, Json, List
+from datasets import Dataset, Features, IterableDataset, Json, List
 from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config, documents_of, start_weights, trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.training.messages import say_what_is_left_out
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = [
@@ -238,6 +239,12 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
             assert "4 of 6 rows of the train dataset have the roles `human` or `gpt`" in caplog.text
         turns = trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
+    thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
+    kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
+    given = json.dumps(kept)
+    stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
+    say_what_is_left_out(stream, "train", build_tokenizer(), None, per_turn=True)
+    assert json.dumps(kept) == given
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
     assert rows_of(trainer(tmp_path, Dataset.from_list(bad), bad_rows="drop", **settings)) == expected

@@ -14,6 +14,7 @@ an answer follows. Then the prompt stays as generation sees it, and the completi
 after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class Conversation:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> "Conversation":
         """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it."""
-        row = maybe_convert_to_chatml(dict(row))
+        # TRL renames keys in place, and the rows of a stream may be objects of the user
+        row = maybe_convert_to_chatml(copy.deepcopy(row))
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         arguments: dict[str, Any] = {"tools": tools}
