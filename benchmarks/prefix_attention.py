@@ -39,6 +39,7 @@ from trl_packfix import PackedDataCollator, prepare_for_packing
 from trl_packfix.attention.prefixes import MAX_KEYS, SharedRuns
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.prefixes import sort_key
 
 FILES = {
@@ -125,7 +126,7 @@ def _rows(batch: dict[str, Any]) -> int:
 
 def loss_of(model: LlamaForCausalLM, batch: dict[str, Any]) -> torch.Tensor:
     """The sum over all tokens of all documents but the first of each."""
-    labels, shared = batch["labels"][0], batch.get("shared_prefixes")
+    labels, shared = batch["labels"][0], batch.get(LAYOUT)
     at = torch.nonzero(labels != -100)[:, 0] if shared is None else shared.target_rows
     logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
     rows = torch.unique(at)  # several documents may be trained on one row
@@ -153,7 +154,7 @@ def copied(batches: list[dict[str, Any]]) -> dict[str, float]:
     if most > MAX_KEYS * _rows(largest):
         bounds = largest["cu_seq_lens_q"], largest["cu_seq_lens_k"]
         longest = largest["max_length_q"], largest["max_length_k"]
-        shared = largest["shared_prefixes"]
+        shared = largest[LAYOUT]
         launches += len(SharedRuns(bounds, longest, shared.kv_index, shared.run_lengths).levels)
         most = _rows(largest)
     key_bytes = 2 * KEY_HEADS * HEAD_DIM * 2  # key and value
@@ -186,9 +187,7 @@ def main() -> None:
         plain, shared = (statistics.median(found[i][0] for found in rounds) for i in (0, 1))
         losses = [found[1] for found in rounds[0]]
         num_tokens = sum(len(tokens) for tokens in documents)
-        saved = [
-            int(n) for batch in contenders[1] if "shared_prefixes" in batch for n in batch["shared_prefixes"].shared
-        ]
+        saved = [int(n) for batch in contenders[1] if LAYOUT in batch for n in batch[LAYOUT].shared]
         flops = sum(float(cost(len(tokens))) for tokens in documents)
         rows.append(
             {

@@ -41,11 +41,12 @@ import trl_packfix
 from trl_packfix.attention import exchange, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.forwards import CU_SEQ_LENS, PACK_PART, PREFIXES, PackedForward, entered, packed_forwards
+from trl_packfix.attention.forwards import CU_SEQ_LENS, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loading, parts
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import Layout, layout_of
 from trl_packfix.training import objective
 from trl_packfix.training.planner import make_planner
 
@@ -152,7 +153,7 @@ def group_ranks(degree: int) -> list[int]:
 
 def pack_of_runs() -> PackedForward:
     batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
-    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=batch[PREFIXES].kv_index)
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
 
 
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, **features) -> float:
@@ -214,8 +215,8 @@ class Shared(trl_packfix.SFTTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.engine = two_ranks.engine_of(model)
-        part = inputs.get(PACK_PART)
-        self.seen.append((1, 0) if part is None else (part.degree, part.index))
+        layout = layout_of(inputs)
+        self.seen.append((layout.degree, layout.index))
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -376,7 +377,7 @@ def late_shift():
 @contextmanager
 def counted_by_all():
     """Every member of a group counts documents and statistics."""
-    with mock.patch.object(objective, "_is_first", lambda batch: True):
+    with mock.patch.object(Layout, "is_first", True):
         yield
 
 
@@ -384,8 +385,8 @@ def counted_by_all():
 def statistic_of_parts():
     """The load-balancing statistic is that of each part."""
 
-    def wrong(router_logits, num_experts, num_chosen, real, degree):
-        found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, real[None])
+    def wrong(router_logits, num_experts, num_chosen, row_counts, degree):
+        found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
         return found / degree
 
     with mock.patch.object(objective, "group_load_balancing", wrong):

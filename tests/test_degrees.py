@@ -22,6 +22,7 @@ from trl_packfix.data.loading import DocumentDataset, PackedBatchSampler, PartOf
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
+from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import (
@@ -389,10 +390,10 @@ def test_parts_end_to_end_are_the_packs(table):
                 for name in ("input_ids", "labels", "shift_labels" if degree > 1 else "labels")
             )
             assert all(part["input_ids"].shape[1] * degree == len(ids) <= 16 * degree for part in parts)
-            assert ("pack_part" in parts[0]) == (degree > 1)
+            assert (LAYOUT in parts[0]) == (degree > 1)
             if degree > 1:
                 assert (shifted[:-1] == labels[1:]).all() and shifted[-1] == IGNORE_INDEX
-                assert [part["pack_part"].index for part in parts] == list(range(degree))
+                assert [part[LAYOUT].index for part in parts] == list(range(degree))
             bounds = parts[0]["cu_seq_lens_q"].tolist()
             assert bounds[-1] == len(ids)
             for start, stop in itertools.pairwise(bounds):
@@ -409,7 +410,7 @@ def test_a_loader_goes_on_after_skipped_batches(table):
         loader.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
     expected = [batch["input_ids"].tolist() for batch in whole]
     assert [batch["input_ids"].tolist() for batch in rest] == expected[3:]
-    assert any("pack_part" in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
+    assert any(LAYOUT in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
 
 
 def state_of(run) -> dict:

@@ -28,6 +28,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.savings import prefix_savings
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
+from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import prefixes
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
@@ -712,7 +713,7 @@ def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
     assert max(each["shared_tokens"] for pack in packs for each in pack["documents"]) >= 16
     for pack in packs:
         batch = PrefixCollator()([reader.read(each["row"], each["start"], each["stop"]) for each in pack["documents"]])
-        shared = batch["shared_prefixes"]
+        shared = batch[LAYOUT]
         rows = np.array([each["shared_tokens"] for each in pack["documents"]])
         own = shared.lengths - torch.tensor(rows)
         assert ((own == shared.lengths - shared.shared) | (own == 1)).all()  # a last row of its own is not computed

@@ -9,6 +9,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.parts import PER_TOKEN, cut_part
+from trl_packfix.layout import LAYOUT
 
 
 def documents(lengths, prompt):
@@ -34,13 +35,13 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
     assert torch.equal(following[:, :-1], whole["labels"][:, 1:]) and following[0, -1] == IGNORE_INDEX
     assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
 
-    held = [part["pack_part"] for part in parts]
+    held = [part[LAYOUT] for part in parts]
     assert [part.is_first for part in held] == [True] + [False] * (degree - 1)
-    index = torch.cat([part.next_document for part in held], 1)
+    index = torch.cat([part.of.following for part in held], 1)
     assert torch.equal(index[:, :-1], whole["seq_idx"][:, 1:].long())
     expected = [max(length - max(prompt, 1), 0) for length in lengths]
     for part in held:  # each knows of all trained tokens, wherever they lie
-        assert part.trained.tolist()[: len(lengths)] == expected and not part.trained[len(lengths) :].any()
+        assert part.of.trained.tolist()[: len(lengths)] == expected and not part.of.trained[len(lengths) :].any()
         assert part.num_tokens == num_tokens
 
 
@@ -54,7 +55,7 @@ def test_the_checksum_is_that_of_the_whole_pack():
         batch = PackedDataCollator(pad_to_multiple_of=2)(list(documents(lengths, 1)))
         if change:
             batch[change][0, -1] += 1
-        return cut_part(batch, 2, index)["pack_part"].checksum
+        return cut_part(batch, 2, index)[LAYOUT].checksum
 
     assert checksum([4, 4]) == checksum([4, 4], index=1)
     others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
@@ -72,8 +73,8 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), 2, 0)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
-    found = pin_memory(part)["pack_part"]
-    own = part["pack_part"]
-    assert {id(own.next_document), id(own.trained)} <= {id(tensor) for tensor in pinned}
-    assert torch.equal(found.trained, own.trained) and found.trained is not own.trained
+    found = pin_memory(part)[LAYOUT]
+    own = part[LAYOUT]
+    assert {id(own.of.following), id(own.of.trained)} <= {id(tensor) for tensor in pinned}
+    assert torch.equal(found.of.trained, own.of.trained) and found.of.trained is not own.of.trained
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)

@@ -15,12 +15,13 @@ from torch import nn
 
 from trl_packfix.attention import kernels, prefixes, varlen
 from trl_packfix.attention.choice import select_attention
-from trl_packfix.attention.forwards import PREFIXES, PackedForward, entered, mark_packed_forwards, packed_forwards
+from trl_packfix.attention.forwards import PackedForward, entered, mark_packed_forwards, packed_forwards
 from trl_packfix.attention.kernels import math_attention, visible_keys
 from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import LAYOUT
 
 # The kernels
 
@@ -30,7 +31,7 @@ def packed(documents, **settings):
 
 
 def runs_of(batch):
-    shared = batch[PREFIXES]
+    shared = batch[LAYOUT]
     bounds, longest = zip(*((batch[f"cu_seq_lens_{x}"], batch[f"max_length_{x}"]) for x in "qk"), strict=True)
     return SharedRuns(bounds, longest, shared.kv_index, shared.run_lengths)
 
@@ -104,7 +105,7 @@ def short_tiles():
 @given(PACKS, st.sampled_from(sorted(FEATURES)), st.booleans())
 def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
-    if PREFIXES not in batch:
+    if LAYOUT not in batch:
         return
     assert difference(attend_shared, runs_of(batch), **FEATURES[name]) < 1e-12
     assert difference(in_tiles, runs_of(batch), **FEATURES[name]) < 1e-12
@@ -115,7 +116,7 @@ def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
 def test_random_packs_equal_the_definition_on_cuda(documents, name, most_keys):
     """With a strict stand-in for the operators of torch; 1 key per row makes all of them pass the bound."""
     batch = packed(documents)
-    if PREFIXES not in batch:
+    if LAYOUT not in batch:
         return
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
         patch.setattr(prefixes, "MAX_KEYS", most_keys)
@@ -307,7 +308,7 @@ def forest():
 
 def shared_loss(model, batch):
     """The sum over the trained tokens of all documents."""
-    shared, labels = batch[PREFIXES], batch["labels"][0]
+    shared, labels = batch[LAYOUT], batch["labels"][0]
     logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
     return nn.functional.cross_entropy(
         logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
@@ -341,7 +342,7 @@ def assert_equal_alone(model, alone, documents=None):
     loss, logits = shared_loss(model, batch)
     expected, expected_logits = loss_alone(alone, documents)
     # the rows of each document, but for its last
-    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[PREFIXES]
+    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[LAYOUT]
     assert len(every.target_rows) > 2 * len(logits)
     for i, own in enumerate(expected_logits):
         rows = every.target_rows[every.target_documents == i] - 1
@@ -413,7 +414,7 @@ def test_the_same_test_sees_a_fault(fault, tiny_model, float64_everywhere, monke
 
     def wrong(self, documents):
         batch = right(self, documents)
-        shared, bounds = batch[PREFIXES], batch["cu_seq_lens_q"]
+        shared, bounds = batch[LAYOUT], batch["cu_seq_lens_q"]
         index = shared.kv_index.clone()
         run = max(runs_of(batch).runs[:-1], key=lambda run: run.before)
         if fault == "foreign key":
@@ -424,7 +425,7 @@ def test_the_same_test_sees_a_fault(fault, tiny_model, float64_everywhere, monke
             batch["position_ids"] = torch.cat([torch.arange(n) for n in bounds.diff()])[None]
         else:
             index[run.keys.start : run.keys.start + run.before] += 1
-        return {**batch, PREFIXES: replace(shared, kv_index=index)}
+        return {**batch, LAYOUT: replace(shared, kv_index=index)}
 
     monkeypatch.setattr(PrefixCollator, "__call__", wrong)
     model, alone = prepared(tiny_model, "llama", dtype=torch.float64)
@@ -463,7 +464,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if PREFIXES in batch and runs_of(batch).stretches:
+        if LAYOUT in batch and runs_of(batch).stretches:
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])

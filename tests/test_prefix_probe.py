@@ -10,13 +10,14 @@ from support.runs import trainer
 from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention.forwards import PREFIXES, packed_forwards
+from trl_packfix.attention.forwards import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.isolation import prefix_probe
 from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.report import PackingLeakError
+from trl_packfix.layout import LAYOUT
 from trl_packfix.survey import zoo
 from trl_packfix.survey.judge import PrefixJudge, with_prefixes
 
@@ -38,19 +39,19 @@ def test_documents_that_begin_alike_are_what_they_are_alone(model_type):
 
 def foreign_key(batch):
     """One key of a shared stretch is a sibling's."""
-    prefixes = batch[PREFIXES]
+    prefixes = batch[LAYOUT]
     index = prefixes.kv_index.clone()
     start = int(batch["cu_seq_lens_k"][1])
     assert index[start + 2] != batch["input_ids"].shape[1] - 1
     index[start + 2] = batch["cu_seq_lens_q"][1] - 2  # a row of the first run, behind the branch
-    return batch | {PREFIXES: replace(prefixes, kv_index=index)}
+    return batch | {LAYOUT: replace(prefixes, kv_index=index)}
 
 
 def lost_prefix(batch):
     """Runs attend to themselves only."""
     rows = torch.arange(batch["input_ids"].shape[1])
     own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
-    return batch | own | {PREFIXES: replace(batch[PREFIXES], kv_index=rows)}
+    return batch | own | {LAYOUT: replace(batch[LAYOUT], kv_index=rows)}
 
 
 def positions_restart(batch):
@@ -72,7 +73,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     class Faulty(PrefixCollator):
         def __call__(self, documents):
             batch = super().__call__(documents)
-            return fault(batch) if PREFIXES in batch else batch
+            return fault(batch) if LAYOUT in batch else batch
 
     model = build_tiny_model("llama")
     packed = packed_model(model)

@@ -23,8 +23,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import PackedDataCollator, SFTTrainer
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import LAYOUT, Runs, layout_of
 from trl_packfix.planning.strategies import plan_packs
-from trl_packfix.training import objective
 
 DOCUMENTS = forest()
 SGD = {
@@ -164,8 +164,8 @@ def changes_batches(monkeypatch, change):
 
     def wrong(self, documents):
         batch = collate(self, documents)
-        if "shared_prefixes" in batch:
-            batch["shared_prefixes"] = change(batch["shared_prefixes"])
+        if LAYOUT in batch:
+            batch[LAYOUT] = change(batch[LAYOUT])
         return batch
 
     monkeypatch.setattr(PrefixCollator, "__call__", wrong)
@@ -174,26 +174,25 @@ def changes_batches(monkeypatch, change):
 def each_row_once(shared):
     """The first of the documents that train a row, and none of the others."""
     first = np.unique(shared.target_rows.numpy(), return_index=True)[1]
-    return replace(shared, target_rows=shared.target_rows[first], target_documents=shared.target_documents[first])
+    rows, documents = shared.target_rows[first], shared.target_documents[first]
+    trained = torch.bincount(documents, minlength=shared.count)
+    return replace(shared, target_rows=rows, target_documents=documents, trained=trained)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=scores_tokens), "document", "weights"])
 def test_without_weights_of_rows_it_shows(name, monkeypatch):
-    right = objective.targets_of
-    wrong = lambda mask, inputs: right(mask, with_rows_once(inputs))  # noqa: E731
-    monkeypatch.setattr(objective, "targets_of", wrong)
+    count_rows_once(monkeypatch)
     assert error(name) > 1e-2
 
 
-def with_rows_once(inputs: dict) -> dict:
-    if "shared_prefixes" not in inputs:
-        return inputs
-    return inputs | {"shared_prefixes": each_row_once(inputs["shared_prefixes"])}
+def count_rows_once(monkeypatch):
+    right = Runs.targets
+    monkeypatch.setattr(Runs, "targets", lambda layout, mask: right(each_row_once(layout), mask))
 
 
 @scores_tokens
 def test_with_a_count_of_labels_it_shows(monkeypatch):
-    monkeypatch.setattr(objective, "_one_label_per_target", lambda batch: batch)
+    monkeypatch.setattr(Runs, "labels", lambda layout, batch: batch)
     assert error("llama") > 1e-2
 
 
@@ -220,8 +219,8 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     """A token costs what it adds to the cost of its document, and a shared token costs it once."""
     found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
-    shared = batch["shared_prefixes"]
-    found._count(batch, objective.targets_of(None, batch).trained)
+    shared = layout_of(batch)
+    found._count(batch, shared, shared.trained)
     (sums,) = found._totals_of_training._pending.values()
     sums = dict(zip(found._totals_of_training.OF_BATCHES, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
@@ -312,13 +311,10 @@ def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
     assert rows < 0.9 * sum(unsorted) < tokens and num_shared < num_whole
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
-    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if "shared_prefixes" not in batch)
+    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT not in batch)
     assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
     # The control: each row once
-    right = objective.targets_of
-    monkeypatch.setattr(
-        "trl_packfix.training.evaluation.targets_of", lambda mask, inputs: right(mask, with_rows_once(inputs))
-    )
+    count_rows_once(monkeypatch)
     _, wrong, *_ = evaluated(tmp_path)
     assert wrong["eval_loss"] != pytest.approx(whole["eval_loss"], rel=1e-5)
 

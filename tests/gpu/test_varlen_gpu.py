@@ -16,6 +16,7 @@ from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_sha
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import LAYOUT
 
 pytestmark = pytest.mark.gpu
 
@@ -170,7 +171,7 @@ def shared_runs(device):
     """Turns of a chat, each of which begins as the one before it, and a document of its own: 5.5 keys per row."""
     turns = [{"input_ids": [*range(1, 150 * n), *([1000 + n] * 9)]} for n in range(1, 12)]
     batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
-    shared = batch["shared_prefixes"].to(device)
+    shared = batch[LAYOUT].to(device)
     bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
     return SharedRuns(bounds, (batch["max_length_q"], batch["max_length_k"]), shared.kv_index, shared.run_lengths)
 

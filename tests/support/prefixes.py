@@ -3,7 +3,7 @@
 import numpy as np
 from datasets import Dataset
 
-from trl_packfix.data.prefixes import SharedPrefixes
+from trl_packfix.layout import LAYOUT, Runs
 
 
 def forest(num: int = 40, seed: int = 0) -> Dataset:
@@ -36,6 +36,6 @@ def forest(num: int = 40, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def shared_prefixes(batches: list[dict]) -> list[SharedPrefixes]:
+def shared_prefixes(batches: list[dict]) -> list[Runs]:
     """Of the batches that share, what they share."""
-    return [batch["shared_prefixes"] for batch in batches if "shared_prefixes" in batch]
+    return [batch[LAYOUT] for batch in batches if LAYOUT in batch]

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
+from ..layout import LAYOUT, Layout, layout_of
 from .models import backbone, base_model, text_config
 from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
@@ -30,10 +31,6 @@ ATTENTION_NAME = "packfix_varlen"
 # The entries of a packed batch that hold boundaries, except position_ids
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
-# The entry of a batch that is a part of a pack (`data/parts.py`); the guard takes it out, and no model sees it
-PACK_PART = "pack_part"
-# The entry of a batch that says which rows documents share (`data/prefixes.py`); the guard takes it out, too
-PREFIXES = "shared_prefixes"
 
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
@@ -284,24 +281,20 @@ class PackedForwardGuard(ModelHooks):
         carry_boundaries(self._layers, False)
 
     def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        part = kwargs.get(PACK_PART)
-        prefixes = kwargs.get(PREFIXES)
-        kwargs = {name: given for name, given in kwargs.items() if name not in (PACK_PART, PREFIXES)}
-        is_packed = part is not None or kwargs.get("cu_seq_lens_q") is not None
-        if is_packed:
+        layout = layout_of(kwargs)
+        kwargs = {name: given for name, given in kwargs.items() if name != LAYOUT}
+        if layout.is_packed:
             carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
-                running = _check_packed_batch(model, args, kwargs, prefixes)
+                running = _check_packed_batch(model, args, kwargs, layout)
                 running = replace(running, ignores_masks=self.ignores_masks)
-                if part is not None:
-                    running = replace(running, degree=part.degree, part_tokens=part.num_tokens // part.degree)
             packed_forwards.append(running)
             if running.kv_index is not None:
                 # A module would take the boundaries of runs for those of documents; our attention reads `running`
                 kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
-        self._entered.append(is_packed)
+        self._entered.append(layout.is_packed)
         return args, kwargs
 
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
@@ -356,23 +349,21 @@ def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 
 
-def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], prefixes: Any) -> PackedForward:
+def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], layout: Layout) -> PackedForward:
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(
             f"a packed batch came with cu_seq_lens_q but without {', '.join(missing)}: flash kernels need all four, "
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
-    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS))
-    if prefixes is not None:
-        running = replace(running, kv_index=prefixes.kv_index, run_lengths=prefixes.run_lengths)
-        if (name := text_config(model)._attn_implementation) != ATTENTION_NAME:
-            raise ValueError(
-                f"a packed batch whose {len(prefixes.lengths)} documents share prefixes came to "
-                f"attn_implementation={name!r}: only {ATTENTION_NAME} finds the keys that a document shares, and other "
-                "attention would read keys of other documents. Set attn_implementation='sdpa', which packing replaces "
-                f"with {ATTENTION_NAME}, or share_prefixes='off'."
-            )
+    running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention())
+    if layout.shares_rows and (name := text_config(model)._attn_implementation) != ATTENTION_NAME:
+        raise ValueError(
+            f"a packed batch whose {layout.count} documents share prefixes came to attn_implementation={name!r}: only "
+            f"{ATTENTION_NAME} finds the keys that a document shares, and other attention would read keys of other "
+            f"documents. Set attn_implementation='sdpa', which packing replaces with {ATTENTION_NAME}, or "
+            "share_prefixes='off'."
+        )
     for name in ("attention_mask", "past_key_values"):
         if (given := kwargs.get(name)) is not None:
             shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
@@ -396,7 +387,7 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
         )
     # On the CPU only: on a GPU the host would wait for the comparison.
     cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
-    if prefixes is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+    if running.kv_index is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError(
             f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack "
             "the queries and keys of a document are the same tokens. Pass the same tensor for both."

@@ -13,8 +13,8 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
     num_documents  2 2 1 1 | 1 1 1           of each row
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,46 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..layout import LAYOUT, Runs
 from ..planning.prefixes import MIN_SHARED, share_order
 from . import boundaries
 from .collator import IGNORE_INDEX, PackedDataCollator
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """What attention and the loss must know of a pack of N documents with R rows that shares prefixes.
-
-    A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none.
-
-    Attributes:
-        kv_index: rows that are the keys of each run, run after run, int64, shape (cu_seq_lens_k[-1],).
-        target_rows: for each trained token of each document the place of its label in `labels`, int64, shape (M,).
-        target_documents: the document of each of them, int64, shape (M,).
-        num_documents: documents that each row belongs to, int64, shape (R,).
-        lengths: tokens of each document, int64, shape (N,).
-        shared: rows that each document has from the one sorted before it, int64, shape (N,).
-        run_lengths: rows and keys of each run, int64, shape (runs, 2). It stays on the host, where attention needs it.
-    """
-
-    kv_index: Tensor
-    target_rows: Tensor
-    target_documents: Tensor
-    num_documents: Tensor
-    lengths: Tensor
-    shared: Tensor
-    run_lengths: Tensor | None = None
-
-    def to(self, device: Any, non_blocking: bool = False) -> "SharedPrefixes":
-        """The same on another device; accelerate's loaders call it, as for a tensor."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "SharedPrefixes":
-        """The same in page-locked memory; torch's loaders call it, as for a tensor."""
-        return self._moved(Tensor.pin_memory)
-
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
-        names = [field.name for field in fields(self) if field.name != "run_lengths"]
-        return replace(self, **{name: move(getattr(self, name)) for name in names})
 
 
 def collated_order(
@@ -87,7 +51,7 @@ class PrefixCollator(PackedDataCollator):
 
     - `cu_seq_lens_q`, `max_length_q` and `seq_idx` are those of runs, `cu_seq_lens_k` and `max_length_k` those of the
       documents to which the runs belong, both without documents that have no row of their own.
-    - "shared_prefixes" holds the rest, a `SharedPrefixes`.
+    - "layout" holds the rest, `Runs`.
 
     A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token.
 
@@ -101,7 +65,7 @@ class PrefixCollator(PackedDataCollator):
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
     ([[5, 6, 7, 4, 3, 7, 8]], [[0, 1, 2, 3, 4, 2, 3]])
-    >>> batch["shared_prefixes"].kv_index.tolist()
+    >>> batch["layout"].kv_index.tolist()
     [0, 1, 2, 3, 4, 0, 1, 5, 6]
     """
 
@@ -177,13 +141,14 @@ class PrefixCollator(PackedDataCollator):
             "max_length_k": max(k_lengths),
             "seq_idx": torch.from_numpy(boundaries.seq_idx(q_lengths))[None],
             "use_cache": False,
-            "shared_prefixes": SharedPrefixes(
+            LAYOUT: Runs(
                 kv_index=torch.from_numpy(np.concatenate(keys)),
                 target_rows=torch.from_numpy(np.concatenate(target_rows)),
                 target_documents=torch.from_numpy(documents.astype(np.int64)),
                 num_documents=torch.from_numpy(np.pad(num_documents[:num_rows], (0, padding))),
                 lengths=torch.from_numpy(lengths),
                 shared=torch.from_numpy(shared_of),
+                trained=torch.from_numpy(np.bincount(documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }

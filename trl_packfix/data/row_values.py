@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import ClassLabel, Dataset
 
+from ..layout import layout_of
 from .parts import PartOf
 
 WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
@@ -168,9 +169,7 @@ class RowValuesCollator:
         documents = documents.documents if isinstance(documents, PartOf) else documents
         tokens = [{key: v for key, v in each.items() if key not in taken} for each in documents]
         batch = self.collate(tokens if part is None else replace(part, documents=tokens))
-        bounds = batch.get("cu_seq_lens_q")
-        # The boundaries of shared prefixes are those of runs, not of documents
-        num = len(documents) if bounds is None or "shared_prefixes" in batch else len(bounds) - 1
+        num = layout_of(batch).count
         for key, name in self.keys.items():
             values = [each.get(name, 0) for each in documents]
             if key == SOURCES and self.index is not None:

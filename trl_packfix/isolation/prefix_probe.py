@@ -4,15 +4,14 @@ Isolation alone is not enough here. A document that does not attend to its share
 each document must also have the states, and the gradients with respect to its shared tokens, that it has alone.
 """
 
-from itertools import pairwise
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.forwards import PREFIXES
-from ..data.prefixes import PrefixCollator, SharedPrefixes
+from ..data.prefixes import PrefixCollator
+from ..layout import layout_of
 from .probe import NO_GRADIENT, CannotRun, Examples, Probe, exact
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
@@ -116,10 +115,7 @@ class PrefixProbe(Probe):
         """The batch, the rows of each document from which a token is predicted, and how many of them it shares."""
         batch = self._moved(self._collate_shared([{"input_ids": ids} for ids in documents]))
         batch.pop("labels")
-        if PREFIXES not in batch:  # no two documents begin alike
-            bounds = pairwise(batch["cu_seq_lens_q"].tolist())
-            rows = [torch.arange(start, stop - 1, device=self.device) for start, stop in bounds]
-            return batch, rows, [0] * len(documents)
-        prefixes: SharedPrefixes = batch[PREFIXES]
-        rows = [prefixes.target_rows[prefixes.target_documents == i] - 1 for i in range(len(documents))]
-        return batch, rows, prefixes.shared.tolist()
+        layout = layout_of(batch)
+        saved = layout.sizes(torch.ones(len(documents), device=self.device)).saved
+        rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
+        return batch, rows, [0] * len(documents) if saved is None else saved.tolist()

@@ -22,8 +22,8 @@ from ..attention.kernels import KernelError
 from ..attention.models import backbone, base_model, text_config
 from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator
-from ..data.parts import PackPart, cut_part
-from ..data.prefixes import SharedPrefixes
+from ..data.parts import cut_part
+from ..layout import Layout
 from .randomness import DrawWatcher, device_state, set_device_state
 
 # Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
@@ -251,8 +251,7 @@ class Probe:
 
     def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {
-            key: value.to(self.device) if isinstance(value, Tensor | PackPart | SharedPrefixes) else value
-            for key, value in batch.items()
+            key: value.to(self.device) if isinstance(value, Tensor | Layout) else value for key, value in batch.items()
         }
 
     def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:

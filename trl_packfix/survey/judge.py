@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..attention.forwards import PREFIXES
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.image_collator import ImageExamples
 from ..data.prefixes import PrefixCollator
+from ..layout import layout_of
 
 TOLERANCE = 1e-4  # relative, in fp32
 EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
@@ -211,13 +211,9 @@ class PrefixJudge(Judge):
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
         """Add the gradients of the summed loss of `documents`, and return the logits, document after document."""
-        logits = model(**batch).logits[0]
-        if PREFIXES in batch:
-            prefixes = batch[PREFIXES]
-            each = [prefixes.target_rows[prefixes.target_documents == i] - 1 for i in range(len(documents))]
-            logits = logits[torch.cat(each)]
-        else:
-            logits = logits[:-1]
+        layout = layout_of(batch)
+        rows = torch.cat([layout.predicting(i) for i in range(len(documents))])
+        logits = model(**batch).logits[0][rows]
         targets = torch.cat([ids[1:] for ids in documents])
         nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
         return logits.detach()

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..attention.forwards import PACK_PART, PREFIXES
 from ..compat import forget_evaluation
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
@@ -35,13 +34,13 @@ from ..data.row_values import RowValues, read_row_values
 from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
+from ..layout import Targets, layout_of
 from .checks import check_prepared, check_tokenised
 from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
 from .prefixes import prove_prefixes
-from .targets import Targets, targets_of
 from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
@@ -382,7 +381,8 @@ class ExactEvaluation(PackedObjective):
         inputs = self._prepare_inputs(inputs)
         self._check_pack(inputs)
         inputs["use_cache"] = False
-        targets = targets_of(inputs["labels"][:, 1:] != IGNORE_INDEX, inputs) if "labels" in inputs else None
+        layout = layout_of(inputs)
+        targets = layout.targets(inputs["labels"][:, 1:] != IGNORE_INDEX) if "labels" in inputs else None
         sources = None if targets is None else self._sources_of(targets)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
@@ -393,12 +393,9 @@ class ExactEvaluation(PackedObjective):
                     outputs = model(**inputs, fused_lm_head=True)
                 if self.aux_loss_enabled:
                     aux_loss = outputs.aux_loss
-                    if PACK_PART in inputs:
-                        part = inputs[PACK_PART]
-                        # zero on ranks after the first of the group, so the mean over ranks counts it once
-                        aux_loss = part.degree * self._aux_loss(outputs, inputs, part.trained, router_logits)
-                    elif PREFIXES in inputs:
-                        aux_loss = self._aux_loss(outputs, inputs, targets.trained, router_logits)
+                    if layout.weighs_rows:
+                        # zero on ranks after the first of a group, so the mean over ranks counts it once
+                        aux_loss = layout.degree * self._aux_loss(outputs, layout, targets.trained, router_logits)
                     aux_loss = self.accelerator.gather(aux_loss).mean().item()
                     self._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs, targets, sources).float(), None, None

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ..attention.exchange import group_of, make_groups
-from ..attention.forwards import PACK_PART
+from ..layout import Part, layout_of
 
 if TYPE_CHECKING:
     from ..data.epochs import EpochPlanner
@@ -53,19 +53,18 @@ class SamePackCheck(TrainerCallback):
             return
         self.steps_left -= 1
         for batch in batches:
-            if PACK_PART in batch:
-                check_same_pack(batch)
+            if isinstance(part := layout_of(batch), Part):
+                check_same_pack(part, batch["input_ids"].device)
 
 
-def check_same_pack(batch: dict[str, Any]) -> None:
+def check_same_pack(part: Part, device: torch.device) -> None:
     """Compare the pack of this part with those of the other ranks of the group, which must all call this.
 
     Raises:
         ValueError: they have different packs.
     """
-    part = batch[PACK_PART]
     group = group_of(part.degree)
-    own = torch.tensor([part.checksum, part.num_tokens], device=batch["input_ids"].device)
+    own = torch.tensor([part.checksum, part.num_tokens], device=device)
     given = [torch.empty_like(own) for _ in range(part.degree)]
     dist.all_gather(given, own, group=group)
     packs = [each.tolist() for each in given]

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..attention.forwards import PACK_PART, ModelHooks
+from ..attention.forwards import ModelHooks
+from ..layout import layout_of
 
 
 class DocumentNoise(ModelHooks):
@@ -36,8 +37,8 @@ class DocumentNoise(ModelHooks):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         bounds = kwargs.get("cu_seq_lens_q")
-        part = kwargs.get(PACK_PART)
-        index = None if part is None else part.index
+        layout = layout_of(kwargs)
+        index = layout.index if layout.degree > 1 else None
         self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], index))
         self._num_rows = 0
 

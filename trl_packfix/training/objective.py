@@ -15,12 +15,10 @@ them.
 A subclass may compute the loss itself. It gets the token count that transformers documents. Noise is added by hooks of
 the model, and tokens and documents are counted when batches are fetched, so both work for such a loss, too.
 
-With shared prefixes a row of the pack may be a target of several documents, with a weight for each. All sums are over
-the targets of documents (`targets.py`), not over rows, so they are those of the same documents without sharing.
-
-With sequence parallelism a batch may be a part of a pack (`data/parts.py`). Each rank adds the terms of its own tokens,
-with the counts of the whole pack. What a group has once (documents, micro-batches, the value of the load-balancing
-statistic) is counted by its first rank only.
+The layout of a batch (`layout.py`) says which documents a row belongs to. All sums are over the targets of documents,
+not over rows, because with shared prefixes a row may be a target of several documents, with a weight for each. Of a
+part of a pack, each rank adds the terms of its own targets, with the counts of the whole pack. Documents, tokens,
+micro-batches and the value of the load-balancing statistic are counted by the first rank of a group only.
 
 In all sums over documents, a document is one with a trained token. Training drops the others, so a document without one
 in a batch is padding or a dummy.
@@ -36,13 +34,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ..attention.forwards import PACK_PART, PREFIXES
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..data.images import sequence_sizes
 from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
+from ..layout import Layout, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -51,7 +49,6 @@ from .groups import SamePackCheck
 from .lm_head import add_token_scores
 from .loading import PackedLoading
 from .routers import gives_router_logits, group_load_balancing
-from .targets import Targets, targets_of
 from .totals import TrainingTotals, sums_by_source
 
 NUM_DUMMY_TOKENS = 2
@@ -203,7 +200,7 @@ class PackedObjective(PackedLoading):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         if not (self.model.training and self._owns_objective):
-            _check_not_shared(inputs)
+            _check_one_document_per_row(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._check_pack(inputs)
         inputs["use_cache"] = False
@@ -214,10 +211,11 @@ class PackedObjective(PackedLoading):
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        targets = targets_of(outputs.label_mask, inputs)
+        layout = layout_of(inputs)
+        targets = layout.targets(outputs.label_mask)
         aux_loss = None
         if self.aux_loss_enabled:
-            aux_loss = self._aux_loss(outputs, inputs, targets.trained, router_logits)
+            aux_loss = self._aux_loss(outputs, layout, targets.trained, router_logits)
             if not self._is_smoothed and self.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self.router_aux_loss_coef * aux_loss / steps
@@ -255,7 +253,7 @@ class PackedObjective(PackedLoading):
             with torch.no_grad():
                 return loss, model(**inputs, fused_lm_head=True)
         outputs = model(**inputs, fused_lm_head=True)
-        targets = targets_of(outputs.label_mask, inputs)
+        targets = layout_of(inputs).targets(outputs.label_mask)
         log_probs = targets.of(outputs.log_probs)  # (B, T - 1) or (M,), zero where nothing is trained
         per_token_loss = -log_probs
         if self.args.loss_type == "dft":
@@ -301,28 +299,26 @@ class PackedObjective(PackedLoading):
         batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
         if not batches:
             return super()._get_num_items_in_batch(batch_samples, device)
-        trained = [targets_of(batch["labels"][:, 1:] != IGNORE_INDEX, batch).trained for batch in batches]
-        for batch, counts in zip(batches, trained, strict=True):
-            self._count(batch, counts)
+        own: list[Tensor] = []  # trained tokens of the documents that this rank counts
+        for batch in batches:
+            layout = layout_of(batch)
+            trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
+            self._count(batch, layout, trained)
+            own.append(trained * layout.is_first)
         if self.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
-            has_documents = [(c > 0).any() * _is_first(b) for c, b in zip(trained, batches, strict=True)]
-            filled = torch.stack(has_documents).float().sum().to(device)
+            filled = torch.stack([counts.any() for counts in own]).float().sum().to(device)
             self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
             # transformers counts one label per document as if it were a token, so ranks are treated alike
-            marks = [
-                torch.where((counts > 0) & _is_first(batch), 0, IGNORE_INDEX)
-                for counts, batch in zip(trained, batches, strict=True)
-            ]
+            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in own]
             documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
             self._num_documents = super()._get_num_items_in_batch(documents, device)
         if self.args.weight_column is not None:
-            pairs = zip(batches, trained, strict=True)
-            weights = [self._total_weight(batch[WEIGHTS], counts) * _is_first(batch) for batch, counts in pairs]
+            weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in zip(batches, own, strict=True)]
             weight = torch.stack(weights).sum()
             self._weight_of_step = self.accelerator.reduce(weight.to(device), reduction="sum") / self.get_tp_size()
-        return super()._get_num_items_in_batch([_one_label_per_target(batch) for batch in batch_samples], device)
+        return super()._get_num_items_in_batch([layout_of(batch).labels(batch) for batch in batch_samples], device)
 
     # Auxiliary terms
 
@@ -355,10 +351,10 @@ class PackedObjective(PackedLoading):
         """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
-        may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS or PACK_PART in inputs
-        may_pad |= PREFIXES in inputs
+        may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         may_pad |= self.packs_images  # a rank without images may have a document that stands in for them
-        if not (self.aux_loss_enabled and may_pad and "cu_seq_lens_q" in inputs):
+        layout = layout_of(inputs)
+        if not (self.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
             yield caught
             return
 
@@ -371,7 +367,7 @@ class PackedObjective(PackedLoading):
         finally:
             handle.remove()
 
-    def _aux_loss(self, outputs: Any, inputs: dict[str, Any], trained: Tensor, router_logits: list[Tensor]) -> Tensor:
+    def _aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, router_logits: list[Tensor]) -> Tensor:
         """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
 
         Of a part of a pack: the statistic of the whole pack, with the gradient of this part. Ranks after the first of
@@ -380,45 +376,30 @@ class PackedObjective(PackedLoading):
         if not router_logits:
             return outputs.aux_loss
         config = base_model(self.model).config.get_text_config()
-        statistic: Callable[..., Any] = load_balancing_loss_func
-        if (shared := inputs.get(PREFIXES)) is not None:  # each row as often as documents have it, padding never
-            counts = shared.num_documents[None]
-            return statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, counts)
-        real = (trained > 0)[inputs["seq_idx"]]
-        if (part := inputs.get(PACK_PART)) is not None:
-            found = group_load_balancing(
-                router_logits, config.num_experts, config.num_experts_per_tok, real.flatten(), part.degree
+        counts = layout.row_counts(trained)
+        if layout.degree > 1:
+            value = group_load_balancing(
+                router_logits, config.num_experts, config.num_experts_per_tok, counts.flatten(), layout.degree
             )
-            return found if part.is_first else found - found.detach()
-        is_empty = ~real.any()
-        found = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, real | is_empty)
-        return found.masked_fill(is_empty, 0)
+            return value if layout.is_first else value - value.detach()
+        is_empty = ~counts.any()
+        statistic: Callable[..., Any] = load_balancing_loss_func
+        counts = counts.masked_fill(is_empty, 1)
+        value = statistic(tuple(router_logits), config.num_experts, config.num_experts_per_tok, counts)
+        return value.masked_fill(is_empty, 0)
 
     # Numbers for the log
 
-    def _count(self, inputs: dict[str, Any], trained: Tensor) -> None:
-        is_document = trained > 0
-        has_documents = is_document.any()
+    def _count(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
+        sizes = layout.sizes(trained)
+        flops = self._training_flops(sizes.lengths)
+        if sizes.saved is not None:
+            flops = flops - self._training_flops(sizes.saved)
+        once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), flops]
+        own, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        if (shared := inputs.get(PREFIXES)) is not None:
-            lengths = shared.lengths
-            tokens = lengths.sum()
-        elif "cu_seq_lens_q" in inputs:
-            lengths = inputs["cu_seq_lens_q"].diff() * is_document
-            tokens = lengths.sum()
-        else:
-            tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else rows
-            mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(inputs["labels"])
-            lengths = mask.sum(-1) * is_document
-        computed, flops = tokens, self._training_flops(lengths)
-        if PACK_PART in inputs:
-            computed = tokens = is_document[inputs["seq_idx"]].sum()
-            is_document, trained, flops = (x * _is_first(inputs) for x in (is_document, trained, flops))
-        if shared is not None:
-            computed = (shared.num_documents > 0).sum()
-            flops = flops - self._training_flops(shared.shared)
-        sums = [trained.sum(), tokens, computed, rows, is_document.sum(), is_document.any(), has_documents]
+        sums = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any()]
         self._totals_of_training.add_batch([*sums, flops + self._tower_flops(inputs)])
 
     def _training_flops(self, lengths: Tensor) -> Tensor:
@@ -492,26 +473,13 @@ class PackedObjective(PackedLoading):
         super()._save_checkpoint(model, trial)
 
 
-def _is_first(inputs: dict[str, Any]) -> bool:
-    """Whether this rank counts the documents of the batch: of the ranks that share a pack, the first does."""
-    return PACK_PART not in inputs or inputs[PACK_PART].is_first
-
-
-def _one_label_per_target(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What transformers counts in place of a batch with shared prefixes: as many labels as its documents have."""
-    if PREFIXES not in inputs:
-        return inputs
-    marks = inputs[PREFIXES].target_documents
-    return {"labels": marks, "shift_labels": marks}
-
-
-def _check_not_shared(inputs: dict[str, Any]) -> None:
+def _check_one_document_per_row(inputs: dict[str, Any]) -> None:
     """Refuse shared prefixes where TRL computes the loss: in evaluation mode, which has its own sums."""
-    if PREFIXES not in inputs:
+    layout = layout_of(inputs)
+    if not layout.shares_rows:
         return
-    shared = inputs[PREFIXES]
     raise ValueError(
-        f"A pack with shared prefixes, {len(shared.lengths)} documents in {len(shared.num_documents)} rows, came to "
+        f"A pack with shared prefixes, {layout.count} documents in {inputs['input_ids'].numel()} rows, came to "
         "`compute_loss` of a model in evaluation mode. There the loss is TRL's, which counts a shared token once. Use "
         "`trainer.evaluate()`, call `model.train()` first, or collate with `PackedDataCollator`."
     )

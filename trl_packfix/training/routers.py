@@ -26,7 +26,7 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
 
 
 def group_load_balancing(
-    router_logits: list[Tensor], num_experts: int, num_chosen: int, real: Tensor, degree: int
+    router_logits: list[Tensor], num_experts: int, num_chosen: int, row_counts: Tensor, degree: int
 ) -> Tensor:
     """transformers' load-balancing statistic of a pack that `degree` ranks share; all of them must call it.
 
@@ -35,10 +35,10 @@ def group_load_balancing(
     Args:
         router_logits: of each layer, (T / s, experts).
         num_chosen: experts per token.
-        real: which tokens of the part count, (T / s,) bool; padding does not.
+        row_counts: how often each row of the part counts, (T / s,); padding does not.
     """
-    routed = probability = torch.zeros(num_experts, device=real.device)
-    counts = real.float()
+    routed = probability = torch.zeros(num_experts, device=row_counts.device)
+    counts = row_counts.float()
     for layer in router_logits:  # layer by layer: the weights of all layers at once would need much memory
         weights = layer.reshape(-1, num_experts).softmax(dim=-1)
         chosen = weights.topk(num_chosen, dim=-1).indices

@@ -1,0 +1,291 @@
+"""The layout of a batch: what it answers, of whole packs and of their parts, and what it survives on its way."""
+
+import ast
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+from accelerate.utils import find_batch_size, send_to_device
+from hypothesis import given
+from hypothesis import strategies as st
+from test_wings import MODULES
+from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from trl_packfix import PackedDataCollator
+from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.data.parts import cut_part
+from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.layout import LAYOUT, Layout, Rows, Runs, Whole, layout_of
+
+LABELS = ("labels", "shift_labels")
+
+
+def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
+    """Documents that begin alike: document i has `lengths[i]` tokens in common with the longest, and two of its own."""
+    found = []
+    for i, length in enumerate(lengths):
+        tokens = [*range(10, 10 + length), 200 + i, 220 + i]
+        found.append({"input_ids": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]})
+    return found
+
+
+COLLATORS = {"whole": PackedDataCollator, "runs": lambda **given: PrefixCollator(min_shared=1, **given)}
+
+
+def parts_of(documents, kind, degree):
+    batch = COLLATORS[kind](pad_to_multiple_of=degree)(documents)
+    return batch, [cut_part(batch, degree, index) for index in range(degree)]
+
+
+# What it answers
+
+
+def test_a_batch_without_an_entry_has_a_view_of_its_boundaries():
+    batch = PackedDataCollator()(turns([3, 4]))
+    assert LAYOUT not in batch and type(layout_of(batch)) is Whole
+    rows = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5)}
+    assert type(layout_of(rows)) is Rows and layout_of(rows).count == 2
+    assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is Runs
+    assert not layout_of(rows).is_packed and layout_of(batch).is_packed
+
+
+def test_a_row_is_a_document():
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    layout = layout_of({"labels": torch.zeros(3, 4, dtype=torch.long), "attention_mask": mask})
+    targets = layout.targets(torch.tensor([[True, True, True], [False, False, False], [False, True, False]]))
+    assert targets.trained.tolist() == [3, 0, 1]
+    sizes = layout.sizes(targets.trained)
+    assert (sizes.tokens, sizes.computed, sizes.lengths.tolist(), sizes.saved) == (9, 9, [4, 0, 3], None)
+    assert layout.row_counts(targets.trained).tolist() == [[True] * 4, [False] * 4, [True] * 4]
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.sampled_from(["whole", "runs"]), st.integers(0, 3))
+def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
+    """Each label is that of the document, and predicted in the row that has the token before it."""
+    documents = turns(lengths, prompt)
+    batch = COLLATORS[kind]()(documents)
+    layout = layout_of(batch)
+    mask = batch["labels"][:, 1:] != IGNORE_INDEX
+    targets = layout.targets(mask)
+    found = [[] for _ in documents]
+    values = (targets.of(batch["labels"][:, 1:]), targets.of(batch["input_ids"][:, :-1]), targets.of(mask))
+    for document, label, before, is_trained in zip(
+        targets.documents.flatten().tolist(), *(value.flatten().tolist() for value in values), strict=True
+    ):
+        if is_trained:
+            found[document].append((before, label))
+    for document, pairs in zip(documents, found, strict=True):
+        tokens, labels = document["input_ids"], document["labels"]
+        assert pairs == [(tokens[i - 1], labels[i]) for i in range(1, len(tokens)) if labels[i] != IGNORE_INDEX]
+    assert targets.trained.tolist() == [len(pairs) for pairs in found]
+    assert layout.count == len(documents)
+    labels = layout.labels(batch)
+    counted = labels["shift_labels"] if "shift_labels" in labels else labels["labels"][:, 1:]
+    assert (counted != IGNORE_INDEX).sum() == sum(map(len, found))
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_rows_that_predict_a_document_hold_its_tokens(kind):
+    documents = turns([8, 3, 8, 5], prompt=0)
+    batch = COLLATORS[kind]()(documents)
+    for i, document in enumerate(documents):
+        rows = layout_of(batch).predicting(i)
+        assert batch["input_ids"][0][rows].tolist() == document["input_ids"][:-1]
+
+
+def test_only_whole_packs_are_cut():
+    part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(turns([3, 4])), 2, 0)
+    for layout in (part[LAYOUT], layout_of({"labels": torch.zeros(2, 3)})):
+        with pytest.raises(TypeError, match=rf"{type(layout).__name__} is not the layout of a whole pack"):
+            layout.cut(slice(0, 2), torch.ones(1, 4))
+
+
+# Parts are the whole
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=6),
+    st.sampled_from(["whole", "runs"]),
+    st.sampled_from([2, 3, 4]),
+    st.integers(0, 3),
+)
+def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, degree, prompt):
+    batch, parts = parts_of(turns(lengths, prompt), kind, degree)
+    whole = layout_of(batch)
+    mask = batch["labels"][:, 1:] != IGNORE_INDEX
+    expected = whole.targets(mask)
+    wanted = pairs_of(expected, batch["labels"][:, 1:])
+    found = []
+    for part in parts:
+        targets = part[LAYOUT].targets(part["labels"][:, 1:] != IGNORE_INDEX)
+        assert torch.equal(targets.trained, expected.trained)  # of the whole pack
+        found += pairs_of(targets, part["shift_labels"])
+        labels = part[LAYOUT].labels(part)["shift_labels"]
+        assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, part["shift_labels"]))
+    assert sorted(found) == sorted(wanted)
+    counts = torch.cat([part[LAYOUT].row_counts(expected.trained) for part in parts], dim=1)
+    assert torch.equal(counts, whole.row_counts(expected.trained))
+    sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT].sizes(expected.trained) for part in parts]
+    assert sum(each.computed for each in of_parts) == sizes.computed
+    assert all(each.tokens == sizes.tokens and torch.equal(each.lengths, sizes.lengths) for each in of_parts)
+    assert [part[LAYOUT].is_first for part in parts] == [True] + [False] * (degree - 1)
+    assert {part[LAYOUT].shares_rows for part in parts} == {whole.shares_rows}
+    assert {part[LAYOUT].checksum for part in parts} == {parts[0][LAYOUT].checksum}
+
+
+def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
+    """(document, label) of each target."""
+    values = targets.of(labels)
+    is_trained = (values != IGNORE_INDEX).flatten()
+    return list(
+        zip(targets.documents.flatten()[is_trained].tolist(), values.flatten()[is_trained].tolist(), strict=True)
+    )
+
+
+def test_a_target_at_the_border_belongs_to_the_part_that_predicts_it():
+    """Its label lies in the next part. Without it the pairs above would be fewer."""
+    batch, (first, second) = parts_of(turns([6, 6, 6], prompt=0), "runs", 2)
+    size = first["input_ids"].shape[1]
+    rows = [part[LAYOUT].of.target_rows for part in (first, second)]
+    assert int(rows[0].max()) == size and int(rows[1].min()) >= 1
+    assert len(rows[0]) + len(rows[1]) == len(batch[LAYOUT].target_rows)
+    assert first["labels"][0, -1] != first["shift_labels"][0, -1] == batch["labels"][0, size]
+
+
+def test_two_packs_that_share_other_rows_have_other_checksums():
+    """The tokens, the labels and the boundaries of their runs are the same."""
+    documents = turns([6, 6, 6])
+    batch = COLLATORS["runs"](pad_to_multiple_of=2)(documents)
+    keys = batch[LAYOUT].kv_index.clone()
+    keys[-1] -= 1
+    values = {each.name: getattr(batch[LAYOUT], each.name) for each in fields(Runs)}
+    other = batch | {LAYOUT: Runs(**(values | {"kv_index": keys}))}
+    assert cut_part(batch, 2, 0)[LAYOUT].checksum != cut_part(other, 2, 0)[LAYOUT].checksum
+
+
+def test_the_router_statistic_counts_a_row_once_for_each_document():
+    """That of the documents alone, end to end, is that of the rows with their counts."""
+    documents = turns([6, 4, 9])
+    batch = PrefixCollator(min_shared=1, keeps_last_rows=True)(documents)
+    layout = layout_of(batch)
+    logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))  # of each token
+    every = torch.cat([logits[document["input_ids"]] for document in documents])
+    counts = layout.row_counts(layout.trained)
+    found = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts)
+    assert found.item() == pytest.approx(load_balancing_loss_func((every,), 4, 2).item(), rel=1e-6)
+    once = load_balancing_loss_func((logits[batch["input_ids"][0]],), 4, 2, counts.clamp(max=1))
+    assert once.item() != pytest.approx(found.item(), rel=1e-4)
+
+
+# What it survives
+
+
+def entries() -> dict[str, dict]:
+    return {
+        "runs": COLLATORS["runs"](pad_to_multiple_of=2)(turns([6, 6, 3])),
+        "part of runs": parts_of(turns([6, 6, 3]), "runs", 2)[1][1],
+        "part of whole": parts_of(turns([6, 6, 3]), "whole", 2)[1][1],
+    }
+
+
+ENTRIES = pytest.mark.parametrize("batch", entries().values(), ids=entries())
+
+
+def is_same(one, other) -> bool:
+    if isinstance(one, Layout):
+        pairs = [(getattr(one, each.name), getattr(other, each.name)) for each in fields(one)]
+        return type(one) is type(other) and all(is_same(*pair) for pair in pairs)
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def devices(layout: Layout) -> dict[str, str]:
+    found = {}
+    for each in fields(layout):
+        value = getattr(layout, each.name)
+        found |= devices(value) if isinstance(value, Layout) else {}
+        found |= {each.name: value.device.type} if isinstance(value, Tensor) else {}
+    return found
+
+
+@ENTRIES
+def test_a_loader_of_accelerate_moves_it(batch):
+    moved = devices(send_to_device(batch, "meta")[LAYOUT])
+    assert moved.pop("run_lengths", "cpu") == "cpu"
+    assert set(moved.values()) == {"meta"} and len(moved) >= 4
+    assert find_batch_size(batch) == 1
+
+
+@ENTRIES
+def test_it_goes_through_processes_and_wrappers(batch):
+    layout = batch[LAYOUT]
+    assert is_same(pickle.loads(pickle.dumps(layout)), layout)
+    (loaded,) = DataLoader([batch], batch_size=None, num_workers=1)
+    assert is_same(loaded[LAYOUT], layout)
+
+    def halved(value: Tensor) -> Tensor:  # as FSDP1 casts its inputs
+        return value.bfloat16() if value.is_floating_point() else value
+
+    assert is_same(_apply_to_tensors(halved, batch)[LAYOUT], layout)
+    assert tree_map(lambda value: value, batch)[LAYOUT] is layout  # FSDP2
+
+
+@ENTRIES
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_module_gets_it_again(batch, use_reentrant):
+    seen = []
+
+    class Module(nn.Module):
+        def forward(self, states, layout):
+            seen.append(layout)
+            return states * states
+
+    states = torch.ones(1, 2, requires_grad=True)
+    checkpoint(Module(), states, batch[LAYOUT], use_reentrant=use_reentrant).sum().backward()
+    assert len(seen) == 2 and all(each is batch[LAYOUT] for each in seen)
+
+
+@ENTRIES
+def test_questions_compile_to_one_graph(batch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def ask(values, layout):
+        targets = layout.targets(values > 0)
+        total = targets.of(values).sum() + layout.row_counts(targets.trained).sum()
+        return total + sum(value.sum() for value in layout.attention().values() if isinstance(value, Tensor))
+
+    torch._dynamo.reset()
+    values = torch.rand(batch["input_ids"].shape)
+    compiled = torch.compile(ask, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert torch.allclose(compiled(values, batch[LAYOUT]), ask(values, batch[LAYOUT]))
+    assert len(graphs) == 1
+
+
+# Who knows what
+
+
+def test_only_those_who_make_a_layout_know_its_class():
+    """Everybody else asks `layout_of`, and so works with a new layout, too."""
+    known = {"LAYOUT": set(), "Runs": set(), "Part": set(), "Whole": set(), "Rows": set()}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] == "layout":
+                for alias in node.names:
+                    known.get(alias.name, set()).add(module)
+    assert known == {
+        "LAYOUT": {"attention.forwards", "data.parts", "data.prefixes"},
+        "Runs": {"data.prefixes"},
+        "Part": {"data.parts", "training.groups"},  # whose check compares the packs of a group
+        "Whole": set(),
+        "Rows": set(),
+    }

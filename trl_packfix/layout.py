@@ -1,0 +1,366 @@
+"""Which document each row of a batch belongs to: one value that attention, the loss, the log and the checks ask.
+
+No caller asks which feature made a batch. It takes the layout of the batch, `layout_of(batch)`, and asks it.
+
+    layout  is the layout of                                             in the batch
+    Rows    an unpacked batch: each row is a document                    nothing, it is a view
+    Whole   a pack: documents one after the other                        nothing, it is a view of the boundaries
+    Runs    a pack in which documents share rows (`data/prefixes.py`)    `batch["layout"]`
+    Part    the rows of one of the ranks that share a pack, of any of    `batch["layout"]`
+            the packs above (`data/parts.py`)
+
+A view has no entry in the batch, so other training loops and other attention see a plain packed batch. The guard on the
+model (`attention/forwards.py`) removes the entry before the model runs. accelerate's loaders move it to the device and
+pin it, as they do with tensors, because it has `to` and `pin_memory`.
+
+B rows of a batch, T tokens of a pack, N documents (padding counts as one), s ranks that share a pack.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+LAYOUT = "layout"  # the entry of a batch
+
+ON_HOST = {"on_host": True}  # metadata of a field that stays on the host
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The trained tokens of each document, and where the model predicts them.
+
+    The loss, its weights, the metrics and the sources are sums over targets. So none of them depends on which rows
+    documents share.
+
+    Attributes:
+        documents: the document of each value that `of` returns.
+        trained: number of trained tokens of each document, (N,). In a part it counts those of the whole pack.
+        positions: the place of each of the M targets among the positions, (M,). None if each position is the target of
+            one document; a mask then says whether it is trained.
+    """
+
+    documents: Tensor
+    trained: Tensor
+    positions: Tensor | None = None
+
+    def of(self, values: Tensor) -> Tensor:
+        """The values of the targets, (M,), from those of all positions: (B, T - 1), or (1, T / s) of a part.
+
+        Without `positions` it returns the values as they are. They are 0 where nothing is trained.
+        """
+        return values if self.positions is None else values.flatten()[self.positions]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is computed for a batch.
+
+    Attributes:
+        tokens: of all documents, (). In a part those of the whole pack.
+        computed: rows of documents that this rank computes, ().
+        lengths: tokens of each document that is trained, else 0, (N,). In a part those of the whole pack.
+        saved: tokens of each document that are computed for another document, (N,); None if there are none.
+    """
+
+    tokens: Tensor
+    computed: Tensor
+    lengths: Tensor
+    saved: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layout(ABC):
+    """The questions that every layout answers.
+
+    Attributes:
+        degree: s, the number of ranks that share the pack.
+        index: which of these ranks this one is, 0 to s - 1.
+        is_packed: whether the batch is a pack, one row with boundaries.
+        shares_rows: whether one row may hold tokens of several documents.
+        weighs_rows: whether the router statistic must count rows, because some count several times or not at all.
+    """
+
+    degree, index = 1, 0
+    is_packed = True
+    shares_rows = weighs_rows = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank counts what the ranks that share a pack have only once, such as its documents."""
+        return self.index == 0
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """N."""
+
+    @abstractmethod
+    def targets(self, mask: Tensor) -> Targets:
+        """The targets; `mask` is True where the next token is trained, (B, T - 1), or (1, T / s) of a part."""
+
+    @abstractmethod
+    def row_counts(self, trained: Tensor) -> Tensor:
+        """How many documents each row of this rank counts for in the router statistic, (B, rows); 0 for padding.
+
+        `trained` is that of the targets.
+        """
+
+    @abstractmethod
+    def sizes(self, trained: Tensor) -> Sizes:
+        """What is computed; `trained` is that of the targets."""
+
+    def attention(self) -> dict[str, Any]:
+        """The fields of `PackedForward` that attention needs beside the boundaries."""
+        return {}
+
+    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch for code that counts labels, such as transformers: it has one label per target of this rank."""
+        return batch
+
+    def predicting(self, document: int) -> Tensor:
+        """The rows that predict the tokens of a document, on the CPU, in a whole pack of which every token is trained.
+
+        Raises:
+            TypeError: this layout is not that of a whole pack.
+        """
+        raise TypeError(f"{type(self).__name__} is not the layout of a whole pack.")
+
+    def cut(self, rows: slice, mask: Tensor) -> "Layout":
+        """The layout of some rows of a pack; `mask` is True where the next token is trained, of all rows, (1, T).
+
+        Raises:
+            TypeError: this layout is not that of a whole pack.
+        """
+        raise TypeError(f"{type(self).__name__} is not the layout of a whole pack.")
+
+    def content(self) -> tuple[Tensor, ...]:
+        """What may differ between two packs with equal tokens, labels and boundaries, for a checksum."""
+        return ()
+
+    def to(self, device: Any, non_blocking: bool = False) -> Self:
+        """The same on another device. accelerate's loaders call it."""
+        return self._moved(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same in pinned memory. Loaders call it; from other memory the host would wait for the copy to a GPU."""
+        return self._moved(lambda value: value.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> Self:
+        values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata.get("on_host")}
+        return replace(
+            self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor | Layout)}
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Layout):
+    """Each of the B rows is a document.
+
+    Attributes:
+        tokens: any tensor with one entry per token, (B, T).
+        attention_mask: 0 where a row is padded, (B, T), or None.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor | None
+    is_packed = False
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    def targets(self, mask: Tensor) -> Targets:
+        documents = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
+        return Targets(documents, _trained(documents, len(mask), mask))
+
+    def row_counts(self, trained: Tensor) -> Tensor:
+        return (trained > 0)[:, None].expand(self.tokens.shape)
+
+    def sizes(self, trained: Tensor) -> Sizes:
+        mask = torch.ones_like(self.tokens) if self.attention_mask is None else self.attention_mask
+        return Sizes(mask.sum(), mask.sum(), mask.sum(-1) * (trained > 0))
+
+    def predicting(self, document: int) -> Tensor:
+        length = self.tokens.shape[1]
+        return torch.arange(document * length, (document + 1) * length - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Whole(Layout):
+    """Documents one after the other, none of them sharing a row.
+
+    Attributes:
+        cu_seq_lens: boundaries of the documents in the whole pack, (N + 1,).
+        seq_idx: document of each row, (1, rows).
+        following: document of the token after each row, (1, rows). Only of a part: it may lie in the next part.
+        trained: number of trained tokens of each document, (N,). Only of a part: they may lie in other parts.
+    """
+
+    cu_seq_lens: Tensor
+    seq_idx: Tensor
+    following: Tensor | None = None
+    trained: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.cu_seq_lens) - 1
+
+    def targets(self, mask: Tensor) -> Targets:
+        if self.following is not None and self.trained is not None:
+            return Targets(self.following, self.trained)
+        documents = self.seq_idx[:, 1:].long()
+        return Targets(documents, _trained(documents, self.count, mask))
+
+    def row_counts(self, trained: Tensor) -> Tensor:
+        return (trained > 0)[self.seq_idx]
+
+    def sizes(self, trained: Tensor) -> Sizes:
+        lengths = self.cu_seq_lens.diff() * (trained > 0)
+        return Sizes(lengths.sum(), self.row_counts(trained).sum(), lengths)
+
+    def predicting(self, document: int) -> Tensor:
+        start, stop = self.cu_seq_lens[document : document + 2].tolist()
+        return torch.arange(start, stop - 1)
+
+    def cut(self, rows: slice, mask: Tensor) -> "Whole":
+        following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
+        return Whole(
+            self.cu_seq_lens,
+            self.seq_idx[:, rows].contiguous(),
+            following[:, rows].contiguous(),
+            _trained(following, self.count, mask),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Runs(Layout):
+    """N documents in R rows, some of which belong to several documents (`data/prefixes.py`).
+
+    A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none. In a part the
+    targets and `num_documents` are those of its own rows, and everything else is that of the whole pack.
+
+    Attributes:
+        kv_index: rows that are the keys of each run, run after run, int64, shape (cu_seq_lens_k[-1],).
+        target_rows: for each trained token of each document the row behind the one that predicts it, int64, shape (M,).
+            In a whole pack its label is there in `labels`.
+        target_documents: the document of each of them, int64, shape (M,).
+        num_documents: documents that each row belongs to, int64, shape (R,).
+        lengths: tokens of each document, int64, shape (N,).
+        shared: rows that each document has from the one sorted before it, int64, shape (N,).
+        trained: number of trained tokens of each document, int64, shape (N,).
+        run_lengths: rows and keys of each run, int64, shape (runs, 2). It stays on the host, where attention needs it.
+    """
+
+    kv_index: Tensor
+    target_rows: Tensor
+    target_documents: Tensor
+    num_documents: Tensor
+    lengths: Tensor
+    shared: Tensor
+    trained: Tensor
+    run_lengths: Tensor | None = field(default=None, metadata=ON_HOST)
+    shares_rows = weighs_rows = True
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    def targets(self, mask: Tensor) -> Targets:
+        return Targets(self.target_documents, self.trained, self.target_rows - 1)
+
+    def row_counts(self, trained: Tensor) -> Tensor:
+        return self.num_documents[None]
+
+    def sizes(self, trained: Tensor) -> Sizes:
+        return Sizes(self.lengths.sum(), (self.num_documents > 0).sum(), self.lengths, self.shared)
+
+    def attention(self) -> dict[str, Any]:
+        return {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
+
+    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"labels": self.target_documents, "shift_labels": self.target_documents}
+
+    def predicting(self, document: int) -> Tensor:
+        return (self.target_rows[self.target_documents == document] - 1).cpu()
+
+    def cut(self, rows: slice, mask: Tensor) -> "Runs":
+        predicting = self.target_rows - 1
+        is_own = (predicting >= rows.start) & (predicting < rows.stop)
+        return replace(
+            self,
+            target_rows=self.target_rows[is_own] - rows.start,
+            target_documents=self.target_documents[is_own],
+            num_documents=self.num_documents[rows].contiguous(),
+        )
+
+    def content(self) -> tuple[Tensor, ...]:
+        return self.kv_index, self.target_rows, self.target_documents
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Layout):
+    """The rows of the rank `index` of `degree` ranks that share a pack: T / s of its T rows.
+
+    Attributes:
+        of: the layout of the pack, cut to these rows.
+        num_tokens: T, a multiple of s.
+        checksum: of the tokens, the labels and the layout of the whole pack; the same on all ranks that share it.
+    """
+
+    of: Layout
+    num_tokens: int
+    checksum: int
+    # `field()`: the values of the base class would be defaults
+    degree: int = field()
+    index: int = field()
+    weighs_rows = True
+
+    @property
+    def shares_rows(self) -> bool:  # type: ignore[override]
+        return self.of.shares_rows
+
+    @property
+    def count(self) -> int:
+        return self.of.count
+
+    def targets(self, mask: Tensor) -> Targets:
+        return self.of.targets(mask)
+
+    def row_counts(self, trained: Tensor) -> Tensor:
+        return self.of.row_counts(trained)
+
+    def sizes(self, trained: Tensor) -> Sizes:
+        return self.of.sizes(trained)
+
+    def attention(self) -> dict[str, Any]:
+        return self.of.attention() | {"degree": self.degree, "part_tokens": self.num_tokens // self.degree}
+
+    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self.of.labels(batch)
+
+
+def layout_of(batch: dict[str, Any]) -> Layout:
+    """The layout of a batch: its entry, else a view of the boundaries, else one document per row.
+
+    >>> from trl_packfix import PackedDataCollator
+    >>> batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained.tolist()
+    [2, 1]
+    """
+    if LAYOUT in batch:
+        return batch[LAYOUT]
+    get: Callable[[str], Any] = batch.get
+    if get("cu_seq_lens_q") is not None:
+        return Whole(get("cu_seq_lens_q"), get("seq_idx"))
+    return Rows(get("labels") if "labels" in batch else get("input_ids"), get("attention_mask"))
+
+
+def _trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tensor:
+    """How many positions of each document the mask marks, (N,)."""
+    # `bincount` would make the host wait for a GPU
+    counts = torch.zeros(num_documents, dtype=torch.long, device=documents.device)
+    return counts.scatter_add_(0, documents.flatten(), mask.flatten().long())
