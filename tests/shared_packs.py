@@ -46,6 +46,7 @@ from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loading, parts
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.layout import Layout, layout_of
 from trl_packfix.training import objective
 from trl_packfix.training.planner import make_planner
@@ -457,6 +458,18 @@ def proofs(folder: Path, engine: str) -> dict:
     shifting = build_tiny_model("llama")
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
+    for model in ("llama", "gpt_oss"):
+        for fault, degree in ((None, 1), (None, 2), (None, 4), *((fault, 2) for fault in FAULTS)):
+            built = build_tiny_model(model)
+            trl_packfix.prepare_for_packing(built)
+            with FAULTS[fault]() if fault else nullcontext():
+                report = check_prefixes(built, degree=degree)
+                whole = trl_packfix.check_isolation(built, degree=degree) if fault == "prefixes" else report
+            found["shared", model, fault, degree] = (
+                report.isolated and report.equal,
+                whole.isolated and whole.equal,
+                report.max_difference / report.tolerance,
+            )
     for model in (shifting, bloom):
         select_attention(model)
     for degree in (1, 2, 4):

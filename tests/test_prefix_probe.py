@@ -82,6 +82,9 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     found = check_prefixes(model, 64)
     assert not (found.isolated and found.equal)
     assert found.max_difference > 100 * found.tolerance
+    packed.prefixes_are_proved = True  # as where only parts are wrong
+    with pytest.raises(PackingLeakError, match=r"share prefixes were packed, 1 ranks shared.*off.*tokens_per_rank"):
+        packed.prove_degree(model, 1)
     assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
 
 

@@ -238,6 +238,20 @@ def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
 
 
 @on_ranks
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_shared_prefixes_are_proved_on_parts(launch, model):
+    found = launch["ddp", "proofs"]["verdicts"][0]
+    for degree in (1, 2, 4):
+        passes, _, gap = found["shared", model, None, degree]
+        assert passes and 0 < gap < 1  # it compared something
+    for fault in shared_packs.FAULTS:
+        passes, _, gap = found["shared", model, fault, 2]
+        assert not passes and gap > 100, fault
+    # Keys forgotten on parts only: the proof of documents that share nothing does not see it
+    assert found["shared", model, "prefixes", 2][1]
+
+
+@on_ranks
 def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
     found = launch["ddp", "proofs"]["verdicts"][0]
     assert found["shift", 1] == (True, True, [])

@@ -93,13 +93,18 @@ def check_isolation(
             return refused(probe, error)
 
 
-def check_prefixes(model: nn.Module, max_length: int | None = None, given: str | None = None) -> IsolationReport:
+def check_prefixes(
+    model: nn.Module, max_length: int | None = None, degree: int = 1, given: str | None = None
+) -> IsolationReport:
     """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
+
+    With a degree above 1 neighbouring ranks share each pack, and runs read keys that lie in other parts.
 
     `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
     relative difference of its gradients.
     """
-    probe = PrefixProbe(model, given)
+    make_groups((degree,))
+    probe = PrefixProbe(model, degree, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             return judge(probe, max_length)[0]

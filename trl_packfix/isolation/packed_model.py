@@ -28,7 +28,6 @@ from .unpacking import UnpackedForward
 OnLeak = Literal["repair", "raise", "unpack"]
 # What other implementations of attention do not do
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
-SHARED = "where documents share prefixes,"
 LOOKS_UP = "does not look up the keys that documents share"
 
 
@@ -172,7 +171,8 @@ class PackedModel:
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
         """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
 
-        A model that is proved at this degree already is not probed again. All ranks must call it.
+        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. A model that is proved at
+        this degree already is not probed again. All ranks must call it.
 
         Raises:
             PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
@@ -190,6 +190,11 @@ class PackedModel:
         found = check_isolation(wrapped, self.max_length, degree, given=self.attention.previous)
         agreed((found.isolated, found.equal))
         found.raise_if_leaking(self.on_leak)
+        if self.prefixes_are_proved and (reason := self._refusal_of_prefixes(wrapped, degree)) is not None:
+            raise PackingLeakError(
+                f"Documents that share prefixes were packed, {degree} ranks shared the pack, and {reason}. Each of the "
+                'two alone has passed. Set `share_prefixes="off"` or `tokens_per_rank=None`.'
+            )
         self._proved_degrees[degree] = found
         return found
 
@@ -200,11 +205,16 @@ class PackedModel:
         """
         reason = self._cannot_share()
         if reason is None:
-            found = check_prefixes(wrapped, self.max_length, self.attention.previous)
-            agreed((found.isolated, found.equal))
-            reason = None if found.isolated and found.equal else f"{SHARED} {found.summary()}"
+            found = self._refusal_of_prefixes(wrapped)
+            reason = None if found is None else f"where documents share prefixes, {found}"
         self.prefixes_are_proved = reason is None
         return reason
+
+    def _refusal_of_prefixes(self, wrapped: nn.Module, degree: int = 1) -> str | None:
+        """What the probe finds where documents share prefixes; None if nothing."""
+        found = check_prefixes(wrapped, self.max_length, degree, self.attention.previous)
+        agreed((found.isolated, found.equal))
+        return None if found.isolated and found.equal else found.summary()
 
     def _cannot_share(self) -> str | None:
         """Why neither ranks nor documents can share with this model as it was proved; None if they may."""

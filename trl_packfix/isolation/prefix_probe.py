@@ -27,9 +27,9 @@ class PrefixProbe(Probe):
 
     traces_leaks = False
 
-    def __init__(self, model: Any, given: str | None = None):
-        super().__init__(model, given=given)
-        self._collate_shared = PrefixCollator(min_shared=1)
+    def __init__(self, model: Any, degree: int = 1, given: str | None = None):
+        super().__init__(model, degree, given)
+        self._collate = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
         """Documents with a common beginning, two that are equal, one that ends where others go on, and one apart."""
@@ -63,7 +63,7 @@ class PrefixProbe(Probe):
         batch, rows, _ = self._shared(documents)
         num_rows = batch["input_ids"].shape[1]
         with torch.set_grad_enabled(gradient):
-            states = self._states(batch, large)
+            states = self._joined(documents, large) if self.degree > 1 else self._states(batch, large)
         if states.shape[1] != num_rows:
             raise CannotRun(f"the LM head gets {states.shape[1]} states for {num_rows} rows")
         return [states[0][own] for own in rows]
@@ -113,8 +113,7 @@ class PrefixProbe(Probe):
 
     def _shared(self, documents: list[Tensor]) -> tuple[dict[str, Any], list[Tensor], list[int]]:
         """The batch, the rows of each document from which a token is predicted, and how many of them it shares."""
-        batch = self._moved(self._collate_shared([{"input_ids": ids} for ids in documents]))
-        batch.pop("labels")
+        batch = self._batch(documents)
         layout = layout_of(batch)
         saved = layout.sizes(torch.ones(len(documents), device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]

@@ -133,6 +133,8 @@ class Probe:
         with torch.set_grad_enabled(gradient):
             states = self._joined(documents, large) if self.degree > 1 else self._states(self._batch(documents), large)
         lengths = [len(ids) for ids in documents]
+        if self.degree > 1:
+            states = states[:, : sum(lengths)]  # without the padding
         if states.shape[1] != sum(lengths):
             raise CannotRun(f"the LM head gets {states.shape[1]} states for a pack of {sum(lengths)} tokens")
         return list(states[0].split(lengths))
@@ -226,7 +228,7 @@ class Probe:
             self._states(self._batch(documents, degree=1))
 
     def _joined(self, documents: list[Tensor], large: bool) -> Tensor:
-        """The states of the whole pack, (1, T, hidden), from those of the parts; without the padding."""
+        """The states of the whole pack, (1, T, hidden), from those of the parts."""
         states, problem = None, None
         try:
             states = self._states(self._batch(documents, self.degree), large)
@@ -239,7 +241,7 @@ class Probe:
             raise CannotRun(found)
         parts = [torch.empty_like(states) for _ in range(self.degree)]
         dist.all_gather(parts, states.contiguous(), group=group_of(self.degree))
-        return torch.cat(parts, dim=1)[:, : sum(map(len, documents))]
+        return torch.cat(parts, dim=1)
 
     def _batch(self, documents: list[Tensor], degree: int = 1) -> dict[str, Any]:
         batch = self._collate([{"input_ids": ids} for ids in documents])
