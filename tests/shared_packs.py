@@ -32,6 +32,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.launch import free_port
 from support.models import build_tiny_model, build_tokenizer
+from support.prefixes import forest
 from support.versions import wait_for_gathers
 from torch import nn
 from torch.utils.data import DataLoader
@@ -47,7 +48,7 @@ from trl_packfix.data import loading, parts
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.isolation.check import check_prefixes
-from trl_packfix.layout import Layout, layout_of
+from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.training import objective
 from trl_packfix.training.planner import make_planner
 
@@ -227,7 +228,7 @@ class Whole(Shared):
     def get_train_dataloader(self) -> DataLoader:
         super().get_train_dataloader()  # makes the report
         config = copy.copy(self.args)
-        config.tokens_per_rank, config.gradient_accumulation_steps = TOKENS_PER_RANK, ACCUMULATION
+        config.tokens_per_rank, config.gradient_accumulation_steps = self.tokens_per_rank, ACCUMULATION
         planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
         schedule = planner.schedule(0)
         rows = loading.DocumentDataset(self._reader, self._documents, values=self._row_values)
@@ -268,15 +269,22 @@ def make_trainer(
     peft_config: LoraConfig | None = None,
     dtype: torch.dtype = torch.float32,
     data: Dataset | None = None,
+    alike: bool = False,
     **settings,
 ) -> Shared:
-    """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`."""
+    """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`.
+
+    With `alike` documents begin alike, and on four ranks they share these beginnings.
+    """
     is_one = engine is None
+    tokens_per_rank = 2 * TOKENS_PER_RANK if alike else TOKENS_PER_RANK
     defaults = {
+        "share_prefixes": "pack" if alike and not is_one else "off",
+        "packing_strategy": "bfd" if alike else "stream",
         "max_length": 112,
         "packing": True,
         "packing_report": False,
-        "tokens_per_rank": None if is_one else TOKENS_PER_RANK,
+        "tokens_per_rank": None if is_one else tokens_per_rank,
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": ACCUMULATION * (NUM_RANKS if is_one else 1),
@@ -299,12 +307,12 @@ def make_trainer(
     trainer = cls(
         AutoModelForCausalLM.from_pretrained(folder / "models" / model, dtype=dtype),
         args,
-        train_dataset=documents() if data is None else data,
-        eval_dataset=documents(seed=1, num_short=10),
+        train_dataset=(forest(60) if alike else documents()) if data is None else data,
+        eval_dataset=forest(20, seed=3) if alike else documents(seed=1, num_short=10),
         processing_class=build_tokenizer(),
         peft_config=peft_config,
     )
-    trainer.seen = []
+    trainer.seen, trainer.tokens_per_rank = [], tokens_per_rank
     return trainer
 
 
@@ -317,7 +325,7 @@ def weights(trainer: Shared) -> torch.Tensor | None:
 
 
 LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_tokens", "documents_per_step", "aux_loss")
-LOGGED += ("loss/a", "trained_tokens/a")
+LOGGED += ("loss/a", "trained_tokens/a", "computed_share")
 
 
 def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = False, **settings) -> dict:
@@ -394,8 +402,64 @@ def statistic_of_parts():
         yield
 
 
+@contextmanager
+def one_label_per_row():
+    """A row of which several documents train the next token counts as one trained token."""
+    with mock.patch.object(Runs, "labels", lambda self, batch: batch):
+        yield
+
+
+@contextmanager
+def border_lost():
+    """The targets of the last row of a part, whose labels lie in the next part, belong to no rank."""
+
+    def lost(layout, size):
+        stays = layout.target_rows < size
+        return replace(layout, target_rows=layout.target_rows[stays], target_documents=layout.target_documents[stays])
+
+    with changed_cut(lost):
+        yield
+
+
+@contextmanager
+def trained_on_own_rows():
+    """A part counts the trained tokens of its own rows, not those of the pack."""
+
+    def own(layout, size):
+        return replace(layout, trained=torch.bincount(layout.target_documents, minlength=layout.count))
+
+    with changed_cut(own):
+        yield
+
+
+@contextmanager
+def changed_cut(change):
+    right = Runs.cut
+
+    def wrong(self, rows, mask):
+        return change(right(self, rows, mask), rows.stop - rows.start)
+
+    with mock.patch.object(Runs, "cut", wrong):
+        yield
+
+
+@contextmanager
+def rows_once():
+    """The router statistic counts a row once, and not once for each of its documents."""
+    right = Runs.row_counts
+    with mock.patch.object(Runs, "row_counts", lambda self, trained: right(self, trained).clamp(max=1)):
+        yield
+
+
 TRAINING_FAULTS = {
     **FAULTS,
+    "one_label_per_row": one_label_per_row,
+    "border_lost": border_lost,
+    "trained_on_own_rows": trained_on_own_rows,
+    "rows_once": rows_once,
+    "alike_counted_by_all": counted_by_all,
+    "alike_weighted_by_all": counted_by_all,
+    "alike_routed_by_all": counted_by_all,
     "late_shift": late_shift,
     "counted_by_all": counted_by_all,
     "weighted_by_all": counted_by_all,
@@ -498,15 +562,24 @@ KINDS = {
     "experts": {"model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
     "document": {"document_weighting": "document"},
     "weighted": {"weight_column": "weight", "source_column": "source"},
+    # Documents that share prefixes, against one process in which nothing is shared
+    "alike": {"alike": True, "evaluates": True},
+    "alike_checkpointed": {"alike": True, "gradient_checkpointing": True},
+    "alike_document": {"alike": True, "document_weighting": "document"},
+    "alike_weighted": {"alike": True, "weight_column": "share", "source_column": "source"},
+    "alike_dft": {"alike": True, "loss_type": "dft", "learning_rate": 50.0},
+    "alike_window": {"alike": True, "model": "window"},
+    "alike_experts": {"alike": True, "model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
 }
+ALIKE = ["alike", "alike_document", "alike_weighted", "alike_window", "alike_experts"]
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
-    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted"],
+    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted", *ALIKE],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
-    "zero3": ["full", "lora_checkpointed", "experts"],
+    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts"],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed"],
 }
 LAUNCHES = {
     "one": [None],
@@ -520,6 +593,15 @@ PLANTED = {
     "counted_by_all": "document",
     "weighted_by_all": "weighted",
     "statistic_of_parts": "experts",
+    # What only shared prefixes on parts show
+    "prefixes": "alike",
+    "one_label_per_row": "alike",
+    "border_lost": "alike",
+    "alike_counted_by_all": "alike_document",
+    "trained_on_own_rows": "alike_document",
+    "alike_weighted_by_all": "alike_weighted",
+    "rows_once": "alike_experts",
+    "alike_routed_by_all": "alike_experts",
 }
 
 

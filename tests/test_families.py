@@ -598,6 +598,11 @@ def test_wrapped_and_streams_are_refused(tmp_path):
     with pytest.raises(ValueError, match="packing_strategy='wrapped'`. It cuts all documents"):
         SFTConfig(tmp_path, share_prefixes="family", packing_strategy="wrapped", **common)
     stream = IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 4))
+    shared = common | {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
+    with pytest.raises(
+        ValueError, match=r'with `tokens_per_rank=64`.*lengths of its documents.*Set `share_prefixes="p'
+    ):
+        SFTConfig(tmp_path, share_prefixes="family", **shared)
     args = SFTConfig(tmp_path, share_prefixes="family", **common)
     with pytest.raises(
         ValueError, match='with an `IterableDataset`. Documents that begin alike .* Set `share_prefixes="pack"`'
@@ -729,6 +734,35 @@ def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
     )
     assert f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] " in out
     assert main([*words, "--plot", str(tmp_path / "packs.png")]) == 0
+
+
+def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path):
+    stem = list(range(5, 80))
+    alike = [stem] * 12  # where two meet, the last row of one is not computed
+    documents = [*alike, *([*stem[:60], *range(100 + i, 115 + i)] for i in range(12))]
+    Dataset.from_dict({"input_ids": documents}).save_to_disk(tmp_path / "table")
+    words = [str(tmp_path / "table"), "--max-length", "256", "--tokens-per-rank", "64", "--world-size", "4"]
+    words += ["--strategy", "bfd", "--share-prefixes", "pack"]
+    assert main(["show", *words, "--json"]) == 0
+    packs = [pack for pack in json.loads(capsys.readouterr().out) if "cu_seq_lens_k" in pack and "ranks" in pack]
+    reader = TokenReader(load_from_disk(tmp_path / "table"))
+    num_without_rows = 0
+    for pack in packs:
+        batch = PrefixCollator()([reader.read(each["row"], each["start"], each["stop"]) for each in pack["documents"]])
+        edges = [rank["tokens"][0] for rank in pack["ranks"]] + [pack["ranks"][-1]["tokens"][1]]
+        num_tokens = sum(each["stop"] - each["start"] for each in pack["documents"])
+        assert edges[-1] == batch["input_ids"].shape[1] < num_tokens
+        has_rows = (batch[LAYOUT].lengths > batch[LAYOUT].shared).numpy()
+        num_without_rows += (~has_rows).sum()
+        for rank in pack["ranks"]:
+            runs = batch["seq_idx"][0, slice(*rank["tokens"])].unique().numpy()
+            assert rank["documents"] == np.flatnonzero(has_rows)[runs].tolist()
+    assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
+    assert main(["show", *words, "--packs", "1", "--plot", str(tmp_path / "packs.svg")]) == 0
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert 0 < plan["prefixes"]["rows"] < 0.95 and plan["prefixes"]["in_families"] is None
 
 
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():

@@ -403,10 +403,6 @@ REFUSED = [
     ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1`.*count once.*Set `share_prefixes=\"off\"`"),
     ({"neftune_noise_alpha": 5.0}, r"`neftune_noise_alpha=5.0`.*length of the document.*leave `neftune_noise_alpha`"),
     ({"pad_documents_to_multiple_of": 8}, r"`pad_documents_to_multiple_of=8`.*number of keys"),
-    (
-        {"tokens_per_rank": 64, "packing_strategy": "bfd", "per_device_train_batch_size": 1},
-        r"`tokens_per_rank=64`.*parts of it",
-    ),
     ({"packing": False}, r"`packing=False`.*a row of its own. Set `packing=True`"),
 ]
 

@@ -50,7 +50,7 @@ class PrefixSavings:
 
 def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
     """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known."""
-    if not isinstance(reader, TokenReader) or planner.tokens_per_rank is not None:
+    if not isinstance(reader, TokenReader):
         return None
     if planner.shares_families:
         return _of_families(planner)
@@ -109,7 +109,7 @@ def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarra
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
     rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
     in_families, num_families = np.nan, 0
-    if planner.documents.block is None:
+    if planner.documents.block is None and planner.tokens_per_rank is None:
         chosen = _stretches(len(documents))
         tokens = token_order(reader, documents, chosen)
         pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)

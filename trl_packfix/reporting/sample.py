@@ -123,13 +123,16 @@ class PackSample:
             rank = f", ranks {self.rank}-{self.rank + self.degree - 1}"
         return f"step {self.step}{micro}{rank}"
 
-    def parts(self) -> list[tuple[int, int]]:
-        """First token, and one after the last, of the part of each rank; the last may hold padding, too.
+    def parts(self, num_rows: int | None = None) -> list[tuple[int, int]]:
+        """First row, and one after the last, of the part of each rank; the last may hold padding, too.
+
+        Args:
+            num_rows: of the pack, if known. Else all rows that documents do not share, also if they are not computed.
 
         >>> PackSample(0, 0, 4, [7], [7], [10], [[]], degree=4).parts()
         [(0, 3), (3, 6), (6, 9), (9, 10)]
         """
-        total = sum(self.lengths)
+        total = sum(self.runs) if num_rows is None else num_rows
         size = -(-total // self.degree)
         return [(min(i * size, total), min((i + 1) * size, total)) for i in range(self.degree)]
 

@@ -52,6 +52,11 @@ class ShownDocument:
         return replace(self, tokens=self.tokens[self.shared :], runs=[each for each in runs if each[2] > 0], shared=0)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether it has a run: of a document that shares, a last row of its own is not computed."""
+        return len(self.tokens) - self.shared > (1 if self.shared else 0)
+
+    @property
     def num_trained(self) -> int:
         return sum(end - first for trained, first, end in self.runs if trained)
 
@@ -63,7 +68,7 @@ class ShownPack:
     `cu_seq_lens` count rows. With shared prefixes documents have more tokens than rows: `cu_seq_lens_k` counts the
     tokens of documents with a row of their own.
 
-    `parts` has the first token, and one after the last, of each rank that shares the pack, from `rank` on.
+    `parts` has the first row, and one after the last, of each rank that shares the pack, from `rank` on.
     """
 
     place: str
@@ -104,13 +109,14 @@ class ShownPack:
         } | ({"ranks": self.ranks()} if len(self.parts) > 1 else {})
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Which tokens of the pack, and parts of which of its documents, each rank holds."""
+        """Which rows of the pack, and runs of which of its documents, each rank holds."""
         starts, ends = np.array(self.cu_seq_lens[:-1]), np.array(self.cu_seq_lens[1:])
+        of_runs = np.array([i for i, each in enumerate(self.documents) if each.has_rows])
         return [
             {
                 "rank": rank,
                 "tokens": [first, end],
-                "documents": np.flatnonzero((starts < end) & (ends > first)).tolist(),
+                "documents": of_runs[(starts < end) & (ends > first)].tolist(),
             }
             for rank, (first, end) in enumerate(self.parts, self.rank)
         ]
@@ -147,7 +153,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
             bounds, keys = runs["cu_seq_lens_q"].tolist(), runs["cu_seq_lens_k"].tolist()
         capacity = planner.capacity if planner.tokens_per_rank is None else pack.degree * planner.tokens_per_rank
         place = pack.place(planner.accumulation, planner.world_size)
-        yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts(), keys)
+        yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts(bounds[-1]), keys)
 
 
 def pack_text(

@@ -180,6 +180,11 @@ class ExactEvaluation(PackedObjective):
         """Whether packs of an evaluation share prefixes. A loss of the user has one label per row."""
         return self.shares_prefixes and self._is_exact
 
+    @property
+    def _sorts_evaluation(self) -> bool:
+        """Whether documents that begin alike are brought together. With packs of several ranks they meet by chance."""
+        return self._shares_evaluation and self.args.tokens_per_rank is None
+
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
         # One result per row: evaluation never splits or drops, whatever training does.
@@ -190,7 +195,7 @@ class ExactEvaluation(PackedObjective):
             overlong,
             args.truncation_mode,
             keep_untrained=True,
-            sorts_tokens=self._shares_evaluation,
+            sorts_tokens=self._sorts_evaluation,
         )
 
     def check_evaluation_sets(self) -> None:
@@ -270,7 +275,7 @@ class ExactEvaluation(PackedObjective):
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
         args, training = self.args, self._train_planner
         max_length = args.max_length or int(documents.lengths.max())
-        if self._shares_evaluation:
+        if self._sorts_evaluation:
             return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
         return EpochPlanner(
             documents,
