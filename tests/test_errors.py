@@ -392,7 +392,9 @@ def test_deprecations_of_trl_are_passed_through(given, tmp_path):
             warnings.simplefilter("always")
             args = kind(str(tmp_path), **settings)
         warned.append({str(each.message) for each in found if issubclass(each.category, FutureWarning)})
-    assert warned[0] == warned[1] and any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
+    unset = "`gradient_checkpointing` is deprecated"  # a default of TRL, which transformers warns of
+    assert warned[1] == {text for text in warned[0] if not text.startswith(unset)}
+    assert any(str(*given.values()) in text or "pad_token" in text for text in warned[1])
     assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
 
 
