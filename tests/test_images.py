@@ -11,7 +11,7 @@ from support.versions import gemma3_leaks
 from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix import check_isolation
+from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
 from trl_packfix.data.images import ImageRows, RowProcessor, measure
@@ -214,7 +214,7 @@ def test_positions_are_those_of_each_document_alone():
     found = read("qwen2_5_vl")
     documents = [found.read(row, 0, found.lengths[row]) for row in range(6)]
     examples = examples_of("qwen2_5_vl", model)
-    batch = PackedImageCollator(8, layout=examples.layout, rope_index=examples._collate.rope_index)(documents)
+    batch = PackedImageCollator(PackedDataCollator(8), examples.layout, examples._collate.rope_index)(documents)
     assert batch["position_ids"].shape == (4, 1, batch["input_ids"].shape[1]) and batch["input_ids"].shape[1] % 8 == 0
     start, spatial = 0, 0
     for document in documents:
@@ -235,7 +235,7 @@ def test_positions_are_those_of_each_document_alone():
 def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
     found = read("llava")
     examples = ImageExamples(processor_of("llava"))
-    collate = PackedImageCollator(layout=examples.layout, placeholder=examples.placeholder())
+    collate = PackedImageCollator(PackedDataCollator(), examples.layout, placeholder=examples.placeholder())
     texts = [found.read(row, 0, found.lengths[row]) for row in np.flatnonzero(found.image_stops == 0)]
     alone = replace(collate, placeholder=None)(texts)
     batch = collate(texts)

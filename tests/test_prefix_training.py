@@ -424,12 +424,6 @@ def test_a_loss_function_is_refused(tmp_path):
         trainer(tmp_path, DOCUMENTS, trainer_kwargs={"compute_loss_func": print}, **OURS)
 
 
-def test_images_are_refused(tmp_path):
-    images = DOCUMENTS.add_column("images", [[b"x"]] * len(DOCUMENTS))
-    with pytest.raises(ValueError, match=r"`share_prefixes='pack'` was given, and the dataset has images.*placeholder"):
-        trainer(tmp_path, images, **OURS)
-
-
 def test_without_sharing_the_collator_is_the_packed_one(tmp_path):
     assert type(trainer(tmp_path, DOCUMENTS).data_collator) is PackedDataCollator
 

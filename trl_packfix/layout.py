@@ -248,7 +248,7 @@ class Runs(Layout):
         target_rows: for each trained token of each document the row behind the one that predicts it, int64, shape (M,).
             In a whole pack its label is there in `labels`.
         target_documents: the document of each of them, int64, shape (M,).
-        num_documents: documents that each row belongs to, int64, shape (R,).
+        num_documents: documents with a trained token that each row belongs to, int64, shape (R,).
         lengths: tokens of each document, int64, shape (N,).
         shared: rows that each document has from the one sorted before it, int64, shape (N,).
         trained: number of trained tokens of each document, int64, shape (N,).
@@ -276,7 +276,9 @@ class Runs(Layout):
         return self.num_documents[None]
 
     def sizes(self, trained: Tensor) -> Sizes:
-        return Sizes(self.lengths.sum(), (self.num_documents > 0).sum(), self.lengths, self.shared)
+        is_trained = trained > 0
+        lengths = self.lengths * is_trained
+        return Sizes(lengths.sum(), (self.num_documents > 0).sum(), lengths, self.shared * is_trained)
 
     def attention(self) -> dict[str, Any]:
         return {"kv_index": self.kv_index, "run_lengths": self.run_lengths}

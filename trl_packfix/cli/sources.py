@@ -66,7 +66,7 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    image_stops = image_counts = image_values = image_squares = None  # lengths alone have no images
+    image_stops = image_counts = image_values = image_squares = compare = None  # lengths alone have no images
 
     def seq_lengths(self) -> None:
         return None

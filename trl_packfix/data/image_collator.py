@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from .collator import IGNORE_INDEX, READ, PackedDataCollator
 from .images import RowProcessor
+from .prefixes import PrefixCollator, Run
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
@@ -63,7 +64,7 @@ class ImageExamples:
         self.processor, self.text_field = process.processor, text_field
         self._random = np.random.default_rng(0)
         self.layout = self._learn_layout()
-        self._collate = PackedImageCollator(layout=self.layout, rope_index=rope_index)
+        self._collate = PackedImageCollator(PackedDataCollator(), self.layout, rope_index)
 
     def image(self, width: int, height: int) -> "Image.Image":
         """Random pixels."""
@@ -101,9 +102,13 @@ class ImageExamples:
                 document[name] = self.layout.join(name, found)
         return document
 
-    def packed(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of documents in one pack, as in training, without labels."""
-        batch = self._collate(documents)
+    def packed(self, documents: Sequence[dict[str, Any]], shares: bool = False) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels.
+
+        With `shares` documents share every common beginning.
+        """
+        pack = PrefixCollator(min_shared=1, compare=self.process.compare) if shares else PackedDataCollator()
+        batch = replace(self._collate, pack=pack)(documents)
         del batch["labels"]
         return batch
 
@@ -221,48 +226,52 @@ class RopeIndex:
 
 
 @dataclass
-class PackedImageCollator(PackedDataCollator):
-    """`PackedDataCollator` for documents with images.
+class PackedImageCollator:
+    """A packed batch of documents with images: that of `pack`, which reads their tokens and labels, and their images.
 
     The batch also has what the processor returns for the images, joined over documents. On models with M-RoPE
     `position_ids` have the shape (4, 1, T): the position of each token in its document, by which documents are told
-    apart, then time, height and width.
+    apart, then time, height and width. Images in a beginning that documents share are there once.
 
     Args:
+        pack: makes the rows, with padding; a `PrefixCollator` must have `compare`.
         layout: how the outputs of the processor are joined.
         rope_index: the positions of models with M-RoPE; None for others.
         placeholder: a document with an image and without trained tokens. It is added to packs without any image, so
             that every rank calls the vision tower; None adds nothing.
     """
 
-    layout: ImageLayout | None = None
+    pack: PackedDataCollator
+    layout: ImageLayout
     rope_index: RopeIndex | None = None
     placeholder: dict[str, Any] | None = None
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        assert self.layout is not None
         if self.placeholder is not None and not any(self.layout.images.keys() & each.keys() for each in documents):
             documents = [*documents, self.placeholder]
-        batch = super().__call__([{name: each[name] for name in READ if name in each} for each in documents])
+        if isinstance(self.pack, PrefixCollator):
+            batch, runs = self.pack.collate(documents)
+        else:
+            batch, runs = self.pack(documents), [Run(i, 0, True) for i in range(len(documents))]
         num_tokens = batch["input_ids"].shape[1]
         for name in self.layout.tokens:
-            found = [each.get(name) for each in documents]
-            if any(part is not None for part in found):
+            if any(name in each for each in documents):
                 row = torch.zeros(1, num_tokens, dtype=torch.int64)
                 start = 0
-                for part, document in zip(found, documents, strict=True):
-                    stop = start + len(document["input_ids"])
-                    if part is not None:
-                        row[:, start:stop] = part
+                for i, first, _ in runs:
+                    stop = start + len(documents[i]["input_ids"]) - first
+                    if name in documents[i]:
+                        row[:, start:stop] = documents[i][name][:, first:]
                     start = stop
                 batch[name] = row
+        with_images = [documents[run.document] for run in runs if run.has_images]
         for name in self.layout.images:
-            parts = [each[name] for each in documents if name in each]
+            parts = [each[name] for each in with_images if name in each]
             if parts:
                 batch[name] = self.layout.join(name, parts)
         if self.rope_index is not None:
             text = batch["position_ids"]
-            positions = [self.rope_index(each) for each in documents]
+            positions = [self.rope_index(documents[i])[:, first:] for i, first, _ in runs]
             rest = text[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
             batch["position_ids"] = torch.cat([text[None], torch.cat([*positions, rest], dim=1)[:, None]])
         return batch

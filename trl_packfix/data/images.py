@@ -10,6 +10,7 @@ decodes its images and runs the processor, and must get the same tokens.
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,9 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
 from .cache_files import Cached
-from .collator import IGNORE_INDEX
+from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
+from .prefixes import Compare, Compared
 from .reader import BAD_ROW, bad_rows
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
 NUM_SHOWN = 10  # rows that a message names
 IMAGES = ("image", "images")
+IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
 MEASURES = Features(
@@ -112,6 +115,21 @@ class RowProcessor:
                 is_image = is_image | (document[name][0].numpy() != 0)
         where = np.flatnonzero(is_image)
         return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+
+    def compare(self, documents: Sequence[dict[str, Any]]) -> list[Compared]:
+        """What is compared to find common beginnings: tokens and, in place of the first placeholder, all images.
+
+        Two documents have the same number there if the processor returns the same for all of their images.
+        """
+        numbers: dict[bytes, int] = {}
+        compared = []
+        for document in documents:
+            tokens, (first, stop) = np.asarray(document["input_ids"]), self.image_span(document)
+            if first < stop:
+                tokens = tokens.astype(np.int64)
+                tokens[first] = IMAGES_FROM + numbers.setdefault(_content(document), len(numbers))
+            compared.append(Compared(tokens, first, stop))
+        return compared
 
 
 def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool) -> Dataset:
@@ -233,6 +251,16 @@ def sequence_sizes(document: dict[str, Any]) -> Tensor:
     return sequences.any(1) * sequences.shape[1]
 
 
+def _content(document: dict[str, Any]) -> bytes:
+    """Hash of all that the processor returns for the images of a document."""
+    digest = hashlib.blake2b()
+    for name in sorted(document.keys() - READ - {*TOKEN_KINDS}):
+        values = document[name].contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
 def _digest(document: dict[str, Any], images: list[Any], settings: bytes) -> bytes:
     """Hash of the tokens and labels of a document, of its images, and of what the processor makes of them."""
     digest = hashlib.sha256(settings if images else b"")
@@ -281,6 +309,11 @@ class ImageRows:
         """The hashes of the documents of these rows, one after the other: a restart compares them."""
         column = self._measures.with_format("arrow")[:]["digest"]
         return b"".join(column.take(rows).to_pylist())
+
+    @property
+    def compare(self) -> Compare:
+        """What is compared of documents to find common beginnings: images by their content."""
+        return self._process.compare
 
     def seq_lengths(self) -> None:
         """None: a row is one document."""

@@ -10,12 +10,12 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
     cu_seq_lens_k  0 4 9                     tokens of each document
     kv_index       0 1 2 3 | 0 1 4 5 6       rows that are the keys of each run
     labels         . B C D | . E F
-    num_documents  2 2 1 1 | 1 1 1           of each row
+    num_documents  2 2 1 1 | 1 1 1           of each row, those with a trained token
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,18 +28,32 @@ from . import boundaries
 from .collator import IGNORE_INDEX, PackedDataCollator
 
 
-def collated_order(
-    tokens: Sequence[npt.NDArray], labels: Sequence[npt.NDArray], min_shared: int = MIN_SHARED
-) -> tuple[list[int], list[int]]:
-    """As `share_order`, with the documents that share nothing because of their labels at the end."""
-    may_share = [
-        i
-        for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
-        if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
-    ]
-    places, shared = share_order([tokens[i] for i in may_share], min_shared)
-    rest = sorted(set(range(len(tokens))) - set(may_share))
-    return [may_share[place] for place in places] + rest, shared[: len(places)] + [0] * len(rest)
+class Compared(NamedTuple):
+    """What is compared of a document, and which of its tokens are images.
+
+    Attributes:
+        tokens: numbers below 2**32 - 1 that are compared in place of the tokens, (n,).
+        first, stop: the tokens from the first image to the end of the last, which are shared all or not at all; 0, 0
+            without images.
+    """
+
+    tokens: npt.NDArray
+    first: int = 0
+    stop: int = 0
+
+
+Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
+
+
+class Run(NamedTuple):
+    """Rows of a pack: the tokens of `document` from the token `first` on.
+
+    `has_images` is False if the images of the document, if it has any, are before it.
+    """
+
+    document: int
+    first: int
+    has_images: bool
 
 
 @dataclass
@@ -61,6 +75,9 @@ class PrefixCollator(PackedDataCollator):
             Keep the row of a document of which only the last token is left. No document is trained on its output, but
             a router sees its token.
         shares (`bool`, defaults to `True`): False collates every document whole, as `PackedDataCollator`.
+        compare (`Callable`, *optional*):
+            What is compared of documents with images, whose placeholder tokens are the same for all images. Without it
+            tokens are compared.
 
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -72,20 +89,55 @@ class PrefixCollator(PackedDataCollator):
     min_shared: int = MIN_SHARED
     keeps_last_rows: bool = False
     shares: bool = True
+    compare: Compare | None = None
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if not self.shares:
-            return super().__call__(documents)
-        tokens, labels = self._read(documents)
-        order, shared = collated_order(tokens, labels, self.min_shared)
-        if not any(shared):
-            return super().__call__(documents)
-        return self._collate(tokens, labels, order, shared)
+        return self.collate(documents)[0]
+
+    def collate(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
+        """The batch, and its runs."""
+        if self.shares:
+            tokens, labels = self._read(documents)
+            order, shared, compared = self._order(documents, tokens, labels)
+            if any(shared):
+                return self._collate(tokens, labels, order, shared, compared)
+        return super().__call__(documents), [Run(i, 0, True) for i in range(len(documents))]
+
+    def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """As `share_order`, with the documents that share nothing because of their labels at the end.
+
+        A document that would begin to differ among images shares what is before them.
+        """
+        return self._order(documents, *self._read(documents))[:2]
+
+    def _order(
+        self, documents: Sequence[dict[str, Any]], tokens: list[npt.NDArray], labels: list[npt.NDArray]
+    ) -> tuple[list[int], list[int], list[Compared]]:
+        compared = [Compared(ids) for ids in tokens] if self.compare is None else self.compare(documents)
+        may_share = [
+            i
+            for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
+            if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
+        ]
+        places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
+        order = [may_share[place] for place in places]
+        for place, i in enumerate(order):
+            _, first, stop = compared[i]
+            if first < shared[place] < stop:
+                shared[place] = first if first >= self.min_shared else 0
+        rest = sorted(set(range(len(tokens))) - set(may_share))
+        return order + rest, shared[: len(places)] + [0] * len(rest), compared
 
     def _collate(
-        self, tokens: list[npt.NDArray], labels: list[npt.NDArray], order: list[int], shared: list[int]
-    ) -> dict[str, Any]:
-        """`order` and `shared` as `share_order` gives them."""
+        self,
+        tokens: list[npt.NDArray],
+        labels: list[npt.NDArray],
+        order: list[int],
+        shared: list[int],
+        compared: list[Compared],
+    ) -> tuple[dict[str, Any], list[Run]]:
+        """`order`, `shared` and `compared` as `_order` gives them."""
+        runs_of: list[Run] = []
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         most = int(lengths.sum())
         targets = np.full(most + (self.pad_to_multiple_of or 1), IGNORE_INDEX, dtype=np.int64)
@@ -105,12 +157,13 @@ class PrefixCollator(PackedDataCollator):
                 own = 0
             path = np.concatenate([path[:common], np.arange(first, first + own)])
             shared_of[i] = length - own
-            num_documents[path] += 1
             if own:
                 runs.append(ids[common:])
+                runs_of.append(Run(i, common, common <= compared[i].first))
                 starts.append(common)
                 keys.append(path)
             trained = labels[i][1:] != IGNORE_INDEX
+            num_documents[path] += trained.any()
             at = path[: length - 1][trained] + 1
             targets[at] = ids[1:][trained] if labels[i] is ids else labels[i][1:][trained]
             target_rows.append(at)
@@ -131,7 +184,7 @@ class PrefixCollator(PackedDataCollator):
         def row(values: npt.NDArray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
 
-        return {
+        batch = {
             "input_ids": row(np.concatenate(runs)),
             "labels": row(targets[:total]),
             "position_ids": row(positions),
@@ -152,3 +205,4 @@ class PrefixCollator(PackedDataCollator):
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }
+        return batch, runs_of

@@ -19,6 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..planning.prefixes import END
 from .collator import IGNORE_INDEX, MASKS
+from .prefixes import Compare
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # A mask may be boolean. The type of a column without values is null.
@@ -52,6 +53,10 @@ class Rows(Protocol):
 
         A tile that the tower reads alone counts as an image. None as above.
         """
+
+    @property
+    def compare(self) -> Compare | None:
+        """What is compared of documents to find common beginnings; None: their tokens."""
 
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
@@ -275,7 +280,7 @@ class TokenReader:
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    image_stops = image_counts = image_values = image_squares = None  # tokens alone have no images
+    image_stops = image_counts = image_values = image_squares = compare = None  # tokens alone have no images
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:
         """None: the tokens are at hand."""

@@ -2,6 +2,7 @@
 
 With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
 packs, and some stretches of the table, are sorted for an estimate. It is cached, so that a second start reads no token.
+With images only "pack" is estimated, from fewer packs: their images must be processed.
 """
 
 from dataclasses import dataclass
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from ..layout import LAYOUT
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
 from .cache import cached_arrays
 from .epochs import EpochPlanner
+from .images import ImageRows
+from .prefixes import PrefixCollator
 from .reader import TokenReader
 from .token_order import token_order
 
+NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
 NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to estimate what "family" saves
 
@@ -29,6 +34,7 @@ class PrefixSavings:
         rows: share with this setting, 1.0 for "off".
         flops: the same in modelled FLOPs.
         in_packs, in_families: shares that "pack" and "family" would compute; None if not known.
+        images: share of the images that go through the vision tower; None without images.
         num_packs: packs from which `in_packs` (with "pack" also `rows`) is estimated; None: all.
         num_documents: documents from which `in_families` is estimated, neighbours in the table; None: all.
         num_families: families of these documents.
@@ -41,6 +47,7 @@ class PrefixSavings:
     flops: float
     in_packs: float | None = None
     in_families: float | None = None
+    images: float | None = None
     num_packs: int | None = None
     num_documents: int | None = None
     num_families: int | None = None
@@ -49,7 +56,12 @@ class PrefixSavings:
 
 
 def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
-    """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known."""
+    """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known.
+
+    Also None for documents with images and "off": to know what sharing would save, images would be processed.
+    """
+    if isinstance(reader, ImageRows) and planner.share_prefixes == "pack":
+        return _with_images(planner, reader)
     if not isinstance(reader, TokenReader):
         return None
     if planner.shares_families:
@@ -68,6 +80,43 @@ def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
         num_documents=NUM_STRETCHES * STRETCH if is_sample else None,
         num_families=int(found["num_families"]),
     )
+
+
+def _with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
+    found = cached_arrays(reader, "savings", _decisive(planner), lambda: _estimate_images(planner, reader))
+    rows, flops, images = (float(found[name]) for name in ("rows", "flops", "images"))
+    packs = int(found["num_packs"])
+    num_packs = packs if packs == NUM_IMAGE_PACKS else None
+    return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
+
+
+def _estimate_images(planner: EpochPlanner, reader: ImageRows) -> dict[str, np.ndarray]:
+    schedule, documents, collate = planner.schedule(0), planner.documents, PrefixCollator(compare=reader.compare)
+    image_costs = np.zeros(len(documents)) if planner.image_costs is None else planner.image_costs
+    filled = _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
+    totals, computed = np.zeros(3), np.zeros(3)  # rows, FLOPs, images
+    for i in filled.tolist():
+        pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
+        batch, runs = collate.collate(
+            [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
+        )
+        lengths, counts = documents.lengths[pack], reader.image_counts[documents.row[pack]]
+        shared = batch[LAYOUT].shared.numpy() if LAYOUT in batch else np.zeros(len(pack), dtype=np.int64)
+        own = np.zeros(len(pack))  # 1 where the images of a document are computed in its run
+        own[[run.document for run in runs if run.has_images]] = 1
+        costs, saved = planner.cost_model(lengths), planner.cost_model(shared)
+        totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
+        computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
+    rows, flops, images = computed / np.maximum(totals, 1)
+    return {name: np.array(each) for name, each in {"rows": rows, "flops": flops, "images": images}.items()} | {
+        "num_packs": np.array(len(filled))
+    }
+
+
+def _some_packs(offsets: Int64Array, num_packs: int) -> Int64Array:
+    """Evenly spaced slots that hold a document, at most so many."""
+    filled = np.flatnonzero(np.diff(offsets))
+    return filled[np.linspace(0, len(filled) - 1, min(num_packs, len(filled))).astype(int)]
 
 
 def _of_families(planner: EpochPlanner) -> PrefixSavings:
@@ -102,8 +151,7 @@ def _decisive(planner: EpochPlanner) -> dict[str, str]:
 
 def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarray]:
     schedule, documents = planner.schedule(0), planner.documents
-    filled = np.flatnonzero(np.diff(schedule.offsets))
-    filled = filled[np.linspace(0, len(filled) - 1, min(NUM_PACKS, len(filled))).astype(int)]
+    filled = _some_packs(schedule.offsets, NUM_PACKS)
     slot = np.full(len(documents), -1)
     for i in filled.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i

@@ -25,8 +25,8 @@ from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
-from .image_probe import ImageProbe, ImageSource, image_documents
-from .prefix_probe import PrefixProbe
+from .image_probe import ImageProbe, ImageSource
+from .prefix_probe import ImagePrefixProbe, PrefixProbe
 from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
 from .report import IsolationReport
 from .thresholds import thresholds
@@ -78,36 +78,45 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, given)
+    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME:
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            report, evidence = judge(probe, max_length)
-            if evidence is not None or images is None:
-                return report
-            seen = judge(probe, max_length, images)[0]
-            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
-            return replace(seen, unreachable=report.unreachable, **largest)
+            return _judge_all(probe, max_length)
         except CannotRun as error:
             return refused(probe, error)
 
 
+def _judge_all(probe: Probe, max_length: int | None) -> IsolationReport:
+    """The report on documents of text and, if these are right and the probe has images, on documents with images."""
+    report, evidence = judge(probe, max_length)
+    if evidence is not None or not isinstance(probe, ImageProbe):
+        return report
+    seen = judge(probe, max_length, with_images=True)[0]
+    largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
+    return replace(seen, unreachable=report.unreachable, **largest)
+
+
 def check_prefixes(
-    model: nn.Module, max_length: int | None = None, degree: int = 1, given: str | None = None
+    model: nn.Module,
+    max_length: int | None = None,
+    degree: int = 1,
+    images: ImageSource | None = None,
+    given: str | None = None,
 ) -> IsolationReport:
     """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
 
     With a degree above 1 neighbouring ranks share each pack, and runs read keys that lie in other parts.
 
     `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
-    relative difference of its gradients.
+    relative difference of its gradients. With `images` documents share images, and text in front of other images.
     """
     make_groups((degree,))
-    probe = PrefixProbe(model, degree, given)
+    probe = PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
-            return judge(probe, max_length)[0]
+            return _judge_all(probe, max_length)
         except CannotRun as error:
             return refused(probe, error)
 
@@ -117,22 +126,21 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
 
 
-def judge(
-    probe: Probe, max_length: int | None, images: ImageSource | None = None
-) -> tuple[IsolationReport, Evidence | None]:
+def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Evidence | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
-    With `images` the documents have images in unequal places, otherwise they are text.
+    The documents are text or, if `with_images`, have images in unequal places, which needs an `ImageProbe`.
 
     Raises `CannotRun` if the model raises.
     """
     probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
-    if images is None:
-        documents, changes = probe.examples(max_length)
-    else:
-        documents, changes = image_documents(images, probe.tokens)
+    if with_images:
+        assert isinstance(probe, ImageProbe)
+        documents, changes = probe.image_examples()
         reach = {}
+    else:
+        documents, changes = probe.examples(max_length)
     everyone = range(len(documents))
     base, repeat = probe.packed(documents), probe.packed(documents)
     scale = max(states.abs().max().item() for states in base)

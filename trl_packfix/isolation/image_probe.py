@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .probe import Probe
+from .probe import Examples, Probe
 
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE, WIDE, HIGH = (112, 112), (196, 112), (112, 168)
@@ -25,8 +25,8 @@ class ImageSource(Protocol):
     def joined(self, parts: Sequence[Any]) -> dict[str, Any]:
         """A document of tokens, (n,), and images in this order."""
 
-    def packed(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of documents in one pack, as in training, without labels."""
+    def packed(self, documents: Sequence[dict[str, Any]], shares: bool = False) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels; `shares` common beginnings."""
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:
         """The batch of one document in unpacked training, without labels."""
@@ -80,13 +80,19 @@ class ImageProbe(Probe):
     They run with the token types that the processor gives to text: paligemma sees text without them in both directions.
     """
 
+    shares = False  # whether documents of a pack share common beginnings
+
     def __init__(self, model: Any, images: ImageSource, given: str | None = None):
         super().__init__(model, given=given)
         self.images = images
 
+    def image_examples(self) -> Examples:
+        """Documents with images, and changes of them."""
+        return image_documents(self.images, self.tokens)
+
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
         assert degree == 1  # ranks do not share packs with images
-        return self._moved(self.images.packed([self._values(each) for each in documents]))
+        return self._moved(self.images.packed([self._values(each) for each in documents], self.shares))
 
     def _values(self, document: Any) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])

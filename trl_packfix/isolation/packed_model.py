@@ -212,7 +212,7 @@ class PackedModel:
 
     def _refusal_of_prefixes(self, wrapped: nn.Module, degree: int = 1) -> str | None:
         """What the probe finds where documents share prefixes; None if nothing."""
-        found = check_prefixes(wrapped, self.max_length, degree, self.attention.previous)
+        found = check_prefixes(wrapped, self.max_length, degree, self.images, self.attention.previous)
         agreed((found.isolated, found.equal))
         return None if found.isolated and found.equal else found.summary()
 

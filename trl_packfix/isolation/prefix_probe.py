@@ -1,9 +1,13 @@
 """The leak probe for packs whose documents share prefixes: documents that begin alike, and what must hold for them.
 
+With images documents also share an image, or only the text before an image of the same size.
+
 Isolation alone is not enough here. A document that does not attend to its shared beginning at all moves no other. So
 each document must also have the states, and the gradients with respect to its shared tokens, that it has alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from ..data.prefixes import PrefixCollator
 from ..layout import layout_of
+from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
 from .probe import NO_GRADIENT, CannotRun, Examples, Probe, exact
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
@@ -118,3 +123,68 @@ class PrefixProbe(Probe):
         saved = layout.sizes(torch.ones(len(documents), device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
         return batch, rows, [0] * len(documents) if saved is None else saved.tolist()
+
+
+class ImagePrefixProbe(PrefixProbe, ImageProbe):
+    """A `PrefixProbe` whose packs are those of training with images.
+
+    Its gradients are those of what enters the decoder, tokens and images.
+    """
+
+    shares = True
+
+    def __init__(self, model: Any, images: ImageSource, given: str | None = None):
+        ImageProbe.__init__(self, model, images, given)
+
+    def image_examples(self) -> Examples:
+        """An image that three documents share, another of its size behind the same text, and two images that two share.
+
+        The runs are in another order than the documents, so images in the order of documents would be seen.
+        """
+        image = self.images.image
+        head, other_head = self.tokens(TRUNK), self.tokens(BRANCH)
+        square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
+        question, between = self.tokens(6), self.tokens(3)
+
+        def made(*parts: Any) -> ImageDocument:
+            return ImageDocument(self.images.joined(parts))
+
+        documents = [
+            made(head, square, question, self.tokens(9)),
+            made(other_head, wide, self.tokens(5)),
+            made(head, square, question, self.tokens(7)),
+            made(head, image(*SQUARE), question, self.tokens(8)),
+            made(head, self.tokens(4), high, self.tokens(6)),
+            made(other_head, wide, between, high, question, self.tokens(2)),
+            made(head, square, question[:2], self.tokens(11)),
+            made(other_head, wide, between, high, question),
+            made(self.tokens(8)),
+        ]
+        changes = [
+            (0, made(head, image(*SQUARE), question, self.tokens(9))),  # another image
+            (0, made(head, wide, question, self.tokens(9))),  # that of other documents, of another size
+            (2, made(head, square, question, self.tokens(12))),
+            (3, made(head, square, question, self.tokens(8))),  # the same image
+            (4, made(head, self.tokens(9))),  # no image
+            (7, made(other_head, wide, between, image(*HIGH), question)),
+            (1, made(self.tokens(6), high)),
+        ]
+        return documents, changes
+
+    @contextmanager
+    def embeddings(self) -> Iterator[list[Tensor]]:
+        """As that of `Probe`, of what enters the decoder."""
+        entered: list[Tensor] = []
+
+        def catch(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+            if entered or kwargs.get("inputs_embeds") is None:
+                return None
+            entered.append(kwargs["inputs_embeds"].detach().requires_grad_())
+            return args, kwargs | {"inputs_embeds": entered[0].clone()}
+
+        handle = self.inner.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            with torch.enable_grad():
+                yield entered
+        finally:
+            handle.remove()

@@ -280,6 +280,9 @@ class PackingReport:
             return None
         if prefixes.refused is not None:
             return f"not shared: {prefixes.refused}"
+        sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
+        if prefixes.images is not None:
+            return f"{prefixes.rows:.2f} of the tokens and {prefixes.images:.2f} of the images are computed{sample}"
         documents = prefixes.num_documents or self.num_documents
         families = f"{documents:,} documents in {prefixes.num_families:,} families"
         if prefixes.setting == "family":
@@ -298,9 +301,8 @@ class PackingReport:
             return text
         in_families = ""
         if prefixes.in_families is not None and prefixes.in_families < WORTH_SHARING:
-            sample = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
-            in_families = f'"family" {prefixes.in_families:.2f} ({families}{sample})'
-        sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
+            neighbours = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
+            in_families = f'"family" {prefixes.in_families:.2f} ({families}{neighbours})'
         if prefixes.setting == "pack":
             text = f"{prefixes.rows:.2f} of the tokens are computed{sample}"
             return text + (f"; with share_prefixes={in_families}" if in_families else "")
@@ -465,6 +467,7 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
         "rows_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.rows,
+        "images_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.images,
         "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
         "images_per_pack": None if report.images is None else report.images.per_pack,
         "tower_imbalance": None if report.images is None else report.images.tower_imbalance,

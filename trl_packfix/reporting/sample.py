@@ -10,7 +10,7 @@ import numpy as np
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.prefixes import collated_order
+from ..data.prefixes import PrefixCollator
 from ..data.reader import Rows
 from ..planning.arrays import Int64Array
 from ..planning.imbalance import rank_costs
@@ -199,7 +199,7 @@ def _sorted_packs(
     found, shared = [], []
     for pack in packs:
         read = [reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
-        order, common = collated_order([each["input_ids"] for each in read], [each["labels"] for each in read])
+        order, common = PrefixCollator(compare=reader.compare).order(read)
         found.append(pack[order] if any(common) else pack)
         shared.append(common if any(common) else [])
     return found, shared

@@ -149,7 +149,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
         ]
         keys = None
         if pack.shared:
-            runs = PrefixCollator()(read)
+            runs = PrefixCollator(compare=reader.compare)(read)
             bounds, keys = runs["cu_seq_lens_q"].tolist(), runs["cu_seq_lens_k"].tolist()
         capacity = planner.capacity if planner.tokens_per_rank is None else pack.degree * planner.tokens_per_rank
         place = pack.place(planner.accumulation, planner.world_size)

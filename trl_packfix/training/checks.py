@@ -199,11 +199,11 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
             check_tokenised(dataset, name, vocab_size, packing)
 
 
-def check_share_prefixes(args: SFTConfig, train_dataset: Any, compute_loss_func: Any) -> None:
+def check_share_prefixes(args: SFTConfig, compute_loss_func: Any) -> None:
     """Refuse what cannot work on shared rows, before the model is loaded. `SFTConfig` refuses settings that contradict.
 
     Raises:
-        ValueError: a loss of the user, or images in packs, with `share_prefixes`.
+        ValueError: a loss of the user with `share_prefixes`.
     """
     if args.share_prefixes == "off":
         return
@@ -212,12 +212,6 @@ def check_share_prefixes(args: SFTConfig, train_dataset: Any, compute_loss_func:
             f"`share_prefixes={args.share_prefixes!r}` was given with `compute_loss_func`. It gets one label per row, "
             "and a shared row is a target of several documents, so it would count once and not once for each. Leave "
             '`compute_loss_func` unset, or set `share_prefixes="off"`.'
-        )
-    if images.packs_images(args, train_dataset):
-        raise ValueError(
-            f"`share_prefixes={args.share_prefixes!r}` was given, and the dataset has images. Documents are compared "
-            "by their tokens, and different images have the same placeholder tokens. Set "
-            '`share_prefixes="off"`.'
         )
 
 

@@ -102,7 +102,7 @@ class SFTConfig(trl.SFTConfig):
             alike are also brought together, so that more is shared; then an optimizer step has more documents, and
             fewer that are independent of each other. A shared token has one draw of dropout for all its documents.
             Where the test before the first step fails, nothing is shared, and a warning says why. Evaluation in packs
-            shares, too, with the whole set sorted.
+            shares, too, with the whole set sorted. Images are compared by their content, with `"pack"` only.
         exchange_speeds (`dict`, *optional*):
             With `tokens_per_rank`: what devices and links reach, by which degrees are chosen. `flops` of one device per
             second (default 400e12), bytes per second of an all-to-all `within` a node (300e9) and `between` nodes

@@ -182,8 +182,11 @@ class ExactEvaluation(PackedObjective):
 
     @property
     def _sorts_evaluation(self) -> bool:
-        """Whether documents that begin alike are brought together. With packs of several ranks they meet by chance."""
-        return self._shares_evaluation and self.args.tokens_per_rank is None
+        """Whether documents that begin alike are brought together.
+
+        With packs of several ranks they meet by chance. With images, too: to sort them, all would have to be processed.
+        """
+        return self._shares_evaluation and self.args.tokens_per_rank is None and self._images is None
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args

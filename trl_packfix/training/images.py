@@ -10,6 +10,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
+from ..data.collator import PackedDataCollator
 from ..data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
 from ..data.images import IMAGES, ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
@@ -55,7 +56,7 @@ def check_settings(args: SFTConfig, column: str) -> None:
     """Refuse settings that images in packs do not support.
 
     Raises:
-        ValueError: sequence parallelism, constant shapes, a policy that cuts documents anywhere.
+        ValueError: sequence parallelism, constant shapes, families of documents, a policy that cuts documents anywhere.
     """
     for setting in ("tokens_per_rank", "pad_documents_to_multiple_of"):
         if (value := getattr(args, setting)) is not None:
@@ -64,6 +65,13 @@ def check_settings(args: SFTConfig, column: str) -> None:
                 f"is not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of "
                 "images."
             )
+    if args.share_prefixes == "family":
+        raise ValueError(
+            f'`share_prefixes="family"` was given, and the dataset has the column `{column}`. Documents that begin '
+            "alike are found by sorting all of them, and all images have the same placeholder tokens, so every image "
+            'would have to be processed before training. Set `share_prefixes="pack"`, which shares among the documents '
+            "of a pack."
+        )
     if args.effective_overlong == "split":
         raise ValueError(
             f"`packing_strategy={args.packing_strategy!r}` and `overlong={args.overlong!r}` were given with the column "
@@ -102,16 +110,18 @@ class ImageData:
             )
         return ImageRows(dataset, self.process, measures)
 
-    def packed_collator(self, args: SFTConfig, pad_token_id: int, accelerator: Any) -> PackedImageCollator:
-        """The collator of packs. It adds an image to packs without one if ranks would wait for each other otherwise."""
+    def packed_collator(self, args: SFTConfig, pack: PackedDataCollator, accelerator: Any) -> PackedImageCollator:
+        """The collator of packs, whose rows `pack` makes.
+
+        It adds an image to packs without one if ranks would wait for each other otherwise.
+        """
         needs_image = accelerator.num_processes > 1 and not (
             accelerator.distributed_type in DDP and args.ddp_find_unused_parameters
         )
         return PackedImageCollator(
-            args.pad_to_multiple_of,
-            pad_token_id,
-            layout=self.examples.layout,
-            rope_index=self._rope_index,
+            pack,
+            self.examples.layout,
+            self._rope_index,
             placeholder=self.examples.placeholder() if needs_image else None,
         )
 

@@ -15,6 +15,7 @@ from ..compat import require_gathers
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
+from ..data.image_collator import PackedImageCollator
 from ..data.images import ImageRows, has_images
 from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
@@ -226,13 +227,20 @@ class PackedLoading(trl.SFTTrainer):
         # lowered by `auto_find_batch_size`
         return self._make_packed_collator(self._train_batch_size, self.shares_prefixes)
 
-    def _make_packed_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
+    def _make_packed_collator(self, batch_size: int, shares: bool) -> Callable:
+        pack = self._make_row_collator(batch_size, shares)
+        return pack if self._images is None else self._images.packed_collator(self.args, pack, self.accelerator)
+
+    def _make_row_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
         args, pad_token_id = self.args, self._tokenizer.pad_token_id
-        if self._images is not None:
-            return self._images.packed_collator(args, pad_token_id, self.accelerator)
         if shares:
-            # A router sees every token, also one on whose output no document is trained
-            return PrefixCollator(args.pad_to_multiple_of, pad_token_id, keeps_last_rows=self.aux_loss_enabled)
+            return PrefixCollator(
+                args.pad_to_multiple_of,
+                pad_token_id,
+                # A router sees every token, also one on whose output no document is trained
+                keeps_last_rows=self.aux_loss_enabled,
+                compare=None if self._images is None else self._images.process.compare,
+            )
         if args.pad_documents_to_multiple_of is None:
             return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
         assert args.max_length is not None  # `SFTConfig` refuses it without
@@ -252,8 +260,10 @@ class PackedLoading(trl.SFTTrainer):
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
         self._shares_prefixes = shares
-        if isinstance(self.data_collator, PrefixCollator):
-            self.data_collator.shares = shares
+        collate: Any = self.data_collator
+        pack = collate.pack if isinstance(collate, PackedImageCollator) else collate
+        if isinstance(pack, PrefixCollator):
+            pack.shares = shares
 
     @property
     def _pin_memory(self) -> bool:

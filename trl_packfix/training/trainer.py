@@ -102,7 +102,7 @@ class SFTTrainer(ExactRestart):
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
             checks.check_overrides(type(self))
-            checks.check_share_prefixes(args, train_dataset, compute_loss_func)
+            checks.check_share_prefixes(args, compute_loss_func)
             checks.check_before_loading(args, model, train_dataset, data_collator, peft_config, processing_class)
             checks.check_sequence_parallelism(args, model, compute_loss_func)
         dataset_checks.check_rows(train_dataset, "train")

@@ -1,0 +1,332 @@
+"""Images in shared prefixes: compared by content, through the tower once, proved, and trained as unpacked TRL does."""
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset, Features, Image, List
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rounding import tolerance, weight_difference
+from support.versions import trl_trains
+from support.vision import MESSAGES, SGD, build_model, build_processor, make, message, picture
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packfix.attention.forwards import packed_forwards
+from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, RopeIndex
+from trl_packfix.data.images import RowProcessor
+from trl_packfix.data.prefixes import Compared, PrefixCollator
+from trl_packfix.isolation.check import check_prefixes
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.reporting.text import shown_packs
+from trl_packfix.training import prefixes as proof
+
+FAMILIES = ("llava", "qwen2_5_vl", "idefics3")
+
+
+@cache
+def examples_of(family: str) -> ImageExamples:
+    model = build_model(family)
+    kind = type(model.base_model)
+    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
+    process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
+    return ImageExamples(process, rope_index=rope_index)
+
+
+def sharing(examples: ImageExamples, **more) -> PackedImageCollator:
+    pack = PrefixCollator(min_shared=1, compare=examples.process.compare, **more)
+    return replace(examples._collate, pack=pack)
+
+
+def by_placeholder(process: RowProcessor, documents) -> list[Compared]:
+    """The fault: images are compared by their placeholder tokens."""
+    spans = [process.image_span(document) for document in documents]
+    return [Compared(np.asarray(each["input_ids"]), *span) for each, span in zip(documents, spans, strict=True)]
+
+
+# Collating
+
+PICTURES = [picture(24, 24, seed) for seed in range(3)]  # of one size: 16 placeholders each on llava
+TEXT = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=4).map(torch.tensor)
+DOCUMENT = st.lists(st.one_of(TEXT, st.sampled_from(PICTURES)), min_size=1, max_size=4)
+
+
+def images_of_rows(examples: ImageExamples, ids: torch.Tensor, pixels: torch.Tensor | None) -> list[int | None]:
+    """The hash of the image whose placeholder is in each row, if images fill placeholders in their order."""
+    is_image = ids == examples.processor.image_token_id
+    each = [None] if pixels is None else [hash(one.numpy().tobytes()) for one in pixels]
+    assert is_image.sum() == (0 if pixels is None else 16 * len(pixels))
+    place = is_image.cumsum(0) - 1
+    return [each[int(at) // 16] if here else None for at, here in zip(place, is_image, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
+def test_every_document_has_its_own_images(found, multiple):
+    """Its rows have its tokens and its images, wherever these were computed, and no run begins inside an image."""
+    examples = examples_of("llava")
+    documents = [examples.joined(parts) for parts in found]
+    collate = sharing(examples, pad_to_multiple_of=multiple)
+    batch, layout = collate(documents), layout_of(collate(documents))
+    shown = images_of_rows(examples, batch["input_ids"][0], batch.get("pixel_values"))
+    for i, document in enumerate(documents):
+        ids = torch.as_tensor(document["input_ids"])
+        rows = layout.predicting(i)
+        assert torch.equal(batch["input_ids"][0, rows], ids[:-1])
+        assert [shown[row] for row in rows] == images_of_rows(examples, ids, document.get("pixel_values"))[:-1]
+    for i, first, has_images in collate.pack.collate(documents)[1]:
+        start, stop = examples.process.image_span(documents[i])
+        assert not start < first < stop and has_images == (first <= start or start == stop == 0 == first)
+
+
+def questions(examples: ImageExamples) -> list[dict]:
+    """Three about one image, one about another of the same size, one of text."""
+    head, one, other = torch.arange(20, 40), PICTURES[0], PICTURES[1]
+    asked = [(one, [3, 4]), (one, [3, 5, 6]), (one, [3, 7]), (other, [3, 4])]
+    return [
+        *(examples.joined([head, image, torch.tensor(text)]) for image, text in asked),
+        examples.joined([head, torch.tensor([9, 10])]),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_that_documents_share_is_there_once(family):
+    examples = examples_of(family)
+    documents = questions(examples)
+    whole, batch = examples.packed(documents), sharing(examples)(documents)
+    axis = examples.layout.images["pixel_values"]
+    assert batch["pixel_values"].shape[axis] == whole["pixel_values"].shape[axis] // 2, "two of four images"
+    assert batch["input_ids"].shape[1] < 0.6 * whole["input_ids"].shape[1]
+    for name in examples.layout.tokens:
+        assert (
+            batch[name].shape == batch["input_ids"].shape and (batch[name] != 0).sum() == (whole[name] != 0).sum() / 2
+        )
+
+
+def test_an_image_for_the_tower_alone_counts_nothing():
+    """Guard of the counts in the log: with a document that stands in for images they are those of the others."""
+    examples = examples_of("llava")
+    texts = [examples.joined([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
+    collate = sharing(examples)
+    added = replace(collate, placeholder=examples.placeholder())(texts)
+    assert len(added["pixel_values"]) == 1
+    found, wanted = (
+        layout_of(batch).sizes(layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained)
+        for batch in (added, collate(texts))
+    )
+    assert found.tokens == wanted.tokens == 67 and found.computed == wanted.computed < 67
+    assert found.saved.sum() == wanted.saved.sum() > 0
+
+
+# The proof
+
+
+def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
+    model = build_model(family)
+    packed = PackedModel(model, torch.float32, "cpu", 512, shares_prefixes=True, images=examples_of(family))
+    packed.prove(model)
+    return model, packed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_that_share_images_are_what_they_are_alone(family):
+    model, packed = proved(family)
+    assert packed.prove_prefixes(model) is None
+    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    assert found.max_gradient == 0 and 0 < found.max_difference < found.tolerance < 1e-4
+
+
+def in_order_of_documents(self, documents):
+    """The fault: each image once, and in the order of the documents, not of the rows."""
+    if not isinstance(self.pack, PrefixCollator):
+        return right(self, documents)
+    batch, (_, runs) = right(self, documents), self.pack.collate(documents)
+    own = [documents[i] for i in sorted(run.document for run in runs if run.has_images)]
+    for name in self.layout.images:
+        parts = [each[name] for each in own if name in each]
+        if parts:
+            batch[name] = self.layout.join(name, parts)
+    return batch
+
+
+right = PackedImageCollator.__call__
+
+
+def plant(monkeypatch, fault: str) -> None:
+    if fault == "compared by placeholder":
+        monkeypatch.setattr(RowProcessor, "compare", by_placeholder)
+    else:
+        monkeypatch.setattr(PackedImageCollator, "__call__", in_order_of_documents)
+
+
+FAULTS = ("compared by placeholder", "scattered to the wrong rows")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_probe_sees_images_of_others(fault, monkeypatch):
+    plant(monkeypatch, fault)
+    model, packed = proved("llava")
+    assert packed.is_proved, "documents packed whole are right"
+    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    assert not (found.isolated and found.equal) and found.error is None
+    assert max(found.max_change, found.max_difference) > 100 * found.tolerance
+    assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
+    text = check_prefixes(model, 512, given=packed.attention.previous)
+    assert text.isolated and text.equal, "text alone shows nothing"
+
+
+def test_the_probe_sees_images_without_a_gradient():
+    """Right states, and in packs that share no gradient reaches the images."""
+    model, packed = proved("llava")
+    is_image = []
+
+    def note(module, args, kwargs):
+        is_image[:] = [kwargs["input_ids"][0] == packed.images.processor.image_token_id]
+
+    def detach_images(module, args, output):
+        running = packed_forwards[-1] if packed_forwards else None
+        if running is None or running.kv_index is None:
+            return output
+        return torch.where(is_image[0][:, None], output.detach(), output)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    for layer in model.base_model.language_model.layers:
+        layer.self_attn.v_proj.register_forward_hook(detach_images)
+        layer.self_attn.k_proj.register_forward_hook(detach_images)
+    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    assert found.equal and found.max_gradient > 1e-2 and not found.isolated
+
+
+# Training
+
+HEAD = "look at this picture, then answer: "
+
+
+def conversations(num: int = 24) -> Dataset:
+    """Several questions about each image, which all have one size, behind the same words."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(num):
+        asked = "".join(rng.choice(list("abc "), rng.integers(3, 12)))
+        user = {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": HEAD},
+                {"type": "image", "text": None},
+                {"type": "text", "text": " now " + asked},
+            ],
+        }
+        answer = message("assistant", "".join(rng.choice(list("xyz"), rng.integers(3, 9))))
+        rows.append({"images": [PICTURES[int(rng.integers(3))]], "messages": [user, answer]})
+    return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
+QUESTIONS = conversations()
+UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig, "trainer_class": trl.SFTTrainer}
+SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
+SIZE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 4}
+APART = SIZE | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def trained(family: str, **more):
+    """The trainer after four steps, its weights, and how many images went through the tower."""
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = make(folder, family, QUESTIONS, **(SGD | SIZE | more))
+        if "config_class" in more:
+            run.model_accepts_loss_kwargs = run.args.gradient_accumulation_steps > 1  # the mean over the step
+        seen = []
+        step = run.training_step
+
+        def counted(model, inputs, *rest):
+            seen.append(len(inputs["pixel_values"] if family == "llava" else inputs["image_grid_thw"]))
+            return step(model, inputs, *rest)
+
+        run.training_step = counted
+        run.train()
+    weights = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
+    return run, weights, seen
+
+
+@cache
+def reference(family: str):
+    start = torch.cat([p.detach().flatten().double() for p in build_model(family).parameters()])
+    _, wanted, seen = trained(family, **UNPACKED)
+    _, regrouped, _ = trained(family, **(UNPACKED | APART))
+    return start, wanted, weight_difference(regrouped, wanted, start), seen
+
+
+@trl_trains
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_training_that_shares_images_is_unpacked_training(family):
+    start, wanted, rounding, unshared = reference(family)
+    run, found, seen = trained(family, **SHARED)
+    difference = weight_difference(found, wanted, start)
+    shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
+    print(f"{family}: {difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}, rows {shares}")
+    assert run.shares_prefixes and difference <= tolerance(rounding)
+    assert unshared == [8] * 4 and max(seen) <= 3 and max(shares) < 0.7
+    report = run.packing_report.prefixes  # of the three steps of an epoch; the fourth begins another
+    assert report.num_packs is None and report.images == sum(seen[:3]) / sum(unshared[:3])
+    tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
+    assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
+    assert report.flops < 0.6
+    assert run.packing_report.prefixes_text().endswith(" of the images are computed")
+
+
+@trl_trains
+@pytest.mark.parametrize("fault", FAULTS)
+def test_in_training_the_fault_shows(fault, monkeypatch):
+    """Without the proof, which would pack documents whole."""
+    start, wanted, _, _ = reference("llava")
+    monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
+    plant(monkeypatch, fault)
+    _, found, _ = trained("llava", **SHARED)
+    assert weight_difference(found, wanted, start) > 1e-2
+
+
+@trl_trains
+def test_where_the_proof_fails_documents_are_packed_whole(monkeypatch):
+    """And trained right: nothing is shared, and the report says why."""
+    start, wanted, rounding, unshared = reference("llava")
+    plant(monkeypatch, FAULTS[0])
+    said = []
+    monkeypatch.setattr(proof.logger, "warning", lambda text, *values: said.append(text % values))
+    run, found, seen = trained("llava", **SHARED)
+    assert not run.shares_prefixes and seen == unshared
+    assert weight_difference(found, wanted, start) <= tolerance(rounding)
+    assert any(text.startswith("Documents are packed whole") for text in said)
+    assert run.packing_report.prefixes_text().startswith("not shared: where documents share prefixes, ")
+
+
+def test_evaluation_shares_images_with_the_same_loss(tmp_path):
+    model, losses = build_model("llava"), []
+    for more in ({"share_prefixes": "pack"}, {}):
+        run = make(tmp_path, "llava", QUESTIONS, model=model, trainer_kwargs={"eval_dataset": QUESTIONS}, **more)
+        losses.append(run.evaluate()["eval_loss"])
+        batch = next(iter(run.get_eval_dataloader()))
+        assert (LAYOUT in batch) == bool(more)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_show_draws_the_runs_that_are_trained(tmp_path):
+    run = make(tmp_path, "llava", QUESTIONS, per_device_train_batch_size=8, **SHARED)
+    loader = run.get_train_dataloader()
+    (pack,) = shown_packs(run._train_planner, run._reader, num_packs=1)
+    batch = next(iter(loader))
+    assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
+    assert [each.num_images for each in pack.documents] == [1] * 8
+    assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT].shared.tolist())
+
+
+def test_families_of_documents_with_images_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r'`share_prefixes="family"` was given, and the dataset has the column `images`.*"pack"'
+    ):
+        make(tmp_path, "llava", QUESTIONS, share_prefixes="family")
