@@ -54,6 +54,8 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     assert {name: alone[name] for name in wanted if name not in NOT_PLANNED} == {
         name: value for name, value in wanted.items() if name not in NOT_PLANNED
     }
+    shared = run(capsys, *words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
+    assert shared["rows"] <= 1 and shared["images"] == 1.0, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
     dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
     assert 0 < dropped <= (counts == 2).sum() and wanted["ledger"]["truncated"]["documents"] > 0

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset, Features, Image, List
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rounding import tolerance, weight_difference
 from support.versions import trl_trains
-from support.vision import MESSAGES, SGD, build_model, build_processor, make, message, picture
+from support.vision import PICTURES, QUESTIONS, SGD, build_model, build_processor, make
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention.forwards import packed_forwards
@@ -52,7 +51,6 @@ def by_placeholder(process: RowProcessor, documents) -> list[Compared]:
 
 # Collating
 
-PICTURES = [picture(24, 24, seed) for seed in range(3)]  # of one size: 16 placeholders each on llava
 TEXT = st.lists(st.sampled_from([7, 8]), min_size=1, max_size=4).map(torch.tensor)
 DOCUMENT = st.lists(st.one_of(TEXT, st.sampled_from(PICTURES)), min_size=1, max_size=4)
 
@@ -205,29 +203,6 @@ def test_the_probe_sees_images_without_a_gradient():
 
 # Training
 
-HEAD = "look at this picture, then answer: "
-
-
-def conversations(num: int = 24) -> Dataset:
-    """Several questions about each image, which all have one size, behind the same words."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(num):
-        asked = "".join(rng.choice(list("abc "), rng.integers(3, 12)))
-        user = {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": HEAD},
-                {"type": "image", "text": None},
-                {"type": "text", "text": " now " + asked},
-            ],
-        }
-        answer = message("assistant", "".join(rng.choice(list("xyz"), rng.integers(3, 9))))
-        rows.append({"images": [PICTURES[int(rng.integers(3))]], "messages": [user, answer]})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
-
-
-QUESTIONS = conversations()
 UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig, "trainer_class": trl.SFTTrainer}
 SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
 SIZE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 4}

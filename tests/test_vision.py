@@ -307,7 +307,7 @@ def alone(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
             two_ranks_vision.five(folder, kind),
             two_ranks_vision.five(folder, kind, 2, gradient_accumulation_steps=2),
         )
-        for kind in ("full", "frozen", "lora")
+        for kind in ("full", "frozen", "lora", "shared")
     }
 
 
@@ -321,7 +321,9 @@ def test_two_ranks_train_as_one(engine, kind, ranks, alone):
     found, (wanted, again) = ranks[engine][kind], alone[kind]
     assert found["engine"] == ENGINES[engine] and found["proved"]
     assert found["weights"].keys() == wanted["weights"].keys()
-    assert any("visual" in name for name in found["weights"]) == (kind == "full")
+    assert any("visual" in name for name in found["weights"]) == (kind in ("full", "shared"))
+    assert len(found["computed"]) == (5 if kind == "shared" else 0) and not wanted["computed"]
+    assert max(found["computed"], default=0) < 0.9
     start = together(wanted["start"])
     change, rounding = (
         weight_difference(together(run["weights"]), together(wanted["weights"]), start, 1e-3) for run in (found, again)

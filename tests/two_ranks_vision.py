@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
 from support.versions import wait_for_gathers
-from support.vision import LANGUAGE, SGD, build_model, make, rows
+from support.vision import LANGUAGE, QUESTIONS, SGD, build_model, make, rows
 from torch.distributed.tensor import DTensor
 from two_ranks import engine_of, engine_settings
 
@@ -29,7 +29,11 @@ ZERO3 = {
     "train_batch_size": "auto",
     "zero_allow_untested_optimizer": True,
 }
-KINDS = {"ddp": ("full", "frozen"), "zero3": ("full", "frozen", "lora"), "fsdp2": ("full", "frozen")}
+KINDS = {
+    "ddp": ("full", "frozen", "shared"),
+    "zero3": ("full", "frozen", "lora", "shared"),
+    "fsdp2": ("full", "frozen", "shared"),
+}
 
 
 def whole(run) -> dict[str, torch.Tensor]:
@@ -50,8 +54,13 @@ def whole(run) -> dict[str, torch.Tensor]:
 
 
 def five(folder: Path, kind: str, size: int = 4, model=None, **settings) -> dict:
-    """Five steps of four documents: all weights, all but those of the tower, or adapters of the language part."""
+    """Five steps of four documents: all weights, all but those of the tower, or adapters of the language part.
+
+    "shared" has several questions about each image.
+    """
     kwargs = {}
+    if kind == "shared":
+        settings["dataset"] = QUESTIONS
     model = build_model("qwen2_5_vl") if model is None else model
     if kind == "frozen":
         model.model.visual.requires_grad_(False)
@@ -69,6 +78,7 @@ def five(folder: Path, kind: str, size: int = 4, model=None, **settings) -> dict
         "weights": whole(run),
         "proved": report.isolated and report.equal,
         "engine": engine_of(run.model_wrapped),
+        "computed": [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry],
     }
 
 
@@ -122,6 +132,8 @@ def main(engine: str, folder: Path) -> None:
         settings = {"deepspeed": ZERO3} if engine == "zero3" else {}
         if engine == "fsdp2":
             settings = engine_settings(engine, folder)  # resets what the run before has set
+        if name == "shared":
+            settings = settings | {"share_prefixes": "pack"}
         result[name] = (
             uneven(folder, model, **settings) if name == "uneven" else five(folder, name, 2, model, **settings)
         )

@@ -46,7 +46,31 @@ def rows(num: int = 16, seed: int = 0) -> Dataset:
     return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
 
 
+PICTURES = [picture(24, 24, seed) for seed in range(3)]  # of one size: 16 placeholders each on llava
+HEAD = "look at this picture, then answer: "
+
+
+def questions(num: int = 24) -> Dataset:
+    """Several questions about each image, which all have one size, behind the same words."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(num):
+        asked = "".join(rng.choice(list("abc "), rng.integers(3, 12)))
+        user = {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": HEAD},
+                {"type": "image", "text": None},
+                {"type": "text", "text": " now " + asked},
+            ],
+        }
+        answer = message("assistant", "".join(rng.choice(list("xyz"), rng.integers(3, 9))))
+        rows.append({"images": [PICTURES[int(rng.integers(3))]], "messages": [user, answer]})
+    return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
 ROWS = rows(40)
+QUESTIONS = questions()
 SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
 LANGUAGE = r".*language_model.*(q_proj|v_proj)"  # modules for adapters
 
