@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import tolerance, weight_difference
 from support.versions import trl_trains
@@ -64,7 +64,14 @@ def images_of_rows(examples: ImageExamples, ids: torch.Tensor, pixels: torch.Ten
     return [each[int(at) // 16] if here else None for at, here in zip(place, is_image, strict=True)]
 
 
+A, B = PICTURES[:2]
+SEVEN, EIGHT = torch.tensor([7]), torch.tensor([8])
+
+
 @settings(max_examples=60, deadline=None)
+@example([[A, SEVEN], [A, EIGHT]], None)  # they differ right behind the image
+@example([[SEVEN, A, SEVEN, B], [SEVEN, A, EIGHT, B]], None)  # and between two images
+@example([[A, B], [A, A], [B, A]], 8)
 @given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
 def test_every_document_has_its_own_images(found, multiple):
     """Its rows have its tokens and its images, wherever these were computed, and no run begins inside an image."""
