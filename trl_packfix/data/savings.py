@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from ..layout import LAYOUT
+from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
 from .cache import cached_arrays
@@ -101,7 +102,8 @@ def _estimate_images(planner: EpochPlanner, reader: ImageRows) -> dict[str, np.n
             [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
         )
         lengths, counts = documents.lengths[pack], reader.image_counts[documents.row[pack]]
-        shared = batch[LAYOUT].shared.numpy() if LAYOUT in batch else np.zeros(len(pack), dtype=np.int64)
+        saved_rows = layout_of(batch).sizes(torch.ones(len(pack))).saved
+        shared = np.zeros(len(pack), dtype=np.int64) if saved_rows is None else saved_rows.numpy()
         own = np.zeros(len(pack))  # 1 where the images of a document are computed in its run
         own[[run.document for run in runs if run.has_images]] = 1
         costs, saved = planner.cost_model(lengths), planner.cost_model(shared)
