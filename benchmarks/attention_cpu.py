@@ -10,7 +10,6 @@ layer. `of matmul` is the share of the machine's measured matrix product rate, i
 count as work.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from about import describe, write_csv
+from common import Row, describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -136,23 +135,21 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "folder of JSONL files and a tokenizer, instead of lognormal lengths")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="tokens per pack")
-    parser.add_argument("--data", type=Path, help="folder of JSONL files and a tokenizer, instead of lognormal lengths")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--csv", type=Path, help="write every figure here")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
     bench = Bench(args.heads, args.kv_heads, args.head_dim, args.repeats, getattr(torch, args.dtype))
     lengths = lognormal_lengths() if args.data is None else data_lengths(args.data)
     rate = bench.matmul_rate()
-    rows: list[dict[str, object]] = [{"case": "matmul", "gflops_per_cpu_second": rate / 1e9}]
+    rows: list[Row] = [{"case": "matmul", "gflops_per_cpu_second": rate / 1e9}]
     console = Console()
     console.print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}, {args.heads} heads "
@@ -197,9 +194,7 @@ def main() -> None:
     console.print("[bold]Features[/] on one document of T tokens", table)
 
     console.print(describe())
-    if args.csv is not None:
-        write_csv(args.csv, rows)
-        console.print(f"wrote {args.csv}")
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

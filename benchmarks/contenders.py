@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import about  # noqa: F401 - finds `support`
 import numpy as np
 import torch
 import trl
+from common import Row
 from datasets import Dataset
 from planning import file_lengths
 from support.models import build_tokenizer
@@ -29,7 +27,6 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 import trl_packfix
 
 VOCAB_SIZE = 512
-Row = dict[str, Any]
 
 # file -> median and mean of its lengths, for the lognormal that replaces it without a folder
 LENGTHS = {"t0_p3_sample": (114, 255), "gsm8k_train": (176, 187), "qmsum_train": (13_293, 14_529)}

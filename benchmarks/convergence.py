@@ -14,21 +14,16 @@ that are never trained on.
 The differences are the largest over all steps (training loss, logged every step) and over all evaluations.
 """
 
-import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import datasets
 import numpy as np
 import torch
 import transformers
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset
 from support.models import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,8 +44,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "stream 8192": {"per_device_train_batch_size": 8, "packing": True},
     "stream 16384": {"per_device_train_batch_size": 16, "packing": True},
 }
-
-Row = dict[str, Any]
 
 
 def texts(folder: Path | None, num: int) -> Dataset:
@@ -175,18 +168,15 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with gsm8k_train.jsonl")
+    parser = make_parser(__doc__, "folder with gsm8k_train.jsonl")
     parser.add_argument("--num", type=int, default=384, help="documents to train on")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="`padded` is always run")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (all runs are needed)")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     print(describe())
     documents = texts(args.data, args.num + NUM_HELD_OUT)
     held_out, train_set = documents.select(range(NUM_HELD_OUT)), documents.select(range(NUM_HELD_OUT, len(documents)))
@@ -194,8 +184,7 @@ def main() -> None:
     for name in ["padded", *(name for name in args.runs if name != "padded")]:
         rows += train(name, train_set, held_out, args.learning_rate)
         differences([row for row in rows if row["run"] in ("padded", name)])
-        if args.csv:
-            write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
+        write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
     if args.plot:
         plot(rows, args.plot)
 

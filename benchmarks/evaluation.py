@@ -27,14 +27,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import datasets
 import torch
-import transformers
 import trl
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +47,6 @@ BATCH_SIZES = (1, 4, 16)
 RANKS = (1, 2)
 WAYS = ("dict", "raw", "prepared")
 TRAINERS = {"ours": (trl_packfix.SFTTrainer, trl_packfix.SFTConfig), "trl": (trl.SFTTrainer, trl.SFTConfig)}
-Row = dict[str, Any]
 
 
 def shortened(row: Row) -> Row:
@@ -176,14 +173,12 @@ def show(console: Console, rows: list[Row], truths: dict[str, tuple[float, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_train.jsonl and qmsum_train.jsonl")
-    parser.add_argument("--csv", type=Path, help="write every evaluation into this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    hide_progress()
     if args.worker:
         rows = evaluate_all(args.worker, args.data)
         if os.environ["RANK"] == "0":
@@ -200,8 +195,7 @@ def main() -> None:
         rows = [row for ranks in RANKS for row in launch(folder, data, ranks)]
     show(console, rows, truths)
     console.print(f"{time.perf_counter() - start:.0f} seconds")
-    if args.csv:
-        write_csv(args.csv, [row | {"true_loss": truths[row["data"]][0]} for row in rows])
+    write_csv(args.csv, [row | {"true_loss": truths[row["data"]][0]} for row in rows])
 
 
 if __name__ == "__main__":

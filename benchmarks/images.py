@@ -13,17 +13,15 @@ tokens. Modelled imbalance of packs as they come, balanced by tokens alone, and 
 lower bound; and the imbalance of both parts under the last.
 """
 
-import argparse
 import io
 import time
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from about import describe, write_csv
+from common import describe, make_parser, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
 from support.vision import MESSAGES, build_processor, message
@@ -148,10 +146,9 @@ def balance(size: str, mix: str, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--num", type=int, default=1000, help="rows to measure (default: 1000)")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     datasets.disable_progress_bars()
@@ -163,8 +160,7 @@ def main() -> None:
     print("\n| documents | ranks | tower | as they come | by tokens | by both | bound | language | images |")
     print("|---|---|---|---|---|---|---|---|---|")
     table += [balance(size, mix, ranks) for size in MODELS for mix in MIXES for ranks in (8, 64)]
-    if args.csv:
-        write_csv(args.csv, table)
+    write_csv(args.csv, table)
 
 
 if __name__ == "__main__":

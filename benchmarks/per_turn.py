@@ -18,7 +18,6 @@ CPU s        to tokenise: `per_turn=True`; TRL on the conversations; and with --
              `prompt` and a `completion`. These rows must have the same tokens and labels in number.
 """
 
-import argparse
 import tempfile
 import time
 import warnings
@@ -27,9 +26,8 @@ from typing import Any
 
 import datasets
 import numpy as np
-import transformers
 import trl
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +42,6 @@ from trl_packfix.data.spans import make_documents
 SETS = {"tau": "taubench_airline_gpt4o", "sgd": "sgd_tools_train1200", "oasst1": "oasst1_en_val_threads"}
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 WORDS = ("we", "should", "look", "at", "the", "flight", "first", "then", "answer", "because", "user", "asked")
-Row = dict[str, Any]
 
 
 def conversations(data: Path, name: str, num: int | None, thinking: int) -> Dataset:
@@ -133,17 +130,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", choices=[*SETS], default=[*SETS])
     parser.add_argument("--thinking", nargs="+", type=int, default=[0, 100], metavar="WORDS")
     parser.add_argument("--num", type=int, help="conversations of each set (default: all)")
     parser.add_argument("--compare", action="store_true", help="prepare the same turns with TRL, too")
-    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    hide_progress()
     datasets.disable_caching()
     print(describe())
     tokenizer = AutoTokenizer.from_pretrained(args.data / "smollm2_tokenizer")
@@ -153,8 +148,7 @@ def main() -> None:
         for name in args.sets:
             found.append(measure(args.data, name, args.num, thinking, args.compare, tokenizer))
             print(found[-1], flush=True)
-            if args.csv:
-                write_csv(args.csv, found)
+            write_csv(args.csv, found)
     for column in found[0]:
         table.add_column(column, justify="right")
     for row in found:

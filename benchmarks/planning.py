@@ -27,7 +27,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import statistics
 import time
 import tracemalloc
@@ -37,13 +36,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import datasets
 import numpy as np
 import pyarrow as pa
 import trl.data_utils
-from about import describe, write_csv
+from common import REAL_DATA, Row, describe, make_console, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -59,8 +56,6 @@ MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
 MOST_FOR_FIRST_FIT = 20_000  # documents; the same without compilation
 MOST_FOR_TRL = 1_000_000  # documents; its loop takes each by itself
 MOST_TOKENS_FOR_TRL = 1_000_000_000  # its table holds the tokens
-
-Row = dict[str, Any]
 
 
 def cpu_seconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
@@ -204,20 +199,18 @@ def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument(
         "--num", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000], help="documents of synthetic lengths"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
     if args.repeats < 1 or any(num < 1 for num in args.num):
         parser.error("--repeats and --num must be 1 or more: a median of nothing, or of no documents, does not exist")
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    console = Console(width=None if os.isatty(1) else 160)
+    console = make_console(160)
     if not importlib.util.find_spec("axolotl"):
         console.print("axolotl skipped: the package cannot be imported here.")
     versions = {
@@ -240,8 +233,7 @@ def main() -> None:
                 table.add_row(*cells(row))
         table.add_section()
     console.print(table)
-    if args.csv and rows:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 def cells(row: Row) -> list[str]:

@@ -18,19 +18,15 @@ adds: gradients per query head as the kernel makes them, and sums in fp32. Both 
 `MAX_KEYS` keys per row nothing is copied twice; then `launches` is their number.
 """
 
-import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import numpy as np
 import torch
-from about import describe, write_csv
+from common import REAL_DATA, describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -163,11 +159,9 @@ def copied(batches: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -204,8 +198,7 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-        if arguments.csv:  # after each case, as all of them take a while
-            write_csv(arguments.csv, rows)
+        write_csv(arguments.csv, rows)  # after each case, as all of them take a while
     table = Table(title=describe(), title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "documents" else "right")

@@ -14,21 +14,16 @@ Curves are compared at equal numbers of documents. Validation is exact, on conve
 shares as the run does. Tokens are numbered anew, so that the vocabulary has only those that occur.
 """
 
-import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import datasets
 import numpy as np
 import torch
 import transformers
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset
 from support.models import build_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -44,7 +39,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "family small": {"share_prefixes": "family", "per_device_train_batch_size": 1},
 }
 
-Row = dict[str, Any]
 Sample = tuple[list[int], int]  # tokens, and how many of them are trained
 
 
@@ -211,21 +205,16 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with sgd_tools_train1200.jsonl and smollm2_tokenizer"
-    )
+    parser = make_parser(__doc__, "folder with sgd_tools_train1200.jsonl and smollm2_tokenizer")
     parser.add_argument("--num", type=int, default=32, help="conversations to train on")
     parser.add_argument("--held_out", type=int, default=8, help="conversations to validate on")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="`off` is always run")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     print(describe())
     train_set, held_out, vocab_size = tables(args.data, args.num, args.held_out)
     tokens = sum(len(ids) for ids in train_set["input_ids"])
@@ -234,8 +223,7 @@ def main() -> None:
     for name in ["off", *(name for name in args.runs if name != "off")]:
         rows += train(name, train_set, held_out, vocab_size, args.learning_rate)
         differences(rows, name)
-        if args.csv:
-            write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
+        write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
     if args.plot:
         plot(rows, args.plot)
 

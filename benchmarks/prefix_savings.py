@@ -24,9 +24,7 @@ are samples of chats with 8 turns behind such a beginning, in the order of the t
 `time.process_time`; memory is the peak that tracemalloc counts, without the table, in a separate run.
 """
 
-import argparse
 import json
-import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -34,12 +32,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import datasets
 import numpy as np
 import pyarrow as pa
-from about import describe, write_csv
+from common import Row, describe, make_parser, write_csv
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +61,6 @@ SHOWN = ("data", "form", "capacity", "method", "rows/tokens", "planned/tokens", 
 SHOWN = (*SHOWN, "keys/rows", "most keys/capacity", "documents/step", "families/step")
 RANKS = 8  # of the plans that are timed
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the template's, if a chat has none
-Row = dict[str, Any]
 
 
 def rendered(file: Path, tokenizer: Any) -> dict[str, Dataset]:
@@ -191,11 +186,9 @@ def planned(rows: Dataset, is_shuffled: bool) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {', '.join(FILES.values())}")
+    parser = make_parser(__doc__, f"folder with {', '.join(FILES.values())}")
     parser.add_argument("--tokenizer", metavar="DIR", help="with the special tokens of ChatML, such as SmolLM2's")
     parser.add_argument("--only", choices=FILES, nargs="+", default=[*FILES], help="these data only")
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--num", type=int, default=0, help="documents to plan; 0: none")
     parser.add_argument("--planning", type=Path, metavar="CSV", help="for the rows of --num")
     args = parser.parse_args()
@@ -231,8 +224,7 @@ def main() -> None:
                     write_csv(args.planning, timed)
             del rows
         show(console, timed, tuple(timed[0]))
-    if args.csv:
-        write_csv(args.csv, found)
+    write_csv(args.csv, found)
 
 
 def show(console: Console, rows: list[Row], names: tuple[str, ...]) -> None:

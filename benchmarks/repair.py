@@ -12,18 +12,16 @@ unpacked   the same documents as rows of padded batches below the LM head (`on_l
 probe      `check_isolation` on the repaired model, in units of one repaired forward and backward
 """
 
-import argparse
 import copy
 import os
 import statistics
 import time
 import warnings
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from about import describe, write_csv
+from common import describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -91,10 +89,9 @@ def measure(name: str, rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--csv", help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -106,8 +103,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     Console().print(table)
-    if options.csv:
-        write_csv(Path(options.csv), rows)
+    write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 `difference` is that of the logits on parts from those of the whole pack, relative to the largest.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -40,8 +39,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 import transformers
-from about import describe, write_csv
 from accelerate import PartialState
+from common import describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -231,14 +230,13 @@ def fill_column(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
     parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
     parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
-    parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if given.ranks == 2:
         shared_packs.NUM_RANKS, shared_packs.TOKENS_PER_RANK = 2, 64
@@ -261,7 +259,6 @@ if __name__ == "__main__":
             rows = exactness(folder, given.engines)
     print(describe())
     show(rows)
-    if given.csv:
-        write_csv(given.csv, rows)
+    write_csv(given.csv, rows)
     if given.types and given.page:
         fill_column(given.page, rows)

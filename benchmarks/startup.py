@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
 import trl
-from about import describe, write_csv
+from common import Row, describe, make_parser, tell, write_csv
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -57,8 +56,6 @@ from trl_packfix.data.reader import TokenReader
 VOCABULARY = 32_000
 MAX_LENGTH = 2048
 LENGTHS = (4.6, 0.9)  # lognormal: median 100, mean 150 tokens
-
-Row = dict[str, Any]
 
 
 def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
@@ -166,7 +163,7 @@ def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row
             kind = "masked" if masked else "plain"
             row = {"part": "start", "documents": num, "tokens": int(lengths.sum()), "kind": kind, "start": start}
             rows.append(row | {"method": method} | measured)
-            tell(rows[-1])
+            tell(rows[-1], ".2f")
         shutil.rmtree(copy)
     shutil.rmtree(folder / "documents")
     for row in rows:
@@ -176,10 +173,6 @@ def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row
 
 def cpu_of(rows: list[Row], method: str, start: str) -> float:
     return next((row["cpu_s"] for row in rows if (row["method"], row["start"]) == (method, start)), float("nan"))
-
-
-def tell(row: Row) -> None:
-    print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
 
 def collators(folder: Path, rounds: int) -> list[Row]:
@@ -202,7 +195,7 @@ def collators(folder: Path, rounds: int) -> list[Row]:
             ours, theirs = (statistics.median(seconds[name]) * 1e6 for name in names)
             row = {"part": "collator", "max_length": max_length, "document": length, "ours_us": ours, "trl_us": theirs}
             rows.append(row | {"trl_over_this": theirs / ours})
-            tell(rows[-1])
+            tell(rows[-1], ".2f")
     return rows
 
 
@@ -234,13 +227,13 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
             row["found_cpu_s"] = time.process_time() - start
             assert np.array_equal(found.order, made.schedule(1).order)
             rows.append(row)
-            tell(row)
+            tell(row, ".2f")
     shutil.rmtree(folder / "documents")
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--num", type=int, nargs="*", default=[10_000, 100_000], help="tokenised documents")
     parser.add_argument("--parts", nargs="*", default=["start", "collator"], choices=["start", "collator", "epoch"])
     parser.add_argument("--kinds", nargs="*", default=["plain", "masked"], choices=["plain", "masked"])
@@ -248,7 +241,6 @@ def main() -> None:
         "--methods", nargs="*", default=["stream", "bfd", "minibatch", "trl"], help="strategies, or trl"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the collators, of which the median is taken")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -264,17 +256,15 @@ def main() -> None:
             for num in args.num:
                 for kind in args.kinds:
                     rows += starts(num, kind == "masked", args.methods, Path(temporary))
-                    if args.csv:
-                        write_csv(args.csv, rows)  # an interrupted benchmark keeps its rows
+                    write_csv(args.csv, rows)  # an interrupted benchmark keeps its rows
         if "epoch" in args.parts:
             methods = [method for method in args.methods if method != "trl"]
             rows += [row for num in args.num for row in epochs(num, methods, Path(temporary))]
         if "collator" in args.parts:
             rows += collators(Path(temporary), args.rounds)
     for row in rows:
-        tell(row)
-    if args.csv:
-        write_csv(args.csv, rows)
+        tell(row, ".2f")
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

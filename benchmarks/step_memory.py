@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from common import describe, hide_progress, make_console, make_parser, write_csv
 from rich.table import Table
 
 # method -> the largest T; TRL's mask of 32,768 tokens by 32,768 takes more than 5 GB
@@ -32,14 +32,11 @@ SMALLEST, WARM_UP = 1024, 128
 
 def peaks(method: str, largest: int) -> list[dict[str, int]]:
     """T, tokens with padding, and bytes of the high-water mark for T = 1024, 2048, ..., largest, in this process."""
-    import datasets
     import torch
-    import transformers
     from contenders import Contender, Size, document_lengths, fill, make_documents
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     lengths, size = document_lengths("t0_p3_sample", None), Size(256, 1)
 
     def status(key: str) -> int:
@@ -83,18 +80,15 @@ def fitted(tokens: np.ndarray, peak: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--largest", type=int, metavar="T", help="no T above this")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--method", choices=LARGEST, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.method:
         print(json.dumps(peaks(args.method, min(LARGEST[args.method], args.largest or 2**30))))
         return
 
-    from about import describe, write_csv
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = make_console(140)
     console.print(describe())
     table, rows = Table("method", "T", "padded tokens", "MB", "bytes per token", "bytes per pair", "slope"), []
     for method in LARGEST:
@@ -113,8 +107,7 @@ def main() -> None:
             )
         table.add_section()
     console.print(table)
-    if args.csv:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":
