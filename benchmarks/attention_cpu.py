@@ -11,15 +11,13 @@ count as work.
 """
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import Row, describe, make_parser, write_csv
+from common import Row, cpu_seconds, describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -34,14 +32,9 @@ from trl_packfix.data import boundaries
 FLOPS_PER_PAIR = 2 * 2 + 5 * 2
 
 
-def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
+def warm_seconds(function: Callable[[], object], repeats: int) -> float:
     function()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds)
+    return cpu_seconds(function, repeats)[0]
 
 
 def lognormal_lengths(mean: float = 400, sigma: float = 1.0, count: int = 10_000) -> np.ndarray:
@@ -95,7 +88,7 @@ class Bench:
         inputs = self.inputs(num_tokens)
         # dense, as from the output projection: the gradient of a sum has stride 0, which slows the kernels down
         grad = torch.randn(1, num_tokens, self.heads, self.head_dim, dtype=self.dtype)
-        return cpu_seconds(lambda: torch.autograd.grad(attend(*inputs), inputs, grad), repeats or self.repeats)
+        return warm_seconds(lambda: torch.autograd.grad(attend(*inputs), inputs, grad), repeats or self.repeats)
 
     def ours(self, lengths: list[int], **options) -> float:
         bounds = torch.from_numpy(boundaries.cu_seq_lens(lengths))
@@ -112,7 +105,7 @@ class Bench:
         def build() -> torch.Tensor:
             return create_causal_mask(config, torch.empty(1, T, 1, dtype=self.dtype), None, None, position_ids)
 
-        build_seconds, mask = cpu_seconds(build, repeats), build()
+        build_seconds, mask = warm_seconds(build, repeats), build()
         assert mask.shape == (1, 1, T, T)
         seconds = self.time(lambda q, k, v: sdpa_attention_forward(self.layer, q, k, v, mask)[0], T, repeats)
         return build_seconds, seconds
@@ -128,7 +121,7 @@ class Bench:
     def matmul_rate(self) -> float:
         """Flops per CPU second of a 2048^3 matrix product."""
         a, b = torch.randn(2, 2048, 2048, dtype=self.dtype)
-        return 2 * 2048**3 / cpu_seconds(lambda: a @ b, 5)
+        return 2 * 2048**3 / warm_seconds(lambda: a @ b, 5)
 
     def pairs_flops(self, lengths: list[int]) -> float:
         return FLOPS_PER_PAIR * self.head_dim * self.heads * sum(n * (n + 1) / 2 for n in lengths)

@@ -38,7 +38,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import REAL_DATA, Row, describe, make_console, make_parser, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, make_console, make_parser, write_csv
 from planning import file_lengths, one_byte_tokens
 from rich.console import Console
 from rich.table import Table
@@ -99,9 +99,8 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
     row |= {"documents": len(as_they_come.order), "efficiency": efficiency(plan, lengths, num_steps * slots)}
     for kind in ("micro", "step"):
-        start = time.process_time()
-        schedule = made("step", kind)
-        row[f"{kind}_us_per_document"] = (time.process_time() - start) / len(schedule.order) * 1e6
+        seconds, schedule = cpu_seconds(lambda kind=kind: made("step", kind))
+        row[f"{kind}_us_per_document"] = seconds / len(schedule.order) * 1e6
         row[f"{kind}_random"] = imbalance(as_they_come, lengths, LLAMA_7B, kind)
         row[kind] = imbalance(schedule, lengths, LLAMA_7B, kind)
         row[f"{kind}_bound"] = imbalance_bound(schedule, lengths, LLAMA_7B, capacity, kind)

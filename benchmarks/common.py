@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -139,6 +140,15 @@ def cpu_seconds(function: Callable[[], Any], repeats: int = 1) -> tuple[float, A
         result = function()
         seconds.append(time.process_time() - start)
     return statistics.median(seconds), result
+
+
+def peak_mib(function: Callable[[], Any]) -> float:
+    """Memory that Python and numpy allocate at the peak of the function, by tracemalloc."""
+    tracemalloc.start()
+    function()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / MIB
 
 
 def resident_mib() -> float:

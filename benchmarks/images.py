@@ -14,14 +14,13 @@ lower bound; and the imbalance of both parts under the last.
 """
 
 import io
-import time
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import datasets
 import numpy as np
-from common import describe, make_parser, write_csv
+from common import cpu_seconds, describe, make_parser, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
 from support.vision import MESSAGES, build_processor, message
@@ -72,19 +71,13 @@ def processor(family: str) -> images.RowProcessor:
     return images.RowProcessor(DataCollatorForVisionLanguageModeling(found))
 
 
-def seconds(work) -> tuple[float, object]:
-    start = time.process_time()
-    found = work()
-    return time.process_time() - start, found
-
-
 def lengths(family: str, dataset: Dataset) -> dict[str, Any]:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
-    decoding, _ = seconds(lambda: [len(row["images"]) for row in dataset])
-    by_size, found = seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
+    decoding, _ = cpu_seconds(lambda: [len(row["images"]) for row in dataset])
+    by_size, found = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
     trusts, images.depends_on_sizes = images.depends_on_sizes, lambda processor: False
-    every, wanted = seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
+    every, wanted = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
     images.depends_on_sizes = trusts
     same = sum(one == other for one, other in zip(found["length"], wanted["length"], strict=True))
     mean = np.mean(wanted["length"])

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 from balance import draw
-from common import Row, describe, make_console, make_parser, write_csv
+from common import Row, cpu_seconds, describe, make_console, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -109,9 +109,7 @@ def case(
     )
     parallel = SequenceParallel(tokens_per_rank=tokens_per_rank, smallest=needed, degrees=degrees, speeds=speeds)
     step = Step(np.arange(len(lengths)), lengths, settings, parallel)
-    start = time.process_time()
-    chosen = divided(lengths, settings, parallel)
-    seconds = time.process_time() - start
+    seconds, chosen = cpu_seconds(lambda: divided(lengths, settings, parallel))
     one = {
         degree: found
         for degree in degrees

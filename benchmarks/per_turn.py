@@ -19,7 +19,6 @@ CPU s        to tokenise: `per_turn=True`; TRL on the conversations; and with --
 """
 
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import datasets
 import numpy as np
 import trl
-from common import Row, describe, hide_progress, make_parser, write_csv
+from common import Row, cpu_seconds, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -78,9 +77,10 @@ def prepared(kind: Any, rows: Dataset, tokenizer: PreTrainedTokenizerBase, **set
             folder, max_length=None, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, **settings
         )
         model = build_tiny_model(vocab_size=len(tokenizer))
-        start = time.process_time()
-        trainer = kind.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-    return trainer.train_dataset, time.process_time() - start
+        seconds, trainer = cpu_seconds(
+            lambda: kind.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+        )
+    return trainer.train_dataset, seconds
 
 
 def count(table: Dataset) -> Count:

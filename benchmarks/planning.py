@@ -29,7 +29,6 @@ import importlib.util
 import json
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import trl.data_utils
-from common import REAL_DATA, Row, describe, make_console, make_parser, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, make_console, make_parser, peak_mib, write_csv
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -56,24 +55,6 @@ MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
 MOST_FOR_FIRST_FIT = 20_000  # documents; the same without compilation
 MOST_FOR_TRL = 1_000_000  # documents; its loop takes each by itself
 MOST_TOKENS_FOR_TRL = 1_000_000_000  # its table holds the tokens
-
-
-def cpu_seconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Median CPU seconds, and the result of the function."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        result = function()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds), result
-
-
-def peak_mib(function: Callable[[], Any]) -> float:
-    tracemalloc.start()
-    function()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak / 2**20
 
 
 def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
@@ -131,18 +112,18 @@ def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
         loop = statistics.median(loops)
         yield {"method": "trl all", "packs": len(packed), "cpu_s": seconds, "loop_s": loop}
         dataset = datasets.Dataset(table)
-        seconds, packed = cpu_seconds(lambda: trl.data_utils.pack_dataset(dataset, capacity, "bfd"), 1)
+        seconds, packed = cpu_seconds(lambda: trl.data_utils.pack_dataset(dataset, capacity, "bfd"))
         yield {"method": "trl map", "packs": len(packed), "cpu_s": seconds}
     if not importlib.util.find_spec("axolotl"):
         if len(lengths) <= MOST_FOR_FIRST_FIT:
-            seconds, packs = cpu_seconds(lambda: first_fit_decreasing(lengths, capacity), 1)
+            seconds, packs = cpu_seconds(lambda: first_fit_decreasing(lengths, capacity))
             yield {"method": "first fit", "packs": packs, "cpu_s": seconds}
     elif len(lengths) <= MOST_FOR_AXOLOTL:
         from axolotl.utils.samplers.multipack import pack_parallel
 
         settings = {"group_size": 100_000, "bin_size": 200, "num_processes": 1}
         pack_parallel(lengths[:10], capacity, **settings)  # compiles
-        seconds, packs = cpu_seconds(lambda: pack_parallel(lengths[order], capacity, **settings), 1)
+        seconds, packs = cpu_seconds(lambda: pack_parallel(lengths[order], capacity, **settings))
         yield {"method": "axolotl", "packs": len(packs), "cpu_s": seconds}
 
 

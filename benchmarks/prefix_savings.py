@@ -25,9 +25,7 @@ are samples of chats with 8 turns behind such a beginning, in the order of the t
 """
 
 import json
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from common import Row, describe, make_parser, write_csv
+from common import Row, cpu_seconds, describe, make_parser, peak_mib, write_csv
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +46,7 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.prefixes import shared_by_neighbours
+from trl_packfix.planning.schedule import Schedule
 
 FILES = {
     "tau-bench": "taubench_airline_gpt4o.jsonl",
@@ -95,9 +94,8 @@ def chatml(message: dict[str, Any]) -> str:
 def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     reader = TokenReader(rows)
     documents = make_documents(reader, capacity, "drop")
-    start = time.process_time()
-    documents = replace(documents, tokens=token_order(reader, documents))
-    seconds = time.process_time() - start
+    seconds, order = cpu_seconds(lambda: token_order(reader, documents))
+    documents = replace(documents, tokens=order)
     lengths, tokens = documents.lengths, int(documents.lengths.sum())
     kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
     for setting in ("off", "pack", "family"):
@@ -158,31 +156,24 @@ def table(kind: str, num: int) -> Dataset:
 
 def planned(rows: Dataset, is_shuffled: bool) -> Row:
     """CPU seconds of each part."""
-    reader, seconds = TokenReader(rows), {}
+    reader = TokenReader(rows)
     documents = make_documents(reader, 8192)
     if is_shuffled:
         order = np.random.default_rng(0).permutation(len(documents))
         spans = {name: getattr(documents, name)[order] for name in ("row", "start", "stop", "trained")}
         documents = replace(documents, **spans)
 
-    def timed(name: str, make: Callable[[], Any]) -> Any:
-        start = time.process_time()
-        made = make()
-        seconds[name] = time.process_time() - start
-        return made
+    def schedule(share_prefixes: str) -> Schedule:
+        return EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes=share_prefixes).schedule(0)
 
-    off = timed("off_s", lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS).schedule(0))
-    documents = replace(documents, tokens=timed("sort_s", lambda: token_order(reader, documents)))
-    family = timed(
-        "family_s",
-        lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes="family").schedule(0),
-    )
-    tracemalloc.start()
-    token_order(reader, documents)
-    peak = tracemalloc.get_traced_memory()[1] / 2**20
-    tracemalloc.stop()
-    steps = {"steps_off": off.num_steps, "steps_family": family.num_steps}
-    return {"documents": len(documents), "tokens": int(documents.lengths.sum())} | seconds | {"sort_mib": peak} | steps
+    off_s, off = cpu_seconds(lambda: schedule("off"))
+    sort_s, tokens = cpu_seconds(lambda: token_order(reader, documents))
+    documents = replace(documents, tokens=tokens)
+    family_s, family = cpu_seconds(lambda: schedule("family"))
+    row = {"documents": len(documents), "tokens": int(documents.lengths.sum())}
+    row |= {"off_s": off_s, "sort_s": sort_s, "family_s": family_s}
+    row |= {"sort_mib": peak_mib(lambda: token_order(reader, documents))}
+    return row | {"steps_off": off.num_steps, "steps_family": family.num_steps}
 
 
 def main() -> None:

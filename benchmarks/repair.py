@@ -15,13 +15,12 @@ probe      `check_isolation` on the repaired model, in units of one repaired for
 import copy
 import os
 import statistics
-import time
 import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from common import describe, make_parser, write_csv
+from common import cpu_seconds, describe, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -46,10 +45,7 @@ MODELS = {
 
 
 def seconds(model: torch.nn.Module, batches: list[dict]) -> float:
-    start = time.process_time()
-    for batch in batches:
-        model(**batch).loss.backward()
-    return time.process_time() - start
+    return cpu_seconds(lambda: [model(**batch).loss.backward() for batch in batches])[0]
 
 
 def measure(name: str, rounds: int) -> list[dict]:
@@ -78,9 +74,7 @@ def measure(name: str, rounds: int) -> list[dict]:
             for each, run in contenders.items():
                 times[each].append(run())
         median = {each: statistics.median(values[1:]) for each, values in times.items()}
-        start = time.process_time()
-        check_isolation(models["repair"], max_length=2048)
-        probe = time.process_time() - start
+        probe, _ = cpu_seconds(lambda: check_isolation(models["repair"], max_length=2048))
         ratios = {each: round(median[each] / median["alone"], 2) for each in contenders}
         row = {"model": name, "pack": pack, "tokens": sum(lengths), "documents": len(lengths), "repair": done}
         row |= {"alone_seconds": round(median["alone"], 3)} | ratios

@@ -24,7 +24,6 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 """
 
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -36,16 +35,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import shared_packs
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import PartialState
-from common import describe, make_parser, write_csv
+from common import MIB, describe, make_parser, peak_growth, write_csv
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import shared_packs
 from support.models import build_tiny_model
 
 from trl_packfix import PackedDataCollator, check_isolation
@@ -57,7 +54,6 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import page, zoo
 
 TOKENS_PER_RANK = 2048
-MIB = 2**20
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -94,16 +90,6 @@ def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_growth(function: Any) -> float:
-    """MiB by which the resident memory of this process grows at the peak of `function`."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    status = Path("/proc/self/status").read_text()
-    before = int(status.split("VmHWM:")[1].split()[0])
-    function()
-    status = Path("/proc/self/status").read_text()
-    return (int(status.split("VmHWM:")[1].split()[0]) - before) * 1024 / MIB
-
-
 def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
     """The growth on this rank for one document of `num_tokens` that `degree` ranks share."""
     config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -115,10 +101,7 @@ def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
     if degree > 1:
         batch = cut_part(batch, degree, dist.get_rank() % degree)
 
-    def step() -> None:
-        model(**batch).loss.backward()
-
-    return {"mib": peak_growth(step)}
+    return {"mib": peak_growth(lambda: model(**batch).loss.backward())[0] / MIB}
 
 
 def memory(folder: Path, factor: int, shared: bool) -> dict[str, Any]:

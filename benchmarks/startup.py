@@ -28,8 +28,6 @@ import os
 import resource
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -43,7 +41,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import trl
-from common import Row, describe, make_parser, tell, write_csv
+from common import Row, describe, make_parser, resident_mib, run_again, tell, write_csv
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -113,10 +111,6 @@ def make_trainer(method: str, dataset: datasets.Dataset, model: LlamaForCausalLM
     return library.SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer())
 
 
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
 def size_mib(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
 
@@ -157,9 +151,7 @@ def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row
         copy = folder / "copy"
         shutil.copytree(folder / "documents", copy)
         for start in ("first", "second"):
-            command = [sys.executable, __file__, "--one", method, str(copy)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            measured = json.loads(output.splitlines()[-1])
+            measured = run_again("--one", method, str(copy))
             kind = "masked" if masked else "plain"
             row = {"part": "start", "documents": num, "tokens": int(lengths.sum()), "kind": kind, "start": start}
             rows.append(row | {"method": method} | measured)

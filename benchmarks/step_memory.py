@@ -16,13 +16,9 @@ bias that sdpa makes of it. Linear memory has c = 0 and a slope of at most 1.
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
-from common import describe, hide_progress, make_console, make_parser, write_csv
+from common import describe, hide_progress, make_console, make_parser, peak_growth, run_again, write_csv
 from rich.table import Table
 
 # method -> the largest T; TRL's mask of 32,768 tokens by 32,768 takes more than 5 GB
@@ -39,21 +35,15 @@ def peaks(method: str, largest: int) -> list[dict[str, int]]:
     hide_progress()
     lengths, size = document_lengths("t0_p3_sample", None), Size(256, 1)
 
-    def status(key: str) -> int:
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-        return int(line.split()[1]) * 1024
-
     def step(num_tokens: int) -> dict[str, int]:
         chosen = fill(lengths, num_tokens)
         # unpacked, the documents are the rows of one batch; packed, they are one row
         batch_size, max_length = (len(chosen), num_tokens) if method == "TRL unpacked" else (1, num_tokens)
         contender = Contender(method, size, make_documents(chosen), batch_size, max_length)
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        row = contender.epoch()
+        growth, row = peak_growth(contender.epoch)
         assert row["steps"] == 1, f"{method}: {row['steps']} steps"
-        return {"T": num_tokens, "padded_tokens": row["padded_tokens"], "bytes": status("VmHWM") - before}
+        return {"T": num_tokens, "padded_tokens": row["padded_tokens"], "bytes": growth}
 
     step(WARM_UP)
     found, num_tokens = [], SMALLEST
@@ -92,10 +82,7 @@ def main() -> None:
     console.print(describe())
     table, rows = Table("method", "T", "padded tokens", "MB", "bytes per token", "bytes per pair", "slope"), []
     for method in LARGEST:
-        command = [sys.executable, *sys.argv, "--method", method]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = run_again("--method", method, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
         tokens = np.array([row["padded_tokens" if method == "TRL unpacked" else "T"] for row in found], dtype=float)
         fit = fitted(tokens, np.array([row["bytes"] for row in found], dtype=float))
         for row in found:

@@ -15,16 +15,14 @@ tokens) read from a generator.
 """
 
 import io
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
-from common import REAL_DATA, Row, describe, make_parser, tell, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, make_parser, resident_mib, tell, write_csv
 from datasets import Dataset, IterableDataset
 from planning import file_lengths
 
@@ -34,10 +32,6 @@ from trl_packfix.planning.strategies import plan_packs
 CAPACITIES = (2048, 8192)
 NUM_RESTARTS = 20
 FILE = "t0_p3_sample"
-
-
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
@@ -75,9 +69,9 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
         arriving = lengths[order]
         rows = {"input_ids": [np.full(length, number, np.int32) for number, length in enumerate(arriving)]}
         dataset = Dataset.from_dict(rows).to_iterable_dataset()
-        start = time.process_time()
-        packs = list(one_pass(PackedStream(dataset, batch_size=1, max_length=capacity)))
-        seconds.append(time.process_time() - start)
+        stream = PackedStream(dataset, batch_size=1, max_length=capacity)
+        cpu_s, packs = cpu_seconds(lambda stream=stream: list(one_pass(stream)))
+        seconds.append(cpu_s)
         trained = np.concatenate(packs)
         assert np.array_equal(np.sort(trained), np.arange(len(lengths))), "not every document once"
         most = max(most, len(packs))
