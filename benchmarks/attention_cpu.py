@@ -10,14 +10,13 @@ layer. `of matmul` is the share of the machine's measured matrix product rate, i
 count as work.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import Row, cpu_seconds, describe, make_parser, write_csv
+from common import Row, cpu_seconds, describe, json_rows, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -54,8 +53,7 @@ def data_lengths(folder: Path, rows: int = 2_000) -> np.ndarray:
 
     texts = []
     for path in sorted(folder.glob("*.jsonl")):
-        with path.open() as lines:
-            texts += [strings(json.loads(line)) for line, _ in zip(lines, range(rows), strict=False)]
+        texts += map(strings, json_rows(path, rows))
     return np.random.default_rng(0).permutation([max(1, len(ids)) for ids in tokenizer(texts)["input_ids"]])
 
 

@@ -38,8 +38,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import REAL_DATA, Row, cpu_seconds, describe, make_console, make_parser, write_csv
-from planning import file_lengths, one_byte_tokens
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_console, make_parser, write_csv
+from planning import one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 

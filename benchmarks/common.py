@@ -30,6 +30,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 REAL_DATA = "folder of JSONL files with smollm2_tokenizer/ in it"
+CHATS = {
+    "tau-bench": "taubench_airline_gpt4o.jsonl",
+    "sgd": "sgd_tools_train1200.jsonl",
+    "oasst1": "oasst1_en_val_threads.jsonl",
+}
 MIB = 2**20
 Row = dict[str, Any]
 
@@ -119,8 +124,8 @@ def describe() -> str:
 
 
 def write_csv(path: Path | None, rows: list[Row]) -> None:
-    """Write every row with the columns of `about`; nothing without a path. Columns missing in a row stay empty."""
-    if path is None:
+    """Write every row with the columns of `about`; nothing without a path or rows. What a row lacks stays empty."""
+    if path is None or not rows:
         return
     rows = [row | about() for row in rows]
     with path.open("w", newline="") as file:

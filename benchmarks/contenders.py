@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from common import Row
+from common import Row, file_lengths
 from datasets import Dataset
-from planning import file_lengths
 from support.models import build_tokenizer
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 

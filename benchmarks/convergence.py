@@ -14,7 +14,6 @@ that are never trained on.
 The differences are the largest over all steps (training loss, logged every step) and over all evaluations.
 """
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from common import Row, describe, hide_progress, make_parser, write_csv
+from common import Row, describe, hide_progress, json_rows, make_parser, write_csv
 from datasets import Dataset
 from support.models import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,8 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def texts(folder: Path | None, num: int) -> Dataset:
     if folder is not None and folder.is_dir():
-        lines = (folder / "gsm8k_train.jsonl").read_text().splitlines()[:num]
-        turns = [json.loads(line)["messages"] for line in lines]
+        turns = [row["messages"] for row in json_rows(folder / "gsm8k_train.jsonl", num)]
         return Dataset.from_dict({"text": ["\n".join(turn["content"] for turn in row) for row in turns]})
     rng = np.random.default_rng(0)
     sums = [rng.integers(1, 60, (int(n), 2)) for n in rng.integers(8, 80, num)]

@@ -26,7 +26,7 @@ from typing import Any
 import datasets
 import numpy as np
 import trl
-from common import Row, cpu_seconds, describe, hide_progress, make_parser, write_csv
+from common import CHATS, Row, cpu_seconds, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -38,14 +38,14 @@ from trl_packfix.data.documents import Count
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 
-SETS = {"tau": "taubench_airline_gpt4o", "sgd": "sgd_tools_train1200", "oasst1": "oasst1_en_val_threads"}
+SETS = {name.removesuffix("-bench"): file for name, file in CHATS.items()}
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 WORDS = ("we", "should", "look", "at", "the", "flight", "first", "then", "answer", "because", "user", "asked")
 
 
 def conversations(data: Path, name: str, num: int | None, thinking: int) -> Dataset:
     """Rows with `messages` and, where the set has them, `tools`; with thoughts of `thinking` words on average."""
-    rows = load_dataset("json", data_files=str(data / f"{SETS[name]}.jsonl"), split="train")
+    rows = load_dataset("json", data_files=str(data / SETS[name]), split="train")
     rows = rows.select_columns([column for column in ("messages", "tools") if column in rows.column_names])
     rows = rows.select(range(min(num or len(rows), len(rows))))
     if not thinking:

@@ -26,12 +26,10 @@ capacity].
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,10 +37,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import trl.data_utils
-from common import REAL_DATA, Row, cpu_seconds, describe, make_console, make_parser, peak_mib, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_console, make_parser, peak_mib, write_csv
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from trl_packfix.planning.best_fit import pour
 from trl_packfix.planning.packs import PackPlan, plan_stream
@@ -138,28 +135,6 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) ->
         left[first] -= 1
         num_packs = max(num_packs, first + 1)
     return num_packs
-
-
-def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, np.ndarray]]:
-    """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
-
-    The template has no tools, so a row's tool definitions become a system message, and calls are added to the text.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2_tokenizer")
-
-    def text(row: Row) -> str:
-        if "prompt" in row:
-            return row["prompt"] + row["completion"] + tokenizer.eos_token
-        messages = [{"role": "system", "content": row["tools"]}] if row.get("tools") else []
-        for message in row["messages"]:
-            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-            messages.append({"role": message["role"], "content": (message.get("content") or "") + calls})
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-
-    for file in sorted(folder.glob(pattern)):
-        with file.open() as rows:
-            texts = [text(json.loads(row)) for row in rows]
-        yield file.stem, np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids])
 
 
 def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int, np.ndarray]]:

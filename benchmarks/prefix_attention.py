@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import REAL_DATA, describe, make_parser, write_csv
+from common import CHATS, REAL_DATA, describe, json_rows, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -38,11 +38,6 @@ from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.prefixes import sort_key
 
-FILES = {
-    "tau-bench": "taubench_airline_gpt4o.jsonl",
-    "sgd": "sgd_tools_train1200.jsonl",
-    "oasst1": "oasst1_en_val_threads.jsonl",
-}
 # (file, conversations, tokens of thinking per turn or None for whole chats)
 CASES = [
     ("oasst1", 40, None),
@@ -70,8 +65,7 @@ def conversations(folder: Path | None, name: str, num: int) -> list[list[Turn]]:
         ]
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
     found = []
-    for line in (folder / FILES[name]).read_text().splitlines()[: max(10 * num, 200)]:
-        row = json.loads(line)
+    for row in json_rows(folder / CHATS[name], max(10 * num, 200)):
         turns = [
             (turn["role"], (turn.get("content") or "") + _json(turn.get("tool_calls"))) for turn in row["messages"]
         ]

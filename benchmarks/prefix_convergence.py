@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from common import Row, describe, hide_progress, make_parser, write_csv
+from common import CHATS, Row, describe, hide_progress, json_rows, make_parser, write_csv
 from datasets import Dataset
 from support.models import build_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -47,8 +47,7 @@ def conversations(folder: Path | None, num: int) -> list[list[tuple[str, str]]]:
     if folder is None or not folder.is_dir():
         return [generated(seed) for seed in range(num)]
     found = []
-    for line in (folder / "sgd_tools_train1200.jsonl").read_text().splitlines()[:num]:
-        row = json.loads(line)
+    for row in json_rows(folder / CHATS["sgd"], num):
         tools = row["tools"] if isinstance(row["tools"], str) else json.dumps(row["tools"])
         turns = [(turn["role"], (turn.get("content") or "") + calls(turn)) for turn in row["messages"]]
         role, text = turns[0] if turns[0][0] == "system" else ("system", "")

@@ -33,7 +33,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from common import Row, cpu_seconds, describe, make_parser, peak_mib, write_csv
+from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, write_csv
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -48,12 +48,7 @@ from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.prefixes import shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
-FILES = {
-    "tau-bench": "taubench_airline_gpt4o.jsonl",
-    "sgd": "sgd_tools_train1200.jsonl",
-    "oasst1": "oasst1_en_val_threads.jsonl",
-    "gsm8k": "gsm8k_train.jsonl",
-}
+FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}
 CAPACITIES = (8192, 32768)
 PACKS_PER_STEP = 8
 SHOWN = ("data", "form", "capacity", "method", "rows/tokens", "planned/tokens", "flops", "filled")
@@ -65,8 +60,7 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" 
 def rendered(file: Path, tokenizer: Any) -> dict[str, Dataset]:
     """Tokenised rows: whole chats, and one sample per assistant turn."""
     whole, turns = [], []
-    for line in file.open():
-        row = json.loads(line)
+    for row in json_rows(file):
         messages, tools = row["messages"], row.get("tools")
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": SYSTEM}, *messages]

@@ -24,6 +24,7 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 """
 
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -35,7 +36,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import shared_packs
 import torch
 import torch.distributed as dist
 import transformers
@@ -43,6 +43,9 @@ from accelerate import PartialState
 from common import MIB, describe, make_parser, peak_growth, write_csv
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import shared_packs
 from support.models import build_tiny_model
 
 from trl_packfix import PackedDataCollator, check_isolation

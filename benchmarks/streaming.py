@@ -22,9 +22,8 @@ from itertools import islice
 import datasets
 import numpy as np
 import torch
-from common import REAL_DATA, Row, cpu_seconds, describe, make_parser, resident_mib, tell, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_parser, resident_mib, tell, write_csv
 from datasets import Dataset, IterableDataset
-from planning import file_lengths
 
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.planning.strategies import plan_packs

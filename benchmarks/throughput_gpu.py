@@ -32,7 +32,6 @@ A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may
 """
 
 import gc
-import json
 import os
 import tempfile
 import time
@@ -50,7 +49,7 @@ import numpy as np
 import torch
 import transformers
 import trl
-from common import Row, describe, hide_progress, make_parser, tell, write_csv
+from common import Row, describe, hide_progress, json_rows, make_parser, tell, write_csv
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tokenizer
@@ -154,8 +153,8 @@ def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
     if folder is None:
         return np.clip(rng.lognormal(np.log(median), sigma, num), 2, max_length).astype(int)
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()
-    rows = [json.loads(lines[i]) for i in rng.permutation(len(lines))[:num]]
+    rows = list(json_rows(folder / f"{name}.jsonl"))
+    rows = [rows[i] for i in rng.permutation(len(rows))[:num]]
     texts = [
         "\n".join(turn["content"] for turn in row["messages"])
         if "messages" in row
