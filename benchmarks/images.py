@@ -16,11 +16,10 @@ lower bound; and the imbalance of both parts under the last.
 import io
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import datasets
 import numpy as np
-from common import cpu_seconds, describe, make_parser, write_csv
+from common import Row, cpu_seconds, describe, make_parser, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
 from support.vision import MESSAGES, build_processor, message
@@ -71,7 +70,7 @@ def processor(family: str) -> images.RowProcessor:
     return images.RowProcessor(DataCollatorForVisionLanguageModeling(found))
 
 
-def lengths(family: str, dataset: Dataset) -> dict[str, Any]:
+def lengths(family: str, dataset: Dataset) -> Row:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
     decoding, _ = cpu_seconds(lambda: [len(row["images"]) for row in dataset])
@@ -111,7 +110,7 @@ def documents(counts: list[int], num: int = 20_000) -> Documents:
     return Documents(np.arange(len(total)), 0 * total, total, total, Ledger(), **images)
 
 
-def balance(size: str, mix: str, ranks: int) -> dict[str, Any]:
+def balance(size: str, mix: str, ranks: int) -> Row:
     costs, given = cost_model(size), documents(MIXES[mix])
 
     def plan(documents: Documents, balance: str = "step") -> EpochPlanner:

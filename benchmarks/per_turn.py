@@ -26,10 +26,9 @@ from typing import Any
 import datasets
 import numpy as np
 import trl
-from common import CHATS, Row, cpu_seconds, describe, hide_progress, make_parser, write_csv
+from common import CHATS, Row, cpu_seconds, describe, hide_progress, make_parser, table_of, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
-from rich.table import Table
 from support.models import build_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -143,17 +142,13 @@ def main() -> None:
     print(describe())
     tokenizer = AutoTokenizer.from_pretrained(args.data / "smollm2_tokenizer")
     tokenizer.chat_template = TEMPLATE
-    table, found = Table(), []
+    found = []
     for thinking in args.thinking:
         for name in args.sets:
             found.append(measure(args.data, name, args.num, thinking, args.compare, tokenizer))
             print(found[-1], flush=True)
             write_csv(args.csv, found)
-    for column in found[0]:
-        table.add_column(column, justify="right")
-    for row in found:
-        table.add_row(*(f"{value:,}" if isinstance(value, int | float) else value for value in row.values()))
-    Console(width=160).print(table)
+    Console(width=160).print(table_of(found, text=lambda x: f"{x:,}" if isinstance(x, int | float) else x))
 
 
 if __name__ == "__main__":

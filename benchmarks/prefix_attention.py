@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CHATS, REAL_DATA, describe, json_rows, make_parser, write_csv
+from common import CHATS, REAL_DATA, describe, json_rows, make_parser, table_of, write_csv
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import PackedDataCollator, prepare_for_packing
@@ -193,11 +192,7 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
         write_csv(arguments.csv, rows)  # after each case, as all of them take a while
-    table = Table(title=describe(), title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "documents" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    table = table_of(rows, text=lambda x: f"{x:.3g}" if isinstance(x, float) else str(x), title=describe())
     Console(width=160).print(table)
 
 

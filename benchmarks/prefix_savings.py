@@ -33,10 +33,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, write_csv
+from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, table_of, write_csv
 from datasets import Dataset
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 
@@ -51,6 +50,7 @@ from trl_packfix.planning.schedule import Schedule
 FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}
 CAPACITIES = (8192, 32768)
 PACKS_PER_STEP = 8
+PACKED = ("data", "form", "capacity", "documents", "tokens", "method", "packs", "filled", "rows/tokens")
 SHOWN = ("data", "form", "capacity", "method", "rows/tokens", "planned/tokens", "flops", "filled")
 SHOWN = (*SHOWN, "keys/rows", "most keys/capacity", "documents/step", "families/step")
 RANKS = 8  # of the plans that are timed
@@ -189,16 +189,8 @@ def main() -> None:
                     found += [
                         {"data": name, "form": form, "capacity": capacity} | row for row in measured(rows, capacity)
                     ]
-        show(
-            console,
-            found,
-            ("data", "form", "capacity", "documents", "tokens", "method", "packs", "filled", "rows/tokens"),
-        )
-        show(
-            console,
-            [row for row in found if row["method"] != "trl bfd"],
-            SHOWN,
-        )
+        console.print(table_of(found, PACKED, text))
+        console.print(table_of([row for row in found if row["method"] != "trl bfd"], SHOWN, text))
     if args.num:
         for kind in ("turns", "system", "plain"):
             rows = table(kind, args.num)
@@ -208,21 +200,12 @@ def main() -> None:
                 if args.planning:
                     write_csv(args.planning, timed)
             del rows
-        show(console, timed, tuple(timed[0]))
+        console.print(table_of(timed, text=text))
     write_csv(args.csv, found)
 
 
-def show(console: Console, rows: list[Row], names: tuple[str, ...]) -> None:
-    table = Table(*names)
-    for row in rows:
-        cells = (row.get(name, "") for name in names)
-        table.add_row(
-            *(
-                f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
-                for cell in cells
-            )
-        )
-    console.print(table)
+def text(cell: Any) -> str:
+    return f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ import warnings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from common import cpu_seconds, describe, make_parser, write_csv
+from common import cpu_seconds, describe, make_parser, table_of, write_csv
 from rich.console import Console
-from rich.table import Table
 
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
@@ -93,10 +92,8 @@ def main() -> None:
     print(describe())
     rows = [row for name in options.models for row in measure(name, options.rounds)]
     columns = ("model", "pack", "tokens", "documents", "alone_seconds", "leaking", "repaired", "unpacked", "probe")
-    table = Table(*columns, title="CPU seconds, as ratios to each document alone; probe: to a repaired step")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    Console().print(table)
+    title = "CPU seconds, as ratios to each document alone; probe: to a repaired step"
+    Console().print(table_of(rows, columns, title=title))
     write_csv(options.csv, rows)
 
 
