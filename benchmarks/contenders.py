@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import trl
 from common import Row, file_lengths
 from datasets import Dataset
-from support.models import build_tokenizer
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from support.models import build_tiny_model, build_tokenizer
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 import trl_packfix
 
@@ -49,9 +48,9 @@ class Size:
     hidden: int
     layers: int
 
-    def build(self) -> LlamaForCausalLM:
+    def build(self) -> PreTrainedModel:
         heads = self.hidden // 64
-        config = LlamaConfig(
+        return build_tiny_model(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden,
             intermediate_size=self.hidden * 43 // 16,
@@ -59,10 +58,7 @@ class Size:
             num_attention_heads=heads,
             num_key_value_heads=heads,
             max_position_embeddings=131_072,
-            pad_token_id=0,
         )
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config)
 
     def __str__(self) -> str:
         return f"Llama {self.hidden} x {self.layers} layer(s)"

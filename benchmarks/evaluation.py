@@ -37,6 +37,7 @@ from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
 from support.models import build_tiny_model, build_tokenizer
+from support.runs import config
 from transformers import AutoModelForCausalLM
 
 import trl_packfix
@@ -68,24 +69,11 @@ def documents(data: Path, name: str) -> tuple[Dataset, Dataset]:
 
 
 def make_trainer(kind: str, folder: Path, train: Dataset, evaluated: Dataset, **settings: Any) -> trl.SFTTrainer:
-    cls, config = TRAINERS[kind]
-    defaults = {
-        "max_length": MAX_LENGTH,
-        "assistant_only_loss": True,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "per_device_train_batch_size": 2,
-    }
-    if kind == "ours":
-        defaults["packing_report"] = False
+    cls, config_class = TRAINERS[kind]
+    settings |= {"max_length": MAX_LENGTH, "assistant_only_loss": True, "logging_strategy": "no"}
     return cls(
         str(folder / "model") if (folder / "model").is_dir() else build_tiny_model(),
-        config(str(folder / "out"), **(defaults | settings)),
+        config(folder / "out", config_class, **settings),
         train_dataset=train,
         eval_dataset=evaluated,
         processing_class=build_tokenizer(),
@@ -105,7 +93,7 @@ def train_model(folder: Path, data: Path) -> None:
 def truth(folder: Path, data: Path, name: str) -> tuple[float, int]:
     """Loss and trained tokens of the evaluation set, with every document computed separately."""
     train, evaluated = documents(data, name)
-    prepared = make_trainer("trl", folder, train.select(range(2)), evaluated).eval_dataset
+    prepared = make_trainer("trl", folder, train.select(range(2)), evaluated, packing=False).eval_dataset
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     total, count = 0.0, 0
     for row in prepared:
