@@ -94,6 +94,10 @@ class Contender:
         self.trainer.current_gradient_accumulation_steps = 1
         self.trainer.create_optimizer()
         self.loader = self.trainer.get_train_dataloader()
+        # as `train()` does; without them ours ends at once and refuses packs
+        self.trainer.state.max_steps = len(self.loader)
+        if package is trl_packfix:
+            self.trainer.packed_model.attend()
 
     def epoch(self) -> Row:
         """CPU seconds (total and in the kernel), tokens without and with padding, and steps of one epoch."""
@@ -114,6 +118,7 @@ class Contender:
             trainer.optimizer.step()
             trainer.model.zero_grad()
         row["cpu_seconds"], row["system_seconds"] = time.process_time() - start, os.times().system - system
+        assert row["steps"], f"{self.name}: no step was made"
         return row
 
 
