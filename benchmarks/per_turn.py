@@ -30,6 +30,7 @@ from common import CHATS, Row, cpu_seconds, describe, hide_progress, make_parser
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from support.models import build_tiny_model
+from support.runs import config
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import trl_packfix
@@ -72,9 +73,7 @@ def as_prompts(rows: Dataset) -> Dataset:
 def prepared(kind: Any, rows: Dataset, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[Dataset, float]:
     """The rows as a trainer prepares them, unpacked and not truncated, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        args = kind.SFTConfig(
-            folder, max_length=None, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, **settings
-        )
+        args = config(folder, kind.SFTConfig, packing=False, max_length=None, **settings)
         model = build_tiny_model(vocab_size=len(tokenizer))
         seconds, trainer = cpu_seconds(
             lambda: kind.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)

@@ -42,8 +42,9 @@ import pyarrow as pa
 import torch
 import trl
 from common import Row, describe, make_parser, resident_mib, run_again, tell, write_csv
+from support.models import build_tiny_model
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import trl_packfix
 from trl_packfix.data import ahead
@@ -75,17 +76,9 @@ def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
     datasets.Dataset(pa.concat_tables(parts())).save_to_disk(folder)
 
 
-def tiny_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=65536,
-        )
-    )
+def tiny_model() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return build_tiny_model(vocab_size=VOCABULARY, max_position_embeddings=65536, **sizes)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -93,7 +86,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_trainer(method: str, dataset: datasets.Dataset, model: LlamaForCausalLM, max_length: int = MAX_LENGTH) -> Any:
+def make_trainer(method: str, dataset: datasets.Dataset, model: PreTrainedModel, max_length: int = MAX_LENGTH) -> Any:
     """`method` is "trl" (its packing, bfd) or one of our strategies."""
     library = trl if method == "trl" else trl_packfix
     args = library.SFTConfig(
