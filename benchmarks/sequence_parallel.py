@@ -102,8 +102,12 @@ def memory_of(degree: int, num_tokens: int) -> Row:
     batch = PackedDataCollator()([{"input_ids": document}])
     if degree > 1:
         batch = cut_part(batch, degree, dist.get_rank() % degree)
+    targets = {name: batch.pop(name, None) for name in ("labels", "shift_labels")}
 
-    return {"mib": peak_growth(lambda: model(**batch).loss.backward())[0] / MIB}
+    def step() -> None:
+        model.loss_function(model(**batch).logits, **targets, vocab_size=model.config.vocab_size).backward()
+
+    return {"mib": peak_growth(step)[0] / MIB}
 
 
 def memory(folder: Path, factor: int, shared: bool) -> Row:
