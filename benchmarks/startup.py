@@ -18,7 +18,7 @@ rounds, ours and TRL's in turn), T tokens of documents of 2048/64 to 2048/1 toke
 written to disk as one row; ours gathers documents from many places in the table.
 
 Part epoch: the second epoch's schedule of each strategy on 1, 8 and 64 ranks with 4 accumulation steps, in CPU seconds:
-made by the rank itself; made in advance by a separate process; and read from the cache after that.
+made by the rank itself, and read from the cache after that.
 """
 
 import argparse
@@ -47,7 +47,6 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import trl_packfix
-from trl_packfix.data import ahead
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
@@ -185,7 +184,7 @@ def collators(folder: Path, rounds: int) -> list[Row]:
 
 
 def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
-    """Cost of the change to the second epoch, with and without the schedule made in advance."""
+    """Cost of the change to the second epoch, planned and read from the cache."""
     lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 2, MAX_LENGTH).astype(np.int64)
     write_documents(folder / "documents", lengths, masked=False)
     documents = cached_documents(TokenReader(datasets.load_from_disk(folder / "documents")), MAX_LENGTH)
@@ -199,14 +198,9 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
             made.schedule(1)
             row = {"part": "epoch", "documents": num, "method": method, "ranks": ranks}
             row["made_cpu_s"] = time.process_time() - start
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            next_epoch = ahead.start(kept, 1)
-            assert next_epoch is not None, f"{num} documents are too few to plan ahead"
-            next_epoch.process.wait()
-            problem = next_epoch.end()
-            assert not problem, problem
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            row["ahead_cpu_s"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            EpochPlanner(documents, method, **settings).schedule(1)
+            file = kept.file("schedule", 1)
+            assert file is not None and file.exists(), f"{num} documents are too few to be cached"
             start = time.process_time()
             found = kept.schedule(1)
             row["found_cpu_s"] = time.process_time() - start

@@ -14,7 +14,7 @@ from test_epochs import is_mapped, made
 from transformers import AutoConfig
 
 from trl_packfix import PackedDataCollator, SFTConfig
-from trl_packfix.data import ahead, epochs
+from trl_packfix.data import epochs
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
@@ -315,11 +315,6 @@ def test_the_cache_holds_the_degrees(documents):
             assert np.array_equal(got.offsets, expected.offsets)
         assert is_mapped(second.schedule(epoch).degrees)
     assert first.degrees == second.degrees == alone.degrees
-    # the process that plans ahead makes the same
-    process = ahead.start(first, 2)
-    assert process is not None and process.process.wait(120) == 0 and process.end() is None
-    assert np.array_equal(first.schedule(2).degrees, alone.schedule(2).degrees)
-    assert is_mapped(first.schedule(2).order)
 
 
 def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):

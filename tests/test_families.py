@@ -19,7 +19,7 @@ from support.runs import trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.data import ahead, epochs, savings
+from trl_packfix.data import epochs, savings
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loading import PackedBatchSampler
@@ -479,13 +479,6 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch)
     assert np.array_equal(start("off")[1].order, off.order) and start("off")[2].in_families < 0.7
     with pytest.raises(AttributeError):
         cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
-    # and the process that plans ahead has all that it needs in the file of the documents
-    target = again.file("schedule", 1)
-    process = ahead.start(again, 1)
-    assert process.process.wait(60) == 0 and target.exists()
-    process.end()
-    made_here = replace(again, documents=replace(again.documents, file=None)).schedule(1)
-    assert np.array_equal(again.schedule(1).order, made_here.order)
 
 
 # Numbers
