@@ -22,7 +22,6 @@ from trl_packfix.data.cache_files import CODE, Cached
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.savings import prefix_savings
 from trl_packfix.planning.costs import CostModel
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
@@ -131,7 +130,7 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
     found = [code()]
     assert found[0] == CODE
-    for changed in ("planning/dealing.py", "data/savings.py", "data/token_order.py"):
+    for changed in ("planning/dealing.py", "data/spans.py", "data/token_order.py"):
         with (tmp_path / "trl_packfix" / changed).open("a") as file:
             file.write("# another way\n")
         found.append(code())
@@ -139,13 +138,12 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
 
 def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
-    """Spans, ranges of tokens, estimates, plans, and rows that `datasets` caches."""
+    """Spans, ranges of tokens, plans, and rows that `datasets` caches."""
 
     def files():
         reader = TokenReader(load_from_disk(tmp_path))
         documents = cached_documents(reader, 64)
-        run = planner(documents)
-        prefix_savings(run, reader)
+        planner(documents)
         cached_token_range(reader)
         return {path.name for path in tmp_path.glob("cache-packfix-*")}
 
@@ -153,7 +151,7 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(epochs, "MANY", 1)
     before = files()
     kinds = {name.split("-")[2] for name in before}
-    assert kinds == {"spans", "range", "savings", "packs"} and files() == before
+    assert kinds == {"spans", "range", "packs"} and files() == before
     for module in (cache, epochs):
         monkeypatch.setattr(module, "CODE", "of another version")
     after = files() - before

@@ -6,13 +6,13 @@ import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
-from ..data.savings import prefix_savings
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
 from .report import PackedImages, PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
+from .savings import planned_savings
 
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
@@ -78,7 +78,7 @@ def make_report(
         imbalance_bound=None
         if shared
         else imbalance_bound(units, unit_lengths, planner.cost_model, planner.capacity, synchronisation, unit_costs),
-        prefixes=prefix_savings(planner, reader),
+        prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
         turns=turns,

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.documents import Ledger
-from ..data.savings import PrefixSavings
 from ..data.turns import TurnCounts
 from ..isolation.report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
+from .savings import PrefixSavings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,8 @@ class PackingReport:
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
-    - `prefixes`: the share of the tokens that is computed, see `share_prefixes`; None if tokens are not known.
+    - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan says it; else
+      None. `trl-packfix plan` estimates it for any setting.
     - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
@@ -280,6 +281,8 @@ class PackingReport:
             return None
         if prefixes.refused is not None:
             return f"not shared: {prefixes.refused}"
+        if prefixes.rows is None:
+            return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
         documents = prefixes.num_documents or self.num_documents
         families = f"{documents:,} documents in {prefixes.num_families:,} families"
         if prefixes.setting == "family":

@@ -1,7 +1,8 @@
 """What common prefixes save: rows computed over tokens of documents, in the first epoch, and what a setting would save.
 
 With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
-packs, and some stretches of the table, are sorted for an estimate. It is cached, so that a second start reads no token.
+packs, and some stretches of the table, are sorted for an estimate. Only `trl-packfix plan` makes it: training logs what
+it computes.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..data.epochs import EpochPlanner
+from ..data.reader import TokenReader
+from ..data.token_order import token_order
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
-from .cache import cached_arrays
-from .epochs import EpochPlanner
-from .reader import TokenReader
-from .token_order import token_order
 
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
 NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to estimate what "family" saves
@@ -26,7 +26,7 @@ class PrefixSavings:
 
     Attributes:
         setting: `share_prefixes`.
-        rows: share with this setting, 1.0 for "off".
+        rows: share with this setting, 1.0 for "off"; None if not known, as for "pack" in training.
         flops: the same in modelled FLOPs.
         in_packs, in_families: shares that "pack" and "family" would compute; None if not known.
         num_packs: packs from which `in_packs` (with "pack" also `rows`) is estimated; None: all.
@@ -37,8 +37,8 @@ class PrefixSavings:
     """
 
     setting: SharePrefixes
-    rows: float
-    flops: float
+    rows: float | None = None
+    flops: float | None = None
     in_packs: float | None = None
     in_families: float | None = None
     num_packs: int | None = None
@@ -48,25 +48,41 @@ class PrefixSavings:
     refused: str | None = None
 
 
-def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
-    """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known."""
+def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
+    """What is known of a run with this planner without reading a token; None if it shares nothing."""
+    if planner.share_prefixes == "off":
+        return None
+    return _of_families(planner) if planner.shares_families else PrefixSavings("pack")
+
+
+def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
+    """The savings of a run that packs no families; None where prefixes cannot be shared, or tokens are not known."""
     if not isinstance(reader, TokenReader):
         return None
-    if planner.shares_families:
-        return _of_families(planner)
-    found = cached_arrays(reader, "savings", _decisive(planner), lambda: _estimate(planner, reader))
-    rows, flops, in_families = (float(found[name]) for name in ("rows", "flops", "in_families"))
-    is_sample = len(planner.documents) > NUM_STRETCHES * STRETCH
-    packs = int(found["num_packs"])
+    schedule, documents = planner.schedule(0), planner.documents
+    filled = np.flatnonzero(np.diff(schedule.offsets))
+    num_packs = min(NUM_PACKS, len(filled))
+    slot = np.full(len(documents), -1)
+    for i in filled[np.linspace(0, len(filled) - 1, num_packs).astype(int)].tolist():
+        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
+    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    in_families, num_families = None, 0
+    if documents.block is None and planner.tokens_per_rank is None:
+        chosen = _stretches(len(documents))
+        tokens = token_order(reader, documents, chosen)
+        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
+        in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
+        num_families = pieces.num_families
+    shares = planner.share_prefixes == "pack"
     return PrefixSavings(
         setting=planner.share_prefixes,
-        rows=rows if planner.share_prefixes == "pack" else 1.0,
-        flops=flops if planner.share_prefixes == "pack" else 1.0,
+        rows=rows if shares else 1.0,
+        flops=flops if shares else 1.0,
         in_packs=rows,
-        in_families=None if np.isnan(in_families) else in_families,
-        num_packs=packs if packs == NUM_PACKS else None,
-        num_documents=NUM_STRETCHES * STRETCH if is_sample else None,
-        num_families=int(found["num_families"]),
+        in_families=in_families,
+        num_packs=num_packs if num_packs == NUM_PACKS else None,
+        num_documents=NUM_STRETCHES * STRETCH if len(documents) > NUM_STRETCHES * STRETCH else None,
+        num_families=num_families,
     )
 
 
@@ -94,32 +110,6 @@ def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     lengths, cost = planner.documents.lengths[tokens.order], planner.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
     return 1 - float(shared.sum() / lengths.sum()), 1 - float(cost(shared).sum() / cost(lengths).sum())
-
-
-def _decisive(planner: EpochPlanner) -> dict[str, str]:
-    return {"documents": planner.documents.fingerprint, "settings": str(planner.settings())}
-
-
-def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarray]:
-    schedule, documents = planner.schedule(0), planner.documents
-    filled = np.flatnonzero(np.diff(schedule.offsets))
-    filled = filled[np.linspace(0, len(filled) - 1, min(NUM_PACKS, len(filled))).astype(int)]
-    slot = np.full(len(documents), -1)
-    for i in filled.tolist():
-        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
-    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
-    in_families, num_families = np.nan, 0
-    if planner.documents.block is None and planner.tokens_per_rank is None:
-        chosen = _stretches(len(documents))
-        tokens = token_order(reader, documents, chosen)
-        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
-        in_families = pieces.rows.sum() / documents.lengths[chosen].sum()
-        num_families = pieces.num_families
-    values = {"rows": rows, "flops": flops, "in_families": in_families}
-    return {name: np.array(each) for name, each in values.items()} | {
-        "num_packs": np.array(len(filled)),
-        "num_families": np.array(num_families),
-    }
 
 
 def _stretches(num_documents: int) -> Int64Array:
