@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import statistics
 import tempfile
