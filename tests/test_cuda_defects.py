@@ -243,7 +243,7 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
     monkeypatch.setattr(packing, "agreed", lambda value: value)
     dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # without one there are no other ranks
+    )
     try:
         with pytest.raises(RuntimeError, match="on the 2 ranks"):
             packed.prove(model)
