@@ -241,9 +241,7 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
     monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
     monkeypatch.setattr(packing, "agreed", lambda value: value)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="on the 2 ranks"):
             packed.prove(model)
