@@ -68,8 +68,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
-        if trainer._train_planner is not None:
-            prove_degrees(trainer, trainer._train_planner)
+        prove_degrees(trainer, trainer._training_degrees)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {
@@ -128,9 +127,9 @@ class StreamCallback(TrainerCallback):
     def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
         """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
         counts, before = stream.counts(num_steps), self.trainer.packing_report
-        if stream.share.count < stream.world_size:  # each rank has counted its own shards only
-            counts = sum(gather_object([counts]), StreamCounts())
-        report = make_stream_report(stream, args.max_steps, counts)
+        if stream.share.count < stream.world_size:  # each group has counted its own shards only
+            counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
+        report = make_stream_report(stream, args.max_steps, counts, stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.save(args.output_dir)
