@@ -661,9 +661,9 @@ OF_ENGINES = {
     "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted", *ALIKE, *STREAMS],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
-    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts"],
+    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards"],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream"],
 }
 LAUNCHES = {
     "one": [None],

@@ -43,9 +43,8 @@ class SamePackCheck(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         is_stream = isinstance(getattr(train_dataloader, "dataset", None), PackedStream)
-        self.steps_left = args.max_steps if is_stream else NUM_CHECKED_STEPS
-        if args.world_size == 1 or getattr(args, "tokens_per_rank", None) is None:
-            self.steps_left = 0
+        shares = args.world_size > 1 and args.tokens_per_rank is not None
+        self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if shares else 0
 
     def check(self, batches: list[dict[str, Any]]) -> None:
         """Compare the packs of one optimizer step. All ranks must call it.
