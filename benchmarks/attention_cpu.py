@@ -10,17 +10,13 @@ layer. `of matmul` is the share of the machine's measured matrix product rate, i
 count as work.
 """
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from about import describe, write_csv
+from common import Row, cpu_seconds, describe, json_rows, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -35,14 +31,9 @@ from trl_packfix.data import boundaries
 FLOPS_PER_PAIR = 2 * 2 + 5 * 2
 
 
-def cpu_seconds(function: Callable[[], object], repeats: int) -> float:
+def warm_seconds(function: Callable[[], object], repeats: int) -> float:
     function()
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        function()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds)
+    return cpu_seconds(function, repeats)[0]
 
 
 def lognormal_lengths(mean: float = 400, sigma: float = 1.0, count: int = 10_000) -> np.ndarray:
@@ -62,8 +53,7 @@ def data_lengths(folder: Path, rows: int = 2_000) -> np.ndarray:
 
     texts = []
     for path in sorted(folder.glob("*.jsonl")):
-        with path.open() as lines:
-            texts += [strings(json.loads(line)) for line, _ in zip(lines, range(rows), strict=False)]
+        texts += map(strings, json_rows(path, rows))
     return np.random.default_rng(0).permutation([max(1, len(ids)) for ids in tokenizer(texts)["input_ids"]])
 
 
@@ -96,7 +86,7 @@ class Bench:
         inputs = self.inputs(num_tokens)
         # dense, as from the output projection: the gradient of a sum has stride 0, which slows the kernels down
         grad = torch.randn(1, num_tokens, self.heads, self.head_dim, dtype=self.dtype)
-        return cpu_seconds(lambda: torch.autograd.grad(attend(*inputs), inputs, grad), repeats or self.repeats)
+        return warm_seconds(lambda: torch.autograd.grad(attend(*inputs), inputs, grad), repeats or self.repeats)
 
     def ours(self, lengths: list[int], **options) -> float:
         bounds = torch.from_numpy(boundaries.cu_seq_lens(lengths))
@@ -113,7 +103,7 @@ class Bench:
         def build() -> torch.Tensor:
             return create_causal_mask(config, torch.empty(1, T, 1, dtype=self.dtype), None, None, position_ids)
 
-        build_seconds, mask = cpu_seconds(build, repeats), build()
+        build_seconds, mask = warm_seconds(build, repeats), build()
         assert mask.shape == (1, 1, T, T)
         seconds = self.time(lambda q, k, v: sdpa_attention_forward(self.layer, q, k, v, mask)[0], T, repeats)
         return build_seconds, seconds
@@ -129,30 +119,28 @@ class Bench:
     def matmul_rate(self) -> float:
         """Flops per CPU second of a 2048^3 matrix product."""
         a, b = torch.randn(2, 2048, 2048, dtype=self.dtype)
-        return 2 * 2048**3 / cpu_seconds(lambda: a @ b, 5)
+        return 2 * 2048**3 / warm_seconds(lambda: a @ b, 5)
 
     def pairs_flops(self, lengths: list[int]) -> float:
         return FLOPS_PER_PAIR * self.head_dim * self.heads * sum(n * (n + 1) / 2 for n in lengths)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "folder of JSONL files and a tokenizer, instead of lognormal lengths")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 16384], help="tokens per pack")
-    parser.add_argument("--data", type=Path, help="folder of JSONL files and a tokenizer, instead of lognormal lengths")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--csv", type=Path, help="write every figure here")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
     bench = Bench(args.heads, args.kv_heads, args.head_dim, args.repeats, getattr(torch, args.dtype))
     lengths = lognormal_lengths() if args.data is None else data_lengths(args.data)
     rate = bench.matmul_rate()
-    rows: list[dict[str, object]] = [{"case": "matmul", "gflops_per_cpu_second": rate / 1e9}]
+    rows: list[Row] = [{"case": "matmul", "gflops_per_cpu_second": rate / 1e9}]
     console = Console()
     console.print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}, {args.heads} heads "
@@ -197,9 +185,7 @@ def main() -> None:
     console.print("[bold]Features[/] on one document of T tokens", table)
 
     console.print(describe())
-    if args.csv is not None:
-        write_csv(args.csv, rows)
-        console.print(f"wrote {args.csv}")
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

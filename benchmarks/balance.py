@@ -36,13 +36,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
-from about import describe, write_csv
-from planning import file_lengths, one_byte_tokens
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_console, make_parser, write_csv
+from planning import one_byte_tokens
 from rich.console import Console
 from rich.table import Table
 
@@ -64,7 +61,6 @@ LOGNORMAL = {"flan": (114, 1.06), "chat": (325, 0.72), "long": (600, 1.0), "flan
 # documents of a step: its search is quadratic
 MOST_FOR_REBALANCE = {"flan": 3_000, "chat": 3_000, "long": 13_000, "flan_long": 4_000}
 SCALE = 16  # of the lengths of --measured
-Row = dict[str, Any]
 
 
 def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.ndarray:
@@ -103,9 +99,8 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
     row |= {"documents": len(as_they_come.order), "efficiency": efficiency(plan, lengths, num_steps * slots)}
     for kind in ("micro", "step"):
-        start = time.process_time()
-        schedule = made("step", kind)
-        row[f"{kind}_us_per_document"] = (time.process_time() - start) / len(schedule.order) * 1e6
+        seconds, schedule = cpu_seconds(lambda kind=kind: made("step", kind))
+        row[f"{kind}_us_per_document"] = seconds / len(schedule.order) * 1e6
         row[f"{kind}_random"] = imbalance(as_they_come, lengths, LLAMA_7B, kind)
         row[kind] = imbalance(schedule, lengths, LLAMA_7B, kind)
         row[f"{kind}_bound"] = imbalance_bound(schedule, lengths, LLAMA_7B, capacity, kind)
@@ -261,8 +256,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
             row |= {"modelled_imbalance": modelled[row["balance"]], "modelled_bound": bound}
             row["documents"] = len(schedules[row["balance"]].order)
         print_measured(rows)
-        if csv:
-            write_csv(csv, rows)
+        write_csv(csv, rows)
     dist.destroy_process_group()
 
 
@@ -301,10 +295,8 @@ def measured() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--lengths", nargs="+", choices=LOGNORMAL, default=list(LOGNORMAL))
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--measured", action="store_true", help="two real ranks instead of the model")
     parser.add_argument("--rounds", type=int, default=3, help="of --measured")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -313,7 +305,7 @@ def main() -> None:
         sys.argv = sys.argv[: sys.argv.index("--rank")]  # the command that the CSV names
         two_ranks(args.rank, args.rounds, args.csv)
         return
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console(150)
     console.print(describe())
     if args.measured:
         measured()
@@ -338,8 +330,7 @@ def main() -> None:
                 console.print(name, capacity, world_size, f"{row['micro']:.3f}", style="dim")
         table.add_section()
     console.print(table)
-    if args.csv:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import about  # noqa: F401 - finds `support`
 import numpy as np
-import torch
 import trl
+from common import Row, file_lengths
 from datasets import Dataset
-from planning import file_lengths
-from support.models import build_tokenizer
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from support.models import build_tiny_model, build_tokenizer
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 import trl_packfix
 
 VOCAB_SIZE = 512
-Row = dict[str, Any]
 
 # file -> median and mean of its lengths, for the lognormal that replaces it without a folder
 LENGTHS = {"t0_p3_sample": (114, 255), "gsm8k_train": (176, 187), "qmsum_train": (13_293, 14_529)}
@@ -53,9 +48,9 @@ class Size:
     hidden: int
     layers: int
 
-    def build(self) -> LlamaForCausalLM:
+    def build(self) -> PreTrainedModel:
         heads = self.hidden // 64
-        config = LlamaConfig(
+        return build_tiny_model(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden,
             intermediate_size=self.hidden * 43 // 16,
@@ -63,10 +58,7 @@ class Size:
             num_attention_heads=heads,
             num_key_value_heads=heads,
             max_position_embeddings=131_072,
-            pad_token_id=0,
         )
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config)
 
     def __str__(self) -> str:
         return f"Llama {self.hidden} x {self.layers} layer(s)"
@@ -102,6 +94,10 @@ class Contender:
         self.trainer.current_gradient_accumulation_steps = 1
         self.trainer.create_optimizer()
         self.loader = self.trainer.get_train_dataloader()
+        # as `train()` does; without them ours ends at once and refuses packs
+        self.trainer.state.max_steps = len(self.loader)
+        if package is trl_packfix:
+            self.trainer.packed_model.attend()
 
     def epoch(self) -> Row:
         """CPU seconds (total and in the kernel), tokens without and with padding, and steps of one epoch."""
@@ -122,6 +118,7 @@ class Contender:
             trainer.optimizer.step()
             trainer.model.zero_grad()
         row["cpu_seconds"], row["system_seconds"] = time.process_time() - start, os.times().system - system
+        assert row["steps"], f"{self.name}: no step was made"
         return row
 
 

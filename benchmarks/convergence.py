@@ -14,24 +14,16 @@ that are never trained on.
 The differences are the largest over all steps (training loss, logged every step) and over all evaluations.
 """
 
-import argparse
-import json
-import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import datasets
 import numpy as np
 import torch
 import transformers
-from about import describe, write_csv
+from common import Row, cpu_seconds, describe, hide_progress, json_rows, make_parser, write_csv
 from datasets import Dataset
-from support.models import build_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.models import build_tiny_model, build_tokenizer
 
 from trl_packfix import SFTConfig, SFTTrainer
 
@@ -50,51 +42,28 @@ RUNS: dict[str, dict[str, Any]] = {
     "stream 16384": {"per_device_train_batch_size": 16, "packing": True},
 }
 
-Row = dict[str, Any]
-
 
 def texts(folder: Path | None, num: int) -> Dataset:
     if folder is not None and folder.is_dir():
-        lines = (folder / "gsm8k_train.jsonl").read_text().splitlines()[:num]
-        turns = [json.loads(line)["messages"] for line in lines]
+        turns = [row["messages"] for row in json_rows(folder / "gsm8k_train.jsonl", num)]
         return Dataset.from_dict({"text": ["\n".join(turn["content"] for turn in row) for row in turns]})
     rng = np.random.default_rng(0)
     sums = [rng.integers(1, 60, (int(n), 2)) for n in rng.integers(8, 80, num)]
     return Dataset.from_dict({"text": ["; ".join(f"{a}+{b}={a + b}" for a, b in pairs) for pairs in sums]})
 
 
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=300,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            pad_token_id=0,
-            eos_token_id=2,
-        )
-    )
-
-
-def train(name: str, train_set: Dataset, held_out: Dataset, learning_rate: float) -> list[Row]:
-    """One run; a row for each logged step and each evaluation."""
+def learn(train_set: Dataset, held_out: Dataset, vocab_size: int, **settings: Any) -> tuple[SFTTrainer, float]:
+    """The trainer of one epoch of a small Llama, which logs each step and six evaluations, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             folder,
-            max_length=MAX_LENGTH,
             num_train_epochs=1,
-            learning_rate=learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
             logging_steps=1,
             eval_strategy="steps",
             eval_steps=0.2,
             eval_on_start=True,
-            per_device_eval_batch_size=8,
             save_strategy="no",
             report_to=[],
             use_cpu=True,
@@ -102,15 +71,30 @@ def train(name: str, train_set: Dataset, held_out: Dataset, learning_rate: float
             gradient_checkpointing=False,
             packing_report=False,
             disable_tqdm=True,
-            **RUNS[name],
+            **settings,
         )
-        start = time.process_time()
-        trainer = SFTTrainer(
-            model(), args, train_dataset=train_set, eval_dataset=held_out, processing_class=build_tokenizer()
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        seconds = time.process_time() - start
+        sizes = {"hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 2048}
+
+        def run() -> SFTTrainer:
+            trainer = SFTTrainer(
+                build_tiny_model(vocab_size=vocab_size, **sizes),
+                args,
+                train_dataset=train_set,
+                eval_dataset=held_out,
+                processing_class=build_tokenizer(),
+            )
+            trainer.remove_callback(transformers.PrinterCallback)
+            trainer.train()
+            return trainer
+
+        seconds, trainer = cpu_seconds(run)
+    return trainer, seconds
+
+
+def train(name: str, train_set: Dataset, held_out: Dataset, learning_rate: float) -> list[Row]:
+    """One run; a row for each logged step and each evaluation."""
+    settings = {"max_length": MAX_LENGTH, "learning_rate": learning_rate, "per_device_eval_batch_size": 8}
+    trainer, seconds = learn(train_set, held_out, 300, **settings, **RUNS[name])
     rows = []
     for entry in trainer.state.log_history:
         row = {"run": name, "step": entry["step"], "documents": entry["step"] / trainer.state.max_steps}
@@ -126,26 +110,21 @@ def curve(rows: list[Row], name: str, value: str) -> tuple[np.ndarray, np.ndarra
     return tuple(np.array(points).T)
 
 
-def differences(rows: list[Row], reference: str = "padded") -> None:
-    for name in dict.fromkeys(row["run"] for row in rows):
-        (documents, loss), (_, validation) = (curve(rows, name, key) for key in ("loss", "eval_loss"))
-        (same_documents, same_loss), (_, same) = (curve(rows, reference, key) for key in ("loss", "eval_loss"))
-        training = np.abs(loss - same_loss).max() if np.array_equal(documents, same_documents) else float("nan")
-        apart = np.abs(validation - same).max() if len(validation) == len(same) else float("nan")
-        row = next(row for row in rows if row["run"] == name)
-        text = f"{name:<13} {row['documents_per_step']:6.1f} documents a step, {row['steps']:4} steps, "
-        text += f"eval_loss {validation[0]:.4f} -> {validation[-1]:.4f}, beside {reference}: "
-        text += f"training {training:.1e}, validation {apart:.1e}, {row['cpu_s']} CPU s"
-        print(text, flush=True)
+def differences(rows: list[Row], name: str, reference: str) -> str:
+    """The validation loss of a run, and the largest differences of its losses from those of the reference."""
+    (documents, loss), (_, validation) = (curve(rows, name, key) for key in ("loss", "eval_loss"))
+    (same_documents, same_loss), (_, same) = (curve(rows, reference, key) for key in ("loss", "eval_loss"))
+    training = np.abs(loss - same_loss).max() if np.array_equal(documents, same_documents) else float("nan")
+    apart = np.abs(validation - same).max() if len(validation) == len(same) else float("nan")
+    text = f"eval_loss {validation[0]:.4f} -> {validation[-1]:.4f}, beside {reference}: "
+    return f"{text}training {training:.1e}, validation {apart:.1e}"
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     for name, style in (("padded", {"lw": 4, "alpha": 0.35}), ("minibatch", {"lw": 1.2})):
         left.plot(*curve(rows, name, "loss"), label=f"{name}, training", color="C0", **style)
         left.plot(*curve(rows, name, "eval_loss"), label=f"{name}, validation", color="C1", **style)
@@ -175,27 +154,25 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with gsm8k_train.jsonl")
+    parser = make_parser(__doc__, "folder with gsm8k_train.jsonl")
     parser.add_argument("--num", type=int, default=384, help="documents to train on")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="`padded` is always run")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (all runs are needed)")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     print(describe())
     documents = texts(args.data, args.num + NUM_HELD_OUT)
     held_out, train_set = documents.select(range(NUM_HELD_OUT)), documents.select(range(NUM_HELD_OUT, len(documents)))
     rows: list[Row] = []
     for name in ["padded", *(name for name in args.runs if name != "padded")]:
         rows += train(name, train_set, held_out, args.learning_rate)
-        differences([row for row in rows if row["run"] in ("padded", name)])
-        if args.csv:
-            write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
+        row = rows[-1]
+        text = f"{name:<13} {row['documents_per_step']:6.1f} documents a step, {row['steps']:4} steps, "
+        print(f"{text}{differences(rows, name, 'padded')}, {row['cpu_s']} CPU s", flush=True)
+        write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
     if args.plot:
         plot(rows, args.plot)
 

@@ -27,18 +27,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import datasets
 import torch
-import transformers
 import trl
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_parser, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
 from rich.table import Table
 from support.models import build_tiny_model, build_tokenizer
+from support.runs import config
 from transformers import AutoModelForCausalLM
 
 import trl_packfix
@@ -49,7 +48,6 @@ BATCH_SIZES = (1, 4, 16)
 RANKS = (1, 2)
 WAYS = ("dict", "raw", "prepared")
 TRAINERS = {"ours": (trl_packfix.SFTTrainer, trl_packfix.SFTConfig), "trl": (trl.SFTTrainer, trl.SFTConfig)}
-Row = dict[str, Any]
 
 
 def shortened(row: Row) -> Row:
@@ -71,24 +69,11 @@ def documents(data: Path, name: str) -> tuple[Dataset, Dataset]:
 
 
 def make_trainer(kind: str, folder: Path, train: Dataset, evaluated: Dataset, **settings: Any) -> trl.SFTTrainer:
-    cls, config = TRAINERS[kind]
-    defaults = {
-        "max_length": MAX_LENGTH,
-        "assistant_only_loss": True,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "per_device_train_batch_size": 2,
-    }
-    if kind == "ours":
-        defaults["packing_report"] = False
+    cls, config_class = TRAINERS[kind]
+    settings |= {"max_length": MAX_LENGTH, "assistant_only_loss": True, "logging_strategy": "no"}
     return cls(
         str(folder / "model") if (folder / "model").is_dir() else build_tiny_model(),
-        config(str(folder / "out"), **(defaults | settings)),
+        config(folder / "out", config_class, **settings),
         train_dataset=train,
         eval_dataset=evaluated,
         processing_class=build_tokenizer(),
@@ -108,7 +93,7 @@ def train_model(folder: Path, data: Path) -> None:
 def truth(folder: Path, data: Path, name: str) -> tuple[float, int]:
     """Loss and trained tokens of the evaluation set, with every document computed separately."""
     train, evaluated = documents(data, name)
-    prepared = make_trainer("trl", folder, train.select(range(2)), evaluated).eval_dataset
+    prepared = make_trainer("trl", folder, train.select(range(2)), evaluated, packing=False).eval_dataset
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     total, count = 0.0, 0
     for row in prepared:
@@ -176,14 +161,12 @@ def show(console: Console, rows: list[Row], truths: dict[str, tuple[float, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_train.jsonl and qmsum_train.jsonl")
-    parser.add_argument("--csv", type=Path, help="write every evaluation into this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    hide_progress()
     if args.worker:
         rows = evaluate_all(args.worker, args.data)
         if os.environ["RANK"] == "0":
@@ -200,8 +183,7 @@ def main() -> None:
         rows = [row for ranks in RANKS for row in launch(folder, data, ranks)]
     show(console, rows, truths)
     console.print(f"{time.perf_counter() - start:.0f} seconds")
-    if args.csv:
-        write_csv(args.csv, [row | {"true_loss": truths[row["data"]][0]} for row in rows])
+    write_csv(args.csv, [row | {"true_loss": truths[row["data"]][0]} for row in rows])
 
 
 if __name__ == "__main__":

@@ -20,12 +20,9 @@ document's own, the largest over the documents. transformers' softmax and router
 are kept in float64.
 """
 
-import argparse
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,10 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for a 
 
 import itertools
 
-import datasets
 import torch
-import transformers
-from about import describe, write_csv
+from common import Row, describe, hide_progress, make_console, make_parser, write_csv
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -55,8 +50,6 @@ COMPARED = {"packed": "ours", "padding_free": "TRL", "regrouped": "regrouped"}
 LOSS_TARGET, DOCUMENT_TARGET = 1e-6, 1e-10
 WEIGHT_TARGETS = {torch.float32: 1e-5, torch.float64: 1e-6}
 LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; some are longer than the windows of 16
-
-Row = dict[str, Any]
 
 
 def all_cases() -> list[Case]:
@@ -180,15 +173,13 @@ def worst(rows: list[Row], figures: list[str]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a dozen cases that still contain every setting")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.logging.set_verbosity_error()
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    hide_progress()
+    console = make_console(160)
     console.print(describe())
 
     documents = [document_errors(model) for model in MODELS]
@@ -207,9 +198,7 @@ def main() -> None:
     in_target = sum(row["in_target"] for row in training)
     console.print(f"{in_target} of {len(training)} cases within the targets")
 
-    if args.csv:
-        write_csv(args.csv, documents + training)
-        console.print(f"wrote {args.csv.name}")
+    write_csv(args.csv, documents + training)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and, if it leaks, repaired in bf16: once with weights in bf16 and once with weig
 model is then probed in fp32. Leaks of 1e-4 and more count as overlooked.
 """
 
-import argparse
 import os
 import tempfile
 import warnings
@@ -20,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
-from about import describe, write_csv
+from common import describe, make_parser, write_csv
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -72,9 +71,8 @@ def judge(row: compatibility.Row, autocast: bool) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types only")
-    parser.add_argument("--csv", help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -95,8 +93,7 @@ def main() -> None:
             which = [row["model_type"] for row in found if row["verdict"] == verdict]
             table.add_row(verdict, str(counts[verdict]), "" if verdict == "right" else ", ".join(which), meaning)
         Console().print(table)
-    if options.csv:
-        write_csv(Path(options.csv), rows)
+    write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

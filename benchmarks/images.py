@@ -13,17 +13,13 @@ tokens. Modelled imbalance of packs as they come, balanced by tokens alone, and 
 lower bound; and the imbalance of both parts under the last.
 """
 
-import argparse
 import io
-import time
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
-from about import describe, write_csv
+from common import Row, cpu_seconds, describe, make_parser, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
 from support.vision import MESSAGES, build_processor, message
@@ -74,19 +70,13 @@ def processor(family: str) -> images.RowProcessor:
     return images.RowProcessor(DataCollatorForVisionLanguageModeling(found))
 
 
-def seconds(work) -> tuple[float, object]:
-    start = time.process_time()
-    found = work()
-    return time.process_time() - start, found
-
-
-def lengths(family: str, dataset: Dataset) -> dict[str, Any]:
+def lengths(family: str, dataset: Dataset) -> Row:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
-    decoding, _ = seconds(lambda: [len(row["images"]) for row in dataset])
-    by_size, found = seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
+    decoding, _ = cpu_seconds(lambda: [len(row["images"]) for row in dataset])
+    by_size, found = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
     trusts, images.depends_on_sizes = images.depends_on_sizes, lambda processor: False
-    every, wanted = seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
+    every, wanted = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
     images.depends_on_sizes = trusts
     same = sum(one == other for one, other in zip(found["length"], wanted["length"], strict=True))
     mean = np.mean(wanted["length"])
@@ -120,7 +110,7 @@ def documents(counts: list[int], num: int = 20_000) -> Documents:
     return Documents(np.arange(len(total)), 0 * total, total, total, Ledger(), **images)
 
 
-def balance(size: str, mix: str, ranks: int) -> dict[str, Any]:
+def balance(size: str, mix: str, ranks: int) -> Row:
     costs, given = cost_model(size), documents(MIXES[mix])
 
     def plan(documents: Documents, balance: str = "step") -> EpochPlanner:
@@ -148,10 +138,9 @@ def balance(size: str, mix: str, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--num", type=int, default=1000, help="rows to measure (default: 1000)")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     datasets.disable_progress_bars()
@@ -163,8 +152,7 @@ def main() -> None:
     print("\n| documents | ranks | tower | as they come | by tokens | by both | bound | language | images |")
     print("|---|---|---|---|---|---|---|---|---|")
     table += [balance(size, mix, ranks) for size in MODELS for mix in MIXES for ranks in (8, 64)]
-    if args.csv:
-        write_csv(args.csv, table)
+    write_csv(args.csv, table)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,14 @@ draw has a document of at least 3/4 of the longest. A step has 95 % of the token
 ranks in a group as the model has heads. Nothing here is measured on a GPU.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from about import describe, write_csv
 from balance import draw
+from common import Row, cpu_seconds, describe, make_console, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +64,6 @@ LONGEST = (32 * K, 64 * K, 128 * K, 256 * K)
 TOKENS_PER_RANK = (8 * K, 16 * K, 32 * K)
 SLOW = Speeds(within=25e9, between=12.5e9)
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, np.inf)  # times the mean, for `grouping`
-Row = dict[str, Any]
 
 
 def step_lengths(longest: int, tokens: int, seed: int) -> Int64Array:
@@ -113,9 +109,7 @@ def case(
     )
     parallel = SequenceParallel(tokens_per_rank=tokens_per_rank, smallest=needed, degrees=degrees, speeds=speeds)
     step = Step(np.arange(len(lengths)), lengths, settings, parallel)
-    start = time.process_time()
-    chosen = divided(lengths, settings, parallel)
-    seconds = time.process_time() - start
+    seconds, chosen = cpu_seconds(lambda: divided(lengths, settings, parallel))
     one = {
         degree: found
         for degree in degrees
@@ -226,18 +220,17 @@ def spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, choices=DRAWS, default=list(DRAWS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--slow-links", action="store_true", help="25 GB/s inside a node, 12.5 GB/s between nodes")
     parser.add_argument("--planning", nargs="?", type=int, const=1_000_000, metavar="DOCUMENTS")
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="write lengths of 40,000 documents there")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the cases there")
     args = parser.parse_args()
     if args.lengths:
         np.savetxt(args.lengths, draw("long", 40_000, {}), fmt="%d")
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = make_console(160)
     console.print(describe())
     if args.planning:
         planning(args.planning)
@@ -278,8 +271,7 @@ def main() -> None:
         f"{above[0]:.3f}; to divide a step: {statistics.median(cost):.0f} microseconds per document (largest "
         f"{max(cost):.0f})"
     )
-    if args.csv:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,19 @@ CPU s        to tokenise: `per_turn=True`; TRL on the conversations; and with --
              `prompt` and a `completion`. These rows must have the same tokens and labels in number.
 """
 
-import argparse
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import transformers
 import trl
-from about import describe, write_csv
+from common import CHATS, Row, cpu_seconds, describe, hide_progress, make_parser, table_of, write_csv
 from datasets import Dataset, load_dataset
 from rich.console import Console
-from rich.table import Table
 from support.models import build_tiny_model
+from support.runs import config
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import trl_packfix
@@ -41,15 +38,14 @@ from trl_packfix.data.documents import Count
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 
-SETS = {"tau": "taubench_airline_gpt4o", "sgd": "sgd_tools_train1200", "oasst1": "oasst1_en_val_threads"}
+SETS = {name.removesuffix("-bench"): file for name, file in CHATS.items()}
 TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 WORDS = ("we", "should", "look", "at", "the", "flight", "first", "then", "answer", "because", "user", "asked")
-Row = dict[str, Any]
 
 
 def conversations(data: Path, name: str, num: int | None, thinking: int) -> Dataset:
     """Rows with `messages` and, where the set has them, `tools`; with thoughts of `thinking` words on average."""
-    rows = load_dataset("json", data_files=str(data / f"{SETS[name]}.jsonl"), split="train")
+    rows = load_dataset("json", data_files=str(data / SETS[name]), split="train")
     rows = rows.select_columns([column for column in ("messages", "tools") if column in rows.column_names])
     rows = rows.select(range(min(num or len(rows), len(rows))))
     if not thinking:
@@ -77,13 +73,12 @@ def as_prompts(rows: Dataset) -> Dataset:
 def prepared(kind: Any, rows: Dataset, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[Dataset, float]:
     """The rows as a trainer prepares them, unpacked and not truncated, and its CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        args = kind.SFTConfig(
-            folder, max_length=None, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, **settings
-        )
+        args = config(folder, kind.SFTConfig, packing=False, max_length=None, **settings)
         model = build_tiny_model(vocab_size=len(tokenizer))
-        start = time.process_time()
-        trainer = kind.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-    return trainer.train_dataset, time.process_time() - start
+        seconds, trainer = cpu_seconds(
+            lambda: kind.SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+        )
+    return trainer.train_dataset, seconds
 
 
 def count(table: Dataset) -> Count:
@@ -133,33 +128,26 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", choices=[*SETS], default=[*SETS])
     parser.add_argument("--thinking", nargs="+", type=int, default=[0, 100], metavar="WORDS")
     parser.add_argument("--num", type=int, help="conversations of each set (default: all)")
     parser.add_argument("--compare", action="store_true", help="prepare the same turns with TRL, too")
-    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    hide_progress()
     datasets.disable_caching()
     print(describe())
     tokenizer = AutoTokenizer.from_pretrained(args.data / "smollm2_tokenizer")
     tokenizer.chat_template = TEMPLATE
-    table, found = Table(), []
+    found = []
     for thinking in args.thinking:
         for name in args.sets:
             found.append(measure(args.data, name, args.num, thinking, args.compare, tokenizer))
             print(found[-1], flush=True)
-            if args.csv:
-                write_csv(args.csv, found)
-    for column in found[0]:
-        table.add_column(column, justify="right")
-    for row in found:
-        table.add_row(*(f"{value:,}" if isinstance(value, int | float) else value for value in row.values()))
-    Console(width=160).print(table)
+            write_csv(args.csv, found)
+    Console(width=160).print(table_of(found, text=lambda x: f"{x:,}" if isinstance(x, int | float) else x))
 
 
 if __name__ == "__main__":

@@ -26,27 +26,20 @@ capacity].
 import argparse
 import importlib.metadata
 import importlib.util
-import json
-import os
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import trl.data_utils
-from about import describe, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_console, make_parser, peak_mib, write_csv
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from trl_packfix.planning.best_fit import pour
 from trl_packfix.planning.packs import PackPlan, plan_stream
@@ -59,26 +52,6 @@ MOST_FOR_AXOLOTL = 100_000  # documents; first fit is quadratic
 MOST_FOR_FIRST_FIT = 20_000  # documents; the same without compilation
 MOST_FOR_TRL = 1_000_000  # documents; its loop takes each by itself
 MOST_TOKENS_FOR_TRL = 1_000_000_000  # its table holds the tokens
-
-Row = dict[str, Any]
-
-
-def cpu_seconds(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Median CPU seconds, and the result of the function."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        result = function()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds), result
-
-
-def peak_mib(function: Callable[[], Any]) -> float:
-    tracemalloc.start()
-    function()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak / 2**20
 
 
 def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
@@ -136,18 +109,18 @@ def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
         loop = statistics.median(loops)
         yield {"method": "trl all", "packs": len(packed), "cpu_s": seconds, "loop_s": loop}
         dataset = datasets.Dataset(table)
-        seconds, packed = cpu_seconds(lambda: trl.data_utils.pack_dataset(dataset, capacity, "bfd"), 1)
+        seconds, packed = cpu_seconds(lambda: trl.data_utils.pack_dataset(dataset, capacity, "bfd"))
         yield {"method": "trl map", "packs": len(packed), "cpu_s": seconds}
     if not importlib.util.find_spec("axolotl"):
         if len(lengths) <= MOST_FOR_FIRST_FIT:
-            seconds, packs = cpu_seconds(lambda: first_fit_decreasing(lengths, capacity), 1)
+            seconds, packs = cpu_seconds(lambda: first_fit_decreasing(lengths, capacity))
             yield {"method": "first fit", "packs": packs, "cpu_s": seconds}
     elif len(lengths) <= MOST_FOR_AXOLOTL:
         from axolotl.utils.samplers.multipack import pack_parallel
 
         settings = {"group_size": 100_000, "bin_size": 200, "num_processes": 1}
         pack_parallel(lengths[:10], capacity, **settings)  # compiles
-        seconds, packs = cpu_seconds(lambda: pack_parallel(lengths[order], capacity, **settings), 1)
+        seconds, packs = cpu_seconds(lambda: pack_parallel(lengths[order], capacity, **settings))
         yield {"method": "axolotl", "packs": len(packs), "cpu_s": seconds}
 
 
@@ -162,28 +135,6 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) ->
         left[first] -= 1
         num_packs = max(num_packs, first + 1)
     return num_packs
-
-
-def file_lengths(folder: Path, pattern: str = "*.jsonl") -> Iterator[tuple[str, np.ndarray]]:
-    """Tokens of every row of every JSONL file: `prompt` + `completion` + EOS, or `messages` under the chat template.
-
-    The template has no tools, so a row's tool definitions become a system message, and calls are added to the text.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2_tokenizer")
-
-    def text(row: Row) -> str:
-        if "prompt" in row:
-            return row["prompt"] + row["completion"] + tokenizer.eos_token
-        messages = [{"role": "system", "content": row["tools"]}] if row.get("tools") else []
-        for message in row["messages"]:
-            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-            messages.append({"role": message["role"], "content": (message.get("content") or "") + calls})
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-
-    for file in sorted(folder.glob(pattern)):
-        with file.open() as rows:
-            texts = [text(json.loads(row)) for row in rows]
-        yield file.stem, np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids])
 
 
 def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -204,20 +155,18 @@ def cases(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument(
         "--num", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000], help="documents of synthetic lengths"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
     if args.repeats < 1 or any(num < 1 for num in args.num):
         parser.error("--repeats and --num must be 1 or more: a median of nothing, or of no documents, does not exist")
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    console = Console(width=None if os.isatty(1) else 160)
+    console = make_console(160)
     if not importlib.util.find_spec("axolotl"):
         console.print("axolotl skipped: the package cannot be imported here.")
     versions = {
@@ -240,8 +189,7 @@ def main() -> None:
                 table.add_row(*cells(row))
         table.add_section()
     console.print(table)
-    if args.csv and rows:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 def cells(row: Row) -> list[str]:

@@ -18,21 +18,16 @@ adds: gradients per query head as the kernel makes them, and sums in fp32. Both 
 `MAX_KEYS` keys per row nothing is copied twice; then `launches` is their number.
 """
 
-import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import numpy as np
 import torch
-from about import describe, write_csv
+from common import CHATS, REAL_DATA, describe, json_rows, make_parser, table_of, write_csv
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import PackedDataCollator, prepare_for_packing
@@ -42,11 +37,6 @@ from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.prefixes import sort_key
 
-FILES = {
-    "tau-bench": "taubench_airline_gpt4o.jsonl",
-    "sgd": "sgd_tools_train1200.jsonl",
-    "oasst1": "oasst1_en_val_threads.jsonl",
-}
 # (file, conversations, tokens of thinking per turn or None for whole chats)
 CASES = [
     ("oasst1", 40, None),
@@ -74,8 +64,7 @@ def conversations(folder: Path | None, name: str, num: int) -> list[list[Turn]]:
         ]
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
     found = []
-    for line in (folder / FILES[name]).read_text().splitlines()[: max(10 * num, 200)]:
-        row = json.loads(line)
+    for row in json_rows(folder / CHATS[name], max(10 * num, 200)):
         turns = [
             (turn["role"], (turn.get("content") or "") + _json(turn.get("tool_calls"))) for turn in row["messages"]
         ]
@@ -163,11 +152,9 @@ def copied(batches: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -204,13 +191,8 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-        if arguments.csv:  # after each case, as all of them take a while
-            write_csv(arguments.csv, rows)
-    table = Table(title=describe(), title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "documents" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        write_csv(arguments.csv, rows)  # after each case, as all of them take a while
+    table = table_of(rows, text=lambda x: f"{x:.3g}" if isinstance(x, float) else str(x), title=describe())
     Console(width=160).print(table)
 
 

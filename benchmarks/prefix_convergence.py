@@ -14,26 +14,17 @@ Curves are compared at equal numbers of documents. Validation is exact, on conve
 shares as the run does. Tokens are numbered anew, so that the vocabulary has only those that occur.
 """
 
-import argparse
 import json
-import os
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import datasets
 import numpy as np
 import torch
-import transformers
-from about import describe, write_csv
+from common import CHATS, Row, cpu_seconds, describe, hide_progress, json_rows, make_parser, write_csv
+from convergence import curve, differences, learn
 from datasets import Dataset
 from support.models import build_tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
-
-from trl_packfix import SFTConfig, SFTTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 MAX_LENGTH = 2048
 RUNS: dict[str, dict[str, Any]] = {
@@ -44,7 +35,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "family small": {"share_prefixes": "family", "per_device_train_batch_size": 1},
 }
 
-Row = dict[str, Any]
 Sample = tuple[list[int], int]  # tokens, and how many of them are trained
 
 
@@ -53,8 +43,7 @@ def conversations(folder: Path | None, num: int) -> list[list[tuple[str, str]]]:
     if folder is None or not folder.is_dir():
         return [generated(seed) for seed in range(num)]
     found = []
-    for line in (folder / "sgd_tools_train1200.jsonl").read_text().splitlines()[:num]:
-        row = json.loads(line)
+    for row in json_rows(folder / CHATS["sgd"], num):
         tools = row["tools"] if isinstance(row["tools"], str) else json.dumps(row["tools"])
         turns = [(turn["role"], (turn.get("content") or "") + calls(turn)) for turn in row["messages"]]
         role, text = turns[0] if turns[0][0] == "system" else ("system", "")
@@ -107,59 +96,12 @@ def tables(folder: Path | None, num: int, num_held_out: int) -> tuple[Dataset, D
     return table(made[num_held_out:]), table(made[:num_held_out]), len(used) + 3
 
 
-def model(vocab_size: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=MAX_LENGTH,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-
-
 def train(name: str, train_set: Dataset, held_out: Dataset, vocab_size: int, learning_rate: float) -> list[Row]:
     """One run; a row for each logged step and each evaluation."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = SFTConfig(
-            folder,
-            packing=True,
-            max_length=MAX_LENGTH,
-            num_train_epochs=1,
-            learning_rate=learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.05,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=0.2,
-            eval_on_start=True,
-            per_device_eval_batch_size=4,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            packing_report=False,
-            disable_tqdm=True,
-            **({"per_device_train_batch_size": 4} | RUNS[name]),
-        )
-        start = time.process_time()
-        trainer = SFTTrainer(
-            model(vocab_size), args, train_dataset=train_set, eval_dataset=held_out, processing_class=build_tokenizer()
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        seconds = time.process_time() - start
-        start = time.process_time()
-        trainer.evaluate()
-        evaluation = time.process_time() - start
+    settings = {"packing": True, "max_length": MAX_LENGTH, "learning_rate": learning_rate}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4} | RUNS[name]
+    trainer, seconds = learn(train_set, held_out, vocab_size, **settings)
+    evaluation, _ = cpu_seconds(trainer.evaluate)
     rows, documents = [], 0.0
     for entry in trainer.state.log_history[:-1]:  # without the last evaluation, which is timed
         documents += entry.get("documents_per_step", 0)
@@ -172,31 +114,20 @@ def train(name: str, train_set: Dataset, held_out: Dataset, vocab_size: int, lea
     return [row for row in rows if "loss" in row or "eval_loss" in row]
 
 
-def curve(rows: list[Row], name: str, value: str) -> tuple[np.ndarray, np.ndarray]:
-    points = [(row["documents"], row[value]) for row in rows if row["run"] == name and value in row]
-    return tuple(np.array(points).T)
-
-
-def differences(rows: list[Row], name: str) -> None:
-    (documents, loss), (_, validation) = (curve(rows, name, key) for key in ("loss", "eval_loss"))
-    (same_documents, same_loss), (_, same) = (curve(rows, "off", key) for key in ("loss", "eval_loss"))
-    training = np.abs(loss - same_loss).max() if np.array_equal(documents, same_documents) else float("nan")
-    apart = np.abs(validation - same).max() if len(validation) == len(same) else float("nan")
-    row = next(row for row in rows if row["run"] == name)
+def tell(rows: list[Row], name: str) -> None:
+    documents, _ = curve(rows, name, "loss")
+    row = rows[-1]
     shares = [row["computed_share"] for row in rows if row["run"] == name and "computed_share" in row]
-    text = f"{name:<13} {documents[-1] / len(loss):6.1f} documents a step, {row['steps']:4} steps, "
-    text += f"{np.mean(shares) if shares else 1:.3f} computed, eval_loss {validation[0]:.4f} -> {validation[-1]:.4f}, "
-    text += f"beside off: training {training:.1e}, validation {apart:.1e}, "
+    text = f"{name:<13} {documents[-1] / len(documents):6.1f} documents a step, {row['steps']:4} steps, "
+    text += f"{np.mean(shares) if shares else 1:.3f} computed, {differences(rows, name, 'off')}, "
     print(f"{text}{row['cpu_s']} CPU s, one evaluation {row['eval_cpu_s']}", flush=True)
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for name, style in (("off", {"lw": 4, "alpha": 0.35}), ("pack", {"lw": 1.2})):
         left.plot(*curve(rows, name, "loss"), label=name, color="C0", **style)
     left.set(title="The same documents per step", xlabel="documents seen", ylabel="training loss per trained token")
@@ -211,21 +142,16 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with sgd_tools_train1200.jsonl and smollm2_tokenizer"
-    )
+    parser = make_parser(__doc__, "folder with sgd_tools_train1200.jsonl and smollm2_tokenizer")
     parser.add_argument("--num", type=int, default=32, help="conversations to train on")
     parser.add_argument("--held_out", type=int, default=8, help="conversations to validate on")
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="`off` is always run")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     print(describe())
     train_set, held_out, vocab_size = tables(args.data, args.num, args.held_out)
     tokens = sum(len(ids) for ids in train_set["input_ids"])
@@ -233,9 +159,8 @@ def main() -> None:
     rows: list[Row] = []
     for name in ["off", *(name for name in args.runs if name != "off")]:
         rows += train(name, train_set, held_out, vocab_size, args.learning_rate)
-        differences(rows, name)
-        if args.csv:
-            write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
+        tell(rows, name)
+        write_csv(args.csv, rows)  # after each run, so that an interrupted benchmark keeps its rows
     if args.plot:
         plot(rows, args.plot)
 

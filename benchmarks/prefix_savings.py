@@ -24,25 +24,18 @@ are samples of chats with 8 turns behind such a beginning, in the order of the t
 `time.process_time`; memory is the peak that tracemalloc counts, without the table, in a separate run.
 """
 
-import argparse
 import json
-import os
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 import datasets
 import numpy as np
 import pyarrow as pa
-from about import describe, write_csv
+from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, table_of, write_csv
 from datasets import Dataset
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 
@@ -52,27 +45,22 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.prefixes import shared_by_neighbours
+from trl_packfix.planning.schedule import Schedule
 
-FILES = {
-    "tau-bench": "taubench_airline_gpt4o.jsonl",
-    "sgd": "sgd_tools_train1200.jsonl",
-    "oasst1": "oasst1_en_val_threads.jsonl",
-    "gsm8k": "gsm8k_train.jsonl",
-}
+FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}
 CAPACITIES = (8192, 32768)
 PACKS_PER_STEP = 8
+PACKED = ("data", "form", "capacity", "documents", "tokens", "method", "packs", "filled", "rows/tokens")
 SHOWN = ("data", "form", "capacity", "method", "rows/tokens", "planned/tokens", "flops", "filled")
 SHOWN = (*SHOWN, "keys/rows", "most keys/capacity", "documents/step", "families/step")
 RANKS = 8  # of the plans that are timed
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # the template's, if a chat has none
-Row = dict[str, Any]
 
 
 def rendered(file: Path, tokenizer: Any) -> dict[str, Dataset]:
     """Tokenised rows: whole chats, and one sample per assistant turn."""
     whole, turns = [], []
-    for line in file.open():
-        row = json.loads(line)
+    for row in json_rows(file):
         messages, tools = row["messages"], row.get("tools")
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": SYSTEM}, *messages]
@@ -100,9 +88,8 @@ def chatml(message: dict[str, Any]) -> str:
 def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     reader = TokenReader(rows)
     documents = make_documents(reader, capacity, "drop")
-    start = time.process_time()
-    documents = replace(documents, tokens=token_order(reader, documents))
-    seconds = time.process_time() - start
+    seconds, order = cpu_seconds(lambda: token_order(reader, documents))
+    documents = replace(documents, tokens=order)
     lengths, tokens = documents.lengths, int(documents.lengths.sum())
     kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
     for setting in ("off", "pack", "family"):
@@ -163,39 +150,30 @@ def table(kind: str, num: int) -> Dataset:
 
 def planned(rows: Dataset, is_shuffled: bool) -> Row:
     """CPU seconds of each part."""
-    reader, seconds = TokenReader(rows), {}
+    reader = TokenReader(rows)
     documents = make_documents(reader, 8192)
     if is_shuffled:
         order = np.random.default_rng(0).permutation(len(documents))
         spans = {name: getattr(documents, name)[order] for name in ("row", "start", "stop", "trained")}
         documents = replace(documents, **spans)
 
-    def timed(name: str, make: Callable[[], Any]) -> Any:
-        start = time.process_time()
-        made = make()
-        seconds[name] = time.process_time() - start
-        return made
+    def schedule(share_prefixes: str) -> Schedule:
+        return EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes=share_prefixes).schedule(0)
 
-    off = timed("off_s", lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS).schedule(0))
-    documents = replace(documents, tokens=timed("sort_s", lambda: token_order(reader, documents)))
-    family = timed(
-        "family_s",
-        lambda: EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes="family").schedule(0),
-    )
-    tracemalloc.start()
-    token_order(reader, documents)
-    peak = tracemalloc.get_traced_memory()[1] / 2**20
-    tracemalloc.stop()
-    steps = {"steps_off": off.num_steps, "steps_family": family.num_steps}
-    return {"documents": len(documents), "tokens": int(documents.lengths.sum())} | seconds | {"sort_mib": peak} | steps
+    off_s, off = cpu_seconds(lambda: schedule("off"))
+    sort_s, tokens = cpu_seconds(lambda: token_order(reader, documents))
+    documents = replace(documents, tokens=tokens)
+    family_s, family = cpu_seconds(lambda: schedule("family"))
+    row = {"documents": len(documents), "tokens": int(documents.lengths.sum())}
+    row |= {"off_s": off_s, "sort_s": sort_s, "family_s": family_s}
+    row |= {"sort_mib": peak_mib(lambda: token_order(reader, documents))}
+    return row | {"steps_off": off.num_steps, "steps_family": family.num_steps}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {', '.join(FILES.values())}")
+    parser = make_parser(__doc__, f"folder with {', '.join(FILES.values())}")
     parser.add_argument("--tokenizer", metavar="DIR", help="with the special tokens of ChatML, such as SmolLM2's")
     parser.add_argument("--only", choices=FILES, nargs="+", default=[*FILES], help="these data only")
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--num", type=int, default=0, help="documents to plan; 0: none")
     parser.add_argument("--planning", type=Path, metavar="CSV", help="for the rows of --num")
     args = parser.parse_args()
@@ -211,16 +189,8 @@ def main() -> None:
                     found += [
                         {"data": name, "form": form, "capacity": capacity} | row for row in measured(rows, capacity)
                     ]
-        show(
-            console,
-            found,
-            ("data", "form", "capacity", "documents", "tokens", "method", "packs", "filled", "rows/tokens"),
-        )
-        show(
-            console,
-            [row for row in found if row["method"] != "trl bfd"],
-            SHOWN,
-        )
+        console.print(table_of(found, PACKED, text))
+        console.print(table_of([row for row in found if row["method"] != "trl bfd"], SHOWN, text))
     if args.num:
         for kind in ("turns", "system", "plain"):
             rows = table(kind, args.num)
@@ -230,22 +200,12 @@ def main() -> None:
                 if args.planning:
                     write_csv(args.planning, timed)
             del rows
-        show(console, timed, tuple(timed[0]))
-    if args.csv:
-        write_csv(args.csv, found)
+        console.print(table_of(timed, text=text))
+    write_csv(args.csv, found)
 
 
-def show(console: Console, rows: list[Row], names: tuple[str, ...]) -> None:
-    table = Table(*names)
-    for row in rows:
-        cells = (row.get(name, "") for name in names)
-        table.add_row(
-            *(
-                f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
-                for cell in cells
-            )
-        )
-    console.print(table)
+def text(cell: Any) -> str:
+    return f"{cell:,.3f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else cell
 
 
 if __name__ == "__main__":

@@ -12,20 +12,16 @@ unpacked   the same documents as rows of padded batches below the LM head (`on_l
 probe      `check_isolation` on the repaired model, in units of one repaired forward and backward
 """
 
-import argparse
 import copy
 import os
 import statistics
-import time
 import warnings
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from about import describe, write_csv
+from common import cpu_seconds, describe, make_parser, table_of, write_csv
 from rich.console import Console
-from rich.table import Table
 
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
@@ -48,10 +44,7 @@ MODELS = {
 
 
 def seconds(model: torch.nn.Module, batches: list[dict]) -> float:
-    start = time.process_time()
-    for batch in batches:
-        model(**batch).loss.backward()
-    return time.process_time() - start
+    return cpu_seconds(lambda: [model(**batch).loss.backward() for batch in batches])[0]
 
 
 def measure(name: str, rounds: int) -> list[dict]:
@@ -80,9 +73,7 @@ def measure(name: str, rounds: int) -> list[dict]:
             for each, run in contenders.items():
                 times[each].append(run())
         median = {each: statistics.median(values[1:]) for each, values in times.items()}
-        start = time.process_time()
-        check_isolation(models["repair"], max_length=2048)
-        probe = time.process_time() - start
+        probe, _ = cpu_seconds(lambda: check_isolation(models["repair"], max_length=2048))
         ratios = {each: round(median[each] / median["alone"], 2) for each in contenders}
         row = {"model": name, "pack": pack, "tokens": sum(lengths), "documents": len(lengths), "repair": done}
         row |= {"alone_seconds": round(median["alone"], 3)} | ratios
@@ -91,10 +82,9 @@ def measure(name: str, rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--csv", help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -102,12 +92,9 @@ def main() -> None:
     print(describe())
     rows = [row for name in options.models for row in measure(name, options.rounds)]
     columns = ("model", "pack", "tokens", "documents", "alone_seconds", "leaking", "repaired", "unpacked", "probe")
-    table = Table(*columns, title="CPU seconds, as ratios to each document alone; probe: to a repaired step")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    Console().print(table)
-    if options.csv:
-        write_csv(Path(options.csv), rows)
+    title = "CPU seconds, as ratios to each document alone; probe: to a repaired step"
+    Console().print(table_of(rows, columns, title=title))
+    write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

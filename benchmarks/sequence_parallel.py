@@ -23,7 +23,6 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 `difference` is that of the logits on parts from those of the whole pack, relative to the largest.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -40,10 +39,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 import transformers
-from about import describe, write_csv
 from accelerate import PartialState
+from common import MIB, Row, describe, make_parser, peak_growth, table_of, write_csv
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shared_packs
@@ -58,14 +56,13 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import page, zoo
 
 TOKENS_PER_RANK = 2048
-MIB = 2**20
 
 
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def difference(found: Row, expected: Row) -> float:
     return ((found["end"] - expected["end"]).norm() / (expected["end"] - expected["start"]).norm()).item()
 
 
-def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
+def exactness(folder: Path, engines: list[str]) -> list[Row]:
     """One row per kind of training: the difference under each engine, and that of rounding alone."""
     kinds = list(shared_packs.KINDS)
     shared_packs.OF_ENGINES = {engine: kinds * (engine in engines) for engine in shared_packs.OF_ENGINES}
@@ -74,7 +71,7 @@ def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
     only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]
     shared_packs.main(folder, only + [f"one/{kind}_reversed" for kind in shared_packs.KINDS] + faults)
 
-    def load(name: str) -> dict[str, Any] | None:
+    def load(name: str) -> Row | None:
         file = folder / f"{name}.pt"
         return torch.load(file) if file.is_file() else None
 
@@ -83,7 +80,7 @@ def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
         expected, again = load(f"one/{kind}"), load(f"one/{kind}_reversed")
         if expected is None or again is None:
             continue
-        row: dict[str, Any] = {"training": kind, "rounding": difference(again, expected)}
+        row: Row = {"training": kind, "rounding": difference(again, expected)}
         for engine in engines:
             found = load(f"{engine}/{kind}")
             row[engine] = None if found is None else difference(found, expected)
@@ -95,17 +92,7 @@ def exactness(folder: Path, engines: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_growth(function: Any) -> float:
-    """MiB by which the resident memory of this process grows at the peak of `function`."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    status = Path("/proc/self/status").read_text()
-    before = int(status.split("VmHWM:")[1].split()[0])
-    function()
-    status = Path("/proc/self/status").read_text()
-    return (int(status.split("VmHWM:")[1].split()[0]) - before) * 1024 / MIB
-
-
-def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
+def memory_of(degree: int, num_tokens: int) -> Row:
     """The growth on this rank for one document of `num_tokens` that `degree` ranks share."""
     config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
     model = build_tiny_model("llama", **config, num_key_value_heads=4, max_position_embeddings=65536)
@@ -115,14 +102,15 @@ def memory_of(degree: int, num_tokens: int) -> dict[str, Any]:
     batch = PackedDataCollator()([{"input_ids": document}])
     if degree > 1:
         batch = cut_part(batch, degree, dist.get_rank() % degree)
+    targets = {name: batch.pop(name, None) for name in ("labels", "shift_labels")}
 
     def step() -> None:
-        model(**batch).loss.backward()
+        model.loss_function(model(**batch).logits, **targets, vocab_size=model.config.vocab_size).backward()
 
-    return {"mib": peak_growth(step)}
+    return {"mib": peak_growth(step)[0] / MIB}
 
 
-def memory(folder: Path, factor: int, shared: bool) -> dict[str, Any]:
+def memory(folder: Path, factor: int, shared: bool) -> Row:
     """The growth for a document of `factor` times the tokens of a rank, on as many ranks or on the first alone."""
     shared_packs.start_gloo()
     make_groups((2, 4))
@@ -131,7 +119,7 @@ def memory(folder: Path, factor: int, shared: bool) -> dict[str, Any]:
     return found
 
 
-def start(folder: Path) -> dict[str, Any]:
+def start(folder: Path) -> Row:
     """Seconds for the groups of both degrees, and for the proofs of a tiny Llama."""
     shared_packs.start_gloo()
     dist.barrier()
@@ -147,7 +135,7 @@ def start(folder: Path) -> dict[str, Any]:
     return found
 
 
-def types(folder: Path) -> list[dict[str, Any]]:
+def types(folder: Path) -> list[Row]:
     """A row for every causal model type."""
     PartialState(cpu=True, backend="gloo")
     make_groups((2,))
@@ -162,8 +150,8 @@ def types(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def type_row(model_type: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"model_type": model_type, "proved": "no", "shared": "no"}
+def type_row(model_type: str) -> Row:
+    row: Row = {"model_type": model_type, "proved": "no", "shared": "no"}
     try:
         model = zoo.build_model(model_type)
     except Exception as error:  # any error of the model's code is the reason
@@ -207,38 +195,33 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def on_ranks(folder: Path, name: str, scenario: Any) -> dict[str, Any]:
+def on_ranks(folder: Path, name: str, scenario: Any) -> Row:
     """What rank 0 returns of a scenario on four ranks."""
     shared_packs.scenarios = lambda launch: {f"ddp/{name}": partial(scenario)} if launch == "ddp" else {}
     shared_packs.main(folder, [f"ddp/{name}"])
     return torch.load(folder / "ddp" / f"{name}.pt")
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns)
-    for row in rows:
-        cells = [row.get(name) for name in columns]
-        table.add_row(*("" if x is None else f"{x:.1e}" if isinstance(x, float) and x < 0.01 else f"{x:.4g}"
-                        if isinstance(x, float) else str(x) for x in cells))  # fmt: skip
-    Console(width=140).print(table)
+def text(x: Any) -> str:
+    if not isinstance(x, float):
+        return str(x)
+    return f"{x:.1e}" if x < 0.01 else f"{x:.4g}"
 
 
-def fill_column(folder: Path, rows: list[dict[str, Any]]) -> None:
+def fill_column(folder: Path, rows: list[Row]) -> None:
     """Write which types two ranks can share into the page and the table in `folder`."""
     shared = {row["model_type"]: row["shared"] for row in rows if row["proved"] != "not buildable"}
     page.write(page.with_shared(folder, page.read(folder), shared), folder)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
     parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
     parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
-    parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if given.ranks == 2:
         shared_packs.NUM_RANKS, shared_packs.TOKENS_PER_RANK = 2, 64
@@ -260,8 +243,7 @@ if __name__ == "__main__":
         else:
             rows = exactness(folder, given.engines)
     print(describe())
-    show(rows)
-    if given.csv:
-        write_csv(given.csv, rows)
+    Console(width=140).print(table_of(rows, text=text))
+    write_csv(given.csv, rows)
     if given.types and given.page:
         fill_column(given.page, rows)

@@ -18,18 +18,15 @@ rounds, ours and TRL's in turn), T tokens of documents of 2048/64 to 2048/1 toke
 written to disk as one row; ours gathers documents from many places in the table.
 
 Part epoch: the second epoch's schedule of each strategy on 1, 8 and 64 ranks with 4 accumulation steps, in CPU seconds:
-made by the rank itself; made in advance by a separate process; and read from the cache after that.
+made by the rank itself, and read from the cache after that.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,19 +34,18 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
 import trl
-from about import describe, write_csv
+from common import Row, describe, make_parser, resident_mib, run_again, tell, write_csv
+from support.models import build_tiny_model
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import trl_packfix
-from trl_packfix.data import ahead
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
@@ -57,8 +53,6 @@ from trl_packfix.data.reader import TokenReader
 VOCABULARY = 32_000
 MAX_LENGTH = 2048
 LENGTHS = (4.6, 0.9)  # lognormal: median 100, mean 150 tokens
-
-Row = dict[str, Any]
 
 
 def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
@@ -80,17 +74,9 @@ def write_documents(folder: Path, lengths: np.ndarray, masked: bool) -> None:
     datasets.Dataset(pa.concat_tables(parts())).save_to_disk(folder)
 
 
-def tiny_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=65536,
-        )
-    )
+def tiny_model() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return build_tiny_model(vocab_size=VOCABULARY, max_position_embeddings=65536, **sizes)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -98,7 +84,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_trainer(method: str, dataset: datasets.Dataset, model: LlamaForCausalLM, max_length: int = MAX_LENGTH) -> Any:
+def make_trainer(method: str, dataset: datasets.Dataset, model: PreTrainedModel, max_length: int = MAX_LENGTH) -> Any:
     """`method` is "trl" (its packing, bfd) or one of our strategies."""
     library = trl if method == "trl" else trl_packfix
     args = library.SFTConfig(
@@ -114,10 +100,6 @@ def make_trainer(method: str, dataset: datasets.Dataset, model: LlamaForCausalLM
         save_strategy="no",
     )
     return library.SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer())
-
-
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def size_mib(folder: Path) -> float:
@@ -160,13 +142,11 @@ def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row
         copy = folder / "copy"
         shutil.copytree(folder / "documents", copy)
         for start in ("first", "second"):
-            command = [sys.executable, __file__, "--one", method, str(copy)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            measured = json.loads(output.splitlines()[-1])
+            measured = run_again("--one", method, str(copy))
             kind = "masked" if masked else "plain"
             row = {"part": "start", "documents": num, "tokens": int(lengths.sum()), "kind": kind, "start": start}
             rows.append(row | {"method": method} | measured)
-            tell(rows[-1])
+            tell(rows[-1], ".2f")
         shutil.rmtree(copy)
     shutil.rmtree(folder / "documents")
     for row in rows:
@@ -176,10 +156,6 @@ def starts(num: int, masked: bool, methods: list[str], folder: Path) -> list[Row
 
 def cpu_of(rows: list[Row], method: str, start: str) -> float:
     return next((row["cpu_s"] for row in rows if (row["method"], row["start"]) == (method, start)), float("nan"))
-
-
-def tell(row: Row) -> None:
-    print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
 
 def collators(folder: Path, rounds: int) -> list[Row]:
@@ -202,12 +178,12 @@ def collators(folder: Path, rounds: int) -> list[Row]:
             ours, theirs = (statistics.median(seconds[name]) * 1e6 for name in names)
             row = {"part": "collator", "max_length": max_length, "document": length, "ours_us": ours, "trl_us": theirs}
             rows.append(row | {"trl_over_this": theirs / ours})
-            tell(rows[-1])
+            tell(rows[-1], ".2f")
     return rows
 
 
 def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
-    """Cost of the change to the second epoch, with and without the schedule made in advance."""
+    """Cost of the change to the second epoch, planned and read from the cache."""
     lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 2, MAX_LENGTH).astype(np.int64)
     write_documents(folder / "documents", lengths, masked=False)
     documents = cached_documents(TokenReader(datasets.load_from_disk(folder / "documents")), MAX_LENGTH)
@@ -221,26 +197,21 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
             made.schedule(1)
             row = {"part": "epoch", "documents": num, "method": method, "ranks": ranks}
             row["made_cpu_s"] = time.process_time() - start
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            next_epoch = ahead.start(kept, 1)
-            assert next_epoch is not None, f"{num} documents are too few to plan ahead"
-            next_epoch.process.wait()
-            problem = next_epoch.end()
-            assert not problem, problem
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            row["ahead_cpu_s"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            EpochPlanner(documents, method, **settings).schedule(1)
+            file = kept.file("schedule", 1)
+            assert file is not None and file.exists(), f"{num} documents are too few to be cached"
             start = time.process_time()
             found = kept.schedule(1)
             row["found_cpu_s"] = time.process_time() - start
             assert np.array_equal(found.order, made.schedule(1).order)
             rows.append(row)
-            tell(row)
+            tell(row, ".2f")
     shutil.rmtree(folder / "documents")
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--num", type=int, nargs="*", default=[10_000, 100_000], help="tokenised documents")
     parser.add_argument("--parts", nargs="*", default=["start", "collator"], choices=["start", "collator", "epoch"])
     parser.add_argument("--kinds", nargs="*", default=["plain", "masked"], choices=["plain", "masked"])
@@ -248,7 +219,6 @@ def main() -> None:
         "--methods", nargs="*", default=["stream", "bfd", "minibatch", "trl"], help="strategies, or trl"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the collators, of which the median is taken")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -264,17 +234,15 @@ def main() -> None:
             for num in args.num:
                 for kind in args.kinds:
                     rows += starts(num, kind == "masked", args.methods, Path(temporary))
-                    if args.csv:
-                        write_csv(args.csv, rows)  # an interrupted benchmark keeps its rows
+                    write_csv(args.csv, rows)  # an interrupted benchmark keeps its rows
         if "epoch" in args.parts:
             methods = [method for method in args.methods if method != "trl"]
             rows += [row for num in args.num for row in epochs(num, methods, Path(temporary))]
         if "collator" in args.parts:
             rows += collators(Path(temporary), args.rounds)
     for row in rows:
-        tell(row)
-    if args.csv:
-        write_csv(args.csv, rows)
+        tell(row, ".2f")
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,9 @@ documents. Columns:
 The graphs are counted without a GPU and say nothing about their speed.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 import torch
-from about import describe, write_csv
+from common import describe, make_parser, tell, write_csv
 from support.models import build_tiny_model
 from torch._dynamo.testing import CompileCounter
 
@@ -51,8 +48,7 @@ def count_graphs(packs: list[np.ndarray], collate: PackedDataCollator) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--num", type=int, default=6000, help="documents")
     args = parser.parse_args()
     print(describe())
@@ -78,9 +74,8 @@ def main() -> None:
                 row["backward_rows"] = 1 + 128 * sum(map(len, computed)) / T
                 row |= {"graphed": min(NUM_GRAPHED, len(packs)), "graphs": count_graphs(packs, collate)}
                 rows.append(row)
-                print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-    if args.csv:
-        write_csv(args.csv, rows)
+                tell(row, ".3f")
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -26,16 +26,13 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
-import transformers
-from about import describe, write_csv
-from contenders import CONTENDERS, LENGTHS, ONE_ROW, Contender, Row, Size, document_lengths, fill, make_documents
+from common import REAL_DATA, Row, describe, hide_progress, make_console, make_parser, write_csv
+from contenders import CONTENDERS, LENGTHS, ONE_ROW, Contender, Size, document_lengths, fill, make_documents
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,8 +195,7 @@ def all_cells(args: argparse.Namespace, console: Console) -> Iterator[list[Row]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--quick", action="store_true", help="a small table of one file, a pack of two layers")
     parser.add_argument("--parts", nargs="+", choices=("pack", "table"), default=["pack", "table"])
     parser.add_argument("--files", nargs="+", choices=LENGTHS, help="whose lengths the table has")
@@ -208,16 +204,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the matrix products")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     parser.add_argument("--memory", type=float, default=memory, help="GB of this machine, default %(default).0f")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
     args.files = args.files or (QUICK["files"] if args.quick else list(LENGTHS))
     args.max_lengths = args.max_lengths or (QUICK["max_lengths"] if args.quick else MAX_LENGTHS)
 
     torch.set_num_threads(args.threads)
-    datasets.disable_progress_bars()
+    hide_progress()
     datasets.disable_caching()
-    transformers.utils.logging.set_verbosity_error()
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = make_console(190)
     source = "files" if args.data else "lognormal"
     console.print(describe(), f"lengths: {source}, threads: {args.threads}", sep=", ")
 
@@ -225,8 +219,7 @@ def main() -> None:
 
     def keep(some: list[Row]) -> None:
         rows.extend(row | {"threads": args.threads, "source": source} for row in some)
-        if args.csv:
-            write_csv(args.csv, rows)  # after each cell, so that an interrupted benchmark keeps its rows
+        write_csv(args.csv, rows)  # after each cell, so that an interrupted benchmark keeps its rows
 
     if "pack" in args.parts:
         lengths = document_lengths("t0_p3_sample", args.data)

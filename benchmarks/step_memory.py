@@ -16,13 +16,9 @@ bias that sdpa makes of it. Linear memory has c = 0 and a slope of at most 1.
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from common import describe, hide_progress, make_console, make_parser, peak_growth, run_again, write_csv
 from rich.table import Table
 
 # method -> the largest T; TRL's mask of 32,768 tokens by 32,768 takes more than 5 GB
@@ -32,19 +28,12 @@ SMALLEST, WARM_UP = 1024, 128
 
 def peaks(method: str, largest: int) -> list[dict[str, int]]:
     """T, tokens with padding, and bytes of the high-water mark for T = 1024, 2048, ..., largest, in this process."""
-    import datasets
     import torch
-    import transformers
     from contenders import Contender, Size, document_lengths, fill, make_documents
 
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     lengths, size = document_lengths("t0_p3_sample", None), Size(256, 1)
-
-    def status(key: str) -> int:
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-        return int(line.split()[1]) * 1024
 
     def step(num_tokens: int) -> dict[str, int]:
         chosen = fill(lengths, num_tokens)
@@ -52,11 +41,9 @@ def peaks(method: str, largest: int) -> list[dict[str, int]]:
         batch_size, max_length = (len(chosen), num_tokens) if method == "TRL unpacked" else (1, num_tokens)
         contender = Contender(method, size, make_documents(chosen), batch_size, max_length)
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        row = contender.epoch()
+        growth, row = peak_growth(contender.epoch)
         assert row["steps"] == 1, f"{method}: {row['steps']} steps"
-        return {"T": num_tokens, "padded_tokens": row["padded_tokens"], "bytes": status("VmHWM") - before}
+        return {"T": num_tokens, "padded_tokens": row["padded_tokens"], "bytes": growth}
 
     step(WARM_UP)
     found, num_tokens = [], SMALLEST
@@ -83,25 +70,19 @@ def fitted(tokens: np.ndarray, peak: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--largest", type=int, metavar="T", help="no T above this")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--method", choices=LARGEST, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.method:
         print(json.dumps(peaks(args.method, min(LARGEST[args.method], args.largest or 2**30))))
         return
 
-    from about import describe, write_csv
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = make_console(140)
     console.print(describe())
     table, rows = Table("method", "T", "padded tokens", "MB", "bytes per token", "bytes per pair", "slope"), []
     for method in LARGEST:
-        command = [sys.executable, *sys.argv, "--method", method]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = run_again("--method", method, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
         tokens = np.array([row["padded_tokens" if method == "TRL unpacked" else "T"] for row in found], dtype=float)
         fit = fitted(tokens, np.array([row["bytes"] for row in found], dtype=float))
         for row in found:
@@ -113,8 +94,7 @@ def main() -> None:
             )
         table.add_section()
     console.print(table)
-    if args.csv:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,11 @@ loader and SGD included, and the same documents, eight at a time, in the steps o
 the rest: Python, the collator, the autograd engine and the profiler's own cost, so it is an upper bound.
 """
 
-import argparse
-import sys
 import time
-from pathlib import Path
 
-import datasets
 import torch
-import transformers
-from about import describe, write_csv
-from contenders import Contender, Row, Size, document_lengths, fill, make_documents
-from rich.console import Console
+from common import Row, describe, hide_progress, make_console, make_parser, write_csv
+from contenders import Contender, Size, document_lengths, fill, make_documents
 from rich.table import Table
 
 NUM_TOKENS = 8192
@@ -55,13 +49,11 @@ def profiled(name: str, batch_size: int, max_length: int) -> tuple[Row, list[tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
+    parser = make_parser(__doc__)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    hide_progress()
+    console = make_console(140)
     console.print(describe())
 
     rows, table = [], Table("method", "steps", "seconds", *KINDS, "outside")
@@ -72,8 +64,7 @@ def main() -> None:
         table.add_row(name, str(row["steps"]), f"{row['seconds']:.2f}", *shares)
         console.print(name, ", ".join(f"{key} {share:.1%}" for key, share in costliest), style="dim")
     console.print(f"[bold]Where a step's time goes[/], {NUM_TOKENS} tokens, {Size(512, 2)}", table)
-    if args.csv:
-        write_csv(args.csv, rows)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

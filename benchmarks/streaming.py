@@ -14,21 +14,16 @@ document are its number. They go through `PackedStream`, one pass, once for each
 tokens) read from a generator.
 """
 
-import argparse
 import io
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from about import describe, write_csv
+from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_parser, resident_mib, tell, write_csv
 from datasets import Dataset, IterableDataset
-from planning import file_lengths
 
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.planning.strategies import plan_packs
@@ -36,12 +31,6 @@ from trl_packfix.planning.strategies import plan_packs
 CAPACITIES = (2048, 8192)
 NUM_RESTARTS = 20
 FILE = "t0_p3_sample"
-
-Row = dict[str, Any]
-
-
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
@@ -79,9 +68,9 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
         arriving = lengths[order]
         rows = {"input_ids": [np.full(length, number, np.int32) for number, length in enumerate(arriving)]}
         dataset = Dataset.from_dict(rows).to_iterable_dataset()
-        start = time.process_time()
-        packs = list(one_pass(PackedStream(dataset, batch_size=1, max_length=capacity)))
-        seconds.append(time.process_time() - start)
+        stream = PackedStream(dataset, batch_size=1, max_length=capacity)
+        cpu_s, packs = cpu_seconds(lambda stream=stream: list(one_pass(stream)))
+        seconds.append(cpu_s)
         trained = np.concatenate(packs)
         assert np.array_equal(np.sort(trained), np.arange(len(lengths))), "not every document once"
         most = max(most, len(packs))
@@ -127,11 +116,9 @@ def memory(num: int, capacity: int = 8192) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of JSONL files with smollm2_tokenizer/ in it")
+    parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--num", type=int, default=1_000_000, help="synthetic documents of the memory part; 0: none")
     parser.add_argument("--seeds", type=int, default=10, help="shuffled orders of the file")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
 
     datasets.disable_progress_bars()
@@ -139,21 +126,20 @@ def main() -> None:
     print(describe())
     rows: list[Row] = []
 
-    def tell(row: Row) -> None:
+    def keep(row: Row) -> None:
         rows.append(row)
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        tell(row)
 
     if args.data is None or not args.data.is_dir():
         print(f"The file is skipped: {'no --data DIR given' if args.data is None else f'{args.data} is not a folder'}.")
     else:
         ((name, lengths),) = file_lengths(args.data, f"{FILE}.jsonl")
         for capacity in CAPACITIES:
-            tell({"part": name} | measure(lengths, capacity, args.seeds))
+            keep({"part": name} | measure(lengths, capacity, args.seeds))
     if args.num:
         for row in memory(args.num):
-            tell({"part": "memory"} | row)
-    if args.csv:
-        write_csv(args.csv, rows)
+            keep({"part": "memory"} | row)
+    write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ batch is ready (without fetching and collation) to a synchronisation at its end.
 A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
 """
 
-import argparse
 import gc
-import json
 import os
 import tempfile
 import time
@@ -44,16 +42,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
-import datasets
 import numpy as np
 import torch
 import transformers
 import trl
-from about import describe, write_csv
+from common import Row, describe, hide_progress, json_rows, make_parser, tell, write_csv
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tokenizer
@@ -98,8 +94,6 @@ CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ours stream": (trl_packfix, {"packing": True, "packing_report": False}),
 }
 LENGTHS = {"t0_p3_sample": (114, 1.27, 2048), "gsm8k_train": (165, 0.38, 1024)}  # median, sigma, max_length
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -159,8 +153,8 @@ def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
     if folder is None:
         return np.clip(rng.lognormal(np.log(median), sigma, num), 2, max_length).astype(int)
     tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()
-    rows = [json.loads(lines[i]) for i in rng.permutation(len(lines))[:num]]
+    rows = list(json_rows(folder / f"{name}.jsonl"))
+    rows = [rows[i] for i in rng.permutation(len(rows))[:num]]
     texts = [
         "\n".join(turn["content"] for turn in row["messages"])
         if "messages" in row
@@ -353,17 +347,14 @@ def without_figures(rows: list[Row], smoke: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="JSONL files and a tokenizer; else lognormal lengths")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="written after every row")
+    parser = make_parser(__doc__, "JSONL files and a tokenizer; else lognormal lengths")
     parser.add_argument("--minutes", type=float, default=8.0, help="nothing is started after this")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, in seconds; measures nothing")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device, so nothing can be measured. `--smoke` exercises the parts.")
 
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
+    hide_progress()
     if args.smoke:
         torch.set_num_threads(1)
         machine = Machine("cpu", torch.float32, True, 0.0, 60.0)
@@ -387,10 +378,8 @@ def main() -> None:
             row["mfu_of_ceiling"] = row["real_tflops"] / top
         rows.append(row | card)
         shares(rows)
-        shown = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in rows[-1].items() if k != "card"}
-        print(", ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
-        if args.csv:
-            write_csv(args.csv, rows)
+        tell({key: value for key, value in rows[-1].items() if key != "card"}, ".3g")
+        write_csv(args.csv, rows)
         return row
 
     top = attempt({"part": "ceiling"}, lambda: ceiling(machine)).get("tflops", top)

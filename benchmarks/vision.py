@@ -14,15 +14,13 @@ of the process, without the measuring of lengths, and tokens that the language p
 takes no text alone, or cannot be joined, have no speed here.
 """
 
-import argparse
 import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import torch
 import trl
-from about import describe, write_csv
+from common import describe, make_parser, write_csv
 from support.runs import config
 from support.vision import rows
 from transformers import TrainerCallback
@@ -104,10 +102,9 @@ class Proved(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--no-speed", action="store_true")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     print(describe())
@@ -123,8 +120,7 @@ def main() -> None:
             row |= saving(family)
             seconds = f"{row['padded_s']:.2f} | {row['packed_s']:.2f} | {row['ratio']:.2f}"
             print(f"| {family} | {seconds} | {row['padded_tokens']} | {row['packed_tokens']} |", flush=True)
-    if args.csv:
-        write_csv(args.csv, table)
+    write_csv(args.csv, table)
 
 
 if __name__ == "__main__":

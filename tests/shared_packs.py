@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import two_ranks
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from support.launch import free_port
 from support.models import build_tiny_model, build_tokenizer
@@ -44,12 +44,15 @@ from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import CU_SEQ_LENS, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.data import loading, parts
+from trl_packfix.data import loading, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
+from trl_packfix.data.stream import PackedStream
 from trl_packfix.isolation.check import check_prefixes
 from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.training import objective
+from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.planner import make_planner
 
 NUM_RANKS = 4
@@ -227,6 +230,8 @@ class Whole(Shared):
 
     def get_train_dataloader(self) -> DataLoader:
         super().get_train_dataloader()  # makes the report
+        if self.shards is not None:
+            return DataLoader(self._batches_of_streams(), batch_size=None)
         config = copy.copy(self.args)
         config.tokens_per_rank, config.gradient_accumulation_steps = self.tokens_per_rank, ACCUMULATION
         planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
@@ -240,6 +245,36 @@ class Whole(Shared):
             collate = self._with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
             batches.append(collate(batch))
         return DataLoader(batches, batch_size=None)
+
+    def _batches_of_streams(self) -> list[dict]:
+        """What the streams of all ranks yield, each pack once, with nothing for the other ranks of its group."""
+        streams = [
+            iter(
+                PackedStream(
+                    self.train_dataset.to_iterable_dataset(self.shards),
+                    batch_size=1,
+                    max_length=self.args.max_length,
+                    accumulation=ACCUMULATION,
+                    rank=rank,
+                    world_size=NUM_RANKS,
+                    cost_model=self._cost_model,
+                    weight_column=self.args.weight_column,
+                    tokens_per_rank=self.tokens_per_rank,
+                )
+            )
+            for rank in range(NUM_RANKS)
+        ]
+        batches = []
+        for _ in range(NUM_STEPS * ACCUMULATION):
+            for each in streams:
+                pack = next(each)
+                part = pack if isinstance(pack, parts.PartOf) else parts.PartOf(pack, 1, 0)
+                documents = [loading.dummy_document(0)] if part.index else part.documents
+                collate = PackedDataCollator(pad_to_multiple_of=part.degree)
+                if self.args.weight_column is not None:
+                    collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
+                batches.append(collate(documents))
+        return batches
 
 
 class Reversed(Whole):
@@ -270,11 +305,13 @@ def make_trainer(
     dtype: torch.dtype = torch.float32,
     data: Dataset | None = None,
     alike: bool = False,
+    shards: int | None = None,
     **settings,
 ) -> Shared:
     """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`.
 
-    With `alike` documents begin alike, and on four ranks they share these beginnings.
+    With `alike` documents begin alike, and on four ranks they share these beginnings. With `shards` the ranks read a
+    stream of so many.
     """
     is_one = engine is None
     tokens_per_rank = 2 * TOKENS_PER_RANK if alike else TOKENS_PER_RANK
@@ -302,17 +339,20 @@ def make_trainer(
         "ddp_timeout": 90,  # turns a hang into an error
         **two_ranks.engine_settings(engine, folder),
     }
+    if data is None:
+        data = forest(60) if alike else documents()
+        data = data if shards is None or is_one else data.to_iterable_dataset(shards)
     args = trl_packfix.SFTConfig(str(folder / name), **(defaults | settings))
     torch.manual_seed(0)  # for the adapters
     trainer = cls(
         AutoModelForCausalLM.from_pretrained(folder / "models" / model, dtype=dtype),
         args,
-        train_dataset=(forest(60) if alike else documents()) if data is None else data,
+        train_dataset=data,
         eval_dataset=forest(20, seed=3) if alike else documents(seed=1, num_short=10),
         processing_class=build_tokenizer(),
         peft_config=peft_config,
     )
-    trainer.seen, trainer.tokens_per_rank = [], tokens_per_rank
+    trainer.seen, trainer.tokens_per_rank, trainer.shards = [], tokens_per_rank, shards
     return trainer
 
 
@@ -334,22 +374,22 @@ def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = 
     start = torch.cat([p.detach().double().flatten() for _, p in sorted(trainer.model.state_dict().items())])
     trainer.train()
     logged = [[entry.get(key) for key in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
-    planner = trainer._train_planner
+    report = trainer.packing_report
     return {
         "engine": trainer.engine,
         "start": start,
         "end": weights(trainer),
         "logged": logged,
         "seen": trainer.seen,
-        "degrees": planner.degrees,
+        "micro_steps": (report.shared or report.groups).micro_steps if engine else None,
         "proved": sorted(trainer.packed_model._proved_degrees),
         "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
     }
 
 
-def restart(folder: Path, name: str, engine: str) -> dict:
-    """AdamW over two epochs, whole and again from a checkpoint in the middle of the second."""
-    settings = {"max_steps": -1, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+def restart(folder: Path, name: str, engine: str, **settings) -> dict:
+    """AdamW over two epochs or passes, whole and again from a checkpoint in the middle of the second."""
+    settings = {"max_steps": -1, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2} | settings
     stop = 4
     whole = make_trainer(folder, f"{name}/whole", engine, save_strategy="steps", save_steps=stop, **settings)
     whole.train()
@@ -360,7 +400,8 @@ def restart(folder: Path, name: str, engine: str) -> dict:
         "weights": [weights(whole), weights(resumed)],
         "tokens": tokens,
         "seen": [whole.seen, resumed.seen],
-        "compared": resumed._same_pack.steps_left == 0,
+        "steps_to_compare": resumed._same_pack.steps_left,
+        "reports": [run.packing_report.to_dict() for run in (whole, resumed)],
     }
 
 
@@ -451,7 +492,26 @@ def rows_once():
         yield
 
 
+@contextmanager
+def own_shards():
+    """Each rank reads shards of its own, as without sequence parallelism, and not those of its group."""
+    right = stream.share_of_rank
+
+    def wrong(dataset, rank, world_size, degree=1):
+        return replace(right(dataset, rank, world_size), index=rank % degree, count=degree)
+
+    with mock.patch.object(stream, "share_of_rank", wrong):
+        yield
+
+
+@contextmanager
+def own_shards_unseen():
+    with own_shards(), mock.patch.object(SamePackCheck, "check", lambda self, batches: None):
+        yield
+
+
 TRAINING_FAULTS = {
+    "own_shards_unseen": own_shards_unseen,
     **FAULTS,
     "one_label_per_row": one_label_per_row,
     "border_lost": border_lost,
@@ -473,24 +533,43 @@ def faulty(folder: Path, fault: str, **settings) -> dict:
         return train(folder, f"faulty_{fault}", **settings)
 
 
-def make_groups_only(trainer, planner) -> None:
-    exchange.make_groups(planner.degrees)
+def make_groups_only(trainer, degrees) -> None:
+    exchange.make_groups(degrees)
 
 
-def other_packs(folder: Path, engine: str, name: str) -> dict:
-    """What is said when rank 1 has read other documents than rank 0."""
+def other_tokens() -> Dataset:
+    """On rank 1 other tokens."""
     data = documents()
     if dist.is_initialized() and dist.get_rank() == 1:
         data = data.map(lambda row: {"input_ids": [4 + (token + 1) % 250 for token in row["input_ids"]]})
-    trainer = make_trainer(folder, name, engine, data=data)
+    return data
+
+
+def other_second_pass() -> IterableDataset:
+    """A stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
+    data, ended = documents(), []
+
+    def shorter(row, index):
+        kept = len(row["input_ids"]) - (bool(ended) and dist.get_rank() == 1)
+        if index == len(data) - 1:
+            ended.append(True)
+        return {"input_ids": row["input_ids"][:kept], "labels": row["labels"][:kept]}
+
+    return data.to_iterable_dataset().map(shorter, with_indices=True)
+
+
+def other_packs(folder: Path, engine: str, name: str, data: Callable | None = None, **settings) -> dict:
+    """What is said when rank 1 has read other documents than rank 0, and after which step."""
+    trainer = make_trainer(folder, name, engine, data=data and data(), **settings)
     message = ""
     try:
-        trainer.train()
+        with own_shards() if name.endswith("own_shards") else nullcontext():
+            trainer.train()
     except ValueError as error:
         message = str(error)
     messages = [None] * NUM_RANKS
     dist.all_gather_object(messages, message)
-    return {"messages": messages}
+    return {"messages": messages, "step": trainer.state.global_step}
 
 
 class TokenShift(nn.Module):
@@ -570,16 +649,21 @@ KINDS = {
     "alike_dft": {"alike": True, "loss_type": "dft", "learning_rate": 50.0},
     "alike_window": {"alike": True, "model": "window"},
     "alike_experts": {"alike": True, "model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
+    # Streams: all ranks read everything, with a degree per micro-step; groups of two read shards of their own
+    "stream": {"shards": 1, "evaluates": True},
+    "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"},
+    "alike_stream": {"alike": True, "shards": 1, "packing_strategy": "stream"},
 }
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_window", "alike_experts"]
+STREAMS = ["stream", "stream_shards", "alike_stream"]
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
-    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted", *ALIKE],
+    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted", *ALIKE, *STREAMS],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
-    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts"],
+    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards"],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream"],
 }
 LAUNCHES = {
     "one": [None],
@@ -602,6 +686,8 @@ PLANTED = {
     "alike_weighted_by_all": "alike_weighted",
     "rows_once": "alike_experts",
     "alike_routed_by_all": "alike_experts",
+    # What only streams show
+    "own_shards_unseen": "stream_shards",
 }
 
 
@@ -620,12 +706,21 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
                 found[f"{engine}/{kind}"] = partial(train, name=f"{engine}/{kind}", **settings)
     if launch == "ddp":
         found["ddp/restart"] = partial(restart, name="ddp/restart", engine="ddp")
+        for kind in ("stream", "stream_shards"):
+            settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"} | {"max_steps": 6}
+            found[f"ddp/restart_{kind}"] = partial(restart, name=f"ddp/restart_{kind}", engine="ddp", **settings)
         found["ddp/attention"] = attention
         found["ddp/proofs"] = partial(proofs, engine="ddp")
         for fault, kind in PLANTED.items():
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
             found[f"ddp/faulty_{fault}"] = partial(faulty, fault=fault, engine="ddp", **settings)
-        found["ddp/other_packs"] = partial(other_packs, engine="ddp", name="ddp/other_packs")
+        others = {
+            "other_packs": {"data": other_tokens},
+            "other_second_pass": {"data": other_second_pass, "max_steps": 6},
+            "own_shards": KINDS["stream_shards"],
+        }
+        for name, settings in others.items():
+            found[f"ddp/{name}"] = partial(other_packs, engine="ddp", name=f"ddp/{name}", **settings)
     return found
 
 

@@ -241,8 +241,12 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
     monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
     monkeypatch.setattr(packing, "agreed", lambda value: value)
-    with pytest.raises(RuntimeError, match="on the 2 ranks"):
-        packed.prove(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="on the 2 ranks"):
+            packed.prove(model)
+    finally:
+        dist.destroy_process_group()
     assert not ran
     packed.rest()
 

@@ -204,7 +204,7 @@ def test_every_document_once_per_epoch(result, strategy):
 
 
 @pytest.mark.parametrize("engine", ["ddp"])
-def test_plans_that_are_kept_and_made_ahead_are_those_of_each_rank_alone(result):
+def test_plans_that_are_kept_are_those_of_each_rank_alone(result):
     found, alone = result("kept"), result("epochs_stream")
     assert found["seen"] == alone["seen"] and found["losses"] == alone["losses"]
     assert found["kept"] == 3  # the first plan and two schedules, be they made twice

@@ -1,9 +1,8 @@
-"""Plans of many documents: kept beside them, made ahead by another process, and the same either way."""
+"""Plans of many documents: kept beside them, and the same either way."""
 
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,18 +14,15 @@ import pytest
 from datasets import Dataset, load_from_disk
 from datasets.fingerprint import Hasher
 from support.runs import trainer, weights
-from transformers import TrainerCallback
 
 import trl_packfix
-from trl_packfix.data import ahead, cache, cache_files, epochs
+from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import CODE, Cached
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.savings import prefix_savings
 from trl_packfix.planning.costs import CostModel
-from trl_packfix.training.callbacks import PlanAhead
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*.npy"
@@ -134,7 +130,7 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
     found = [code()]
     assert found[0] == CODE
-    for changed in ("planning/dealing.py", "data/savings.py", "data/token_order.py"):
+    for changed in ("planning/dealing.py", "data/spans.py", "data/token_order.py"):
         with (tmp_path / "trl_packfix" / changed).open("a") as file:
             file.write("# another way\n")
         found.append(code())
@@ -142,13 +138,12 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
 
 def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
-    """Spans, ranges of tokens, estimates, plans, and rows that `datasets` caches."""
+    """Spans, ranges of tokens, plans, and rows that `datasets` caches."""
 
     def files():
         reader = TokenReader(load_from_disk(tmp_path))
         documents = cached_documents(reader, 64)
-        run = planner(documents)
-        prefix_savings(run, reader)
+        planner(documents)
         cached_token_range(reader)
         return {path.name for path in tmp_path.glob("cache-packfix-*")}
 
@@ -156,37 +151,13 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(epochs, "MANY", 1)
     before = files()
     kinds = {name.split("-")[2] for name in before}
-    assert kinds == {"spans", "range", "savings", "packs"} and files() == before
+    assert kinds == {"spans", "range", "packs"} and files() == before
     for module in (cache, epochs):
         monkeypatch.setattr(module, "CODE", "of another version")
     after = files() - before
     assert {name.split("-")[2] for name in after} == kinds and len(after) == len(before)
     assert Hasher.hash(Cached(len)) == Hasher.hash(Cached(len)) != Hasher.hash(Cached(len, "of another version"))
     assert Hasher.hash(Cached(len)) != Hasher.hash(Cached(max))
-
-
-CHANGED = """
-import sys
-from pathlib import Path
-from test_epochs import made, planner
-from trl_packfix.data import ahead
-from trl_packfix.planning import packs as planning
-run = planner(made(Path(sys.argv[1])))
-with open(planning.__file__, "a") as file:
-    file.write("# another way\\n")
-making = ahead.start(run, 1)
-making.process.wait()
-print(making.end(), run.file("schedule", 1).exists())
-"""
-
-
-@pytest.mark.processes
-def test_code_that_changes_while_it_runs_plans_nothing_under_the_old_name(tmp_path):
-    shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", CHANGED, str(tmp_path)]
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "trl_packfix has changed on disk since training began False"
 
 
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
@@ -273,8 +244,6 @@ def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "unlink", refuse)
     expected = planner(replace(documents, file=None)).schedule(0)
     assert same(planner(documents).schedule(0), expected)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert ahead.start(planner(documents), 1) is None
 
 
 def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
@@ -301,83 +270,15 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-# Made ahead
-
-
-WRITES = """
-import sys, time, pickle, os
-from trl_packfix.data import cache_files
-target = pickle.load(sys.stdin.buffer)[3]
-cache_files.temporary_file(target, os.getpid()).touch()
-print("begun", file=sys.stderr, flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_process_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(ahead, "COMMAND", WRITES)
-    making = ahead.start(planner(made(tmp_path)), 1)
-    assert making.process.stderr.readline() == b"begun\n" and list(tmp_path.glob("*.tmp*"))
-    assert making.end() is None and not list(tmp_path.glob("*.tmp*"))
-    assert making.process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.processes
-def test_another_process_makes_the_schedule_without_torch(tmp_path):
-    documents = made(tmp_path)
-    run = planner(documents, world_size=4)
-    making = ahead.start(run, 1)
-    assert making.process.wait(timeout=60) == 0 and making.end() is None
-    assert ahead.start(run, 1) is None  # it is there
-    got = run.schedule(1)
-    assert is_mapped(got.order)
-    assert same(got, planner(replace(documents, file=None), world_size=4).schedule(1))
-    loaded = (
-        "import sys, trl_packfix.data.epochs; print({'torch', 'datasets', 'trl', 'transformers'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout.strip() == "set()"
-
-
-PARENT = """
-import sys, time
-from test_epochs import made, planner
-from pathlib import Path
-from trl_packfix.data import ahead
-run = planner(made(Path(sys.argv[1]), num=500_000), world_size=64)
-print(ahead.start(run, 1).process.pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not show its processes as files")
-def test_the_process_ends_with_the_one_that_started_it(tmp_path):
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent)])
-    command = [sys.executable, "-c", PARENT, str(tmp_path)]
-    parent = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
-
-    def runs():
-        status = Path(f"/proc/{child}/stat")
-        try:
-            return status.read_text().rpartition(")")[2].split()[0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    assert runs()
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    deadline = time.monotonic() + 30
-    while runs() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not runs() and not list(tmp_path.glob(PACKS))[1:], "it ended, and not because it had made the schedule"
-    parent.stdout.close()
-
-
 # In the trainer
 
-TRAINING = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "save_strategy": "steps"}
+TRAINING = {
+    "num_train_epochs": 3,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "save_strategy": "steps",
+    "save_steps": 4,
+}
 
 
 def saved(folder):
@@ -386,84 +287,27 @@ def saved(folder):
     return load_from_disk(folder)
 
 
-class Waiting(PlanAhead):
-    """Waits for the other process, so that the test knows who made the schedule."""
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        super().on_epoch_begin(args, state, control, **kwargs)
-        if self._next is not None:
-            self._next.process.wait(timeout=60)
-
-
-def run_of(folder, data, callback, **settings):
-    run = trainer(folder, data, save_steps=4, **TRAINING, **settings)
-    run.remove_callback(PlanAhead)
-    if callback is not None:
-        run.add_callback(callback(run))
-    return run
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy, workers", [("stream", 2), ("minibatch", 0)])
-def test_batches_and_weights_are_the_same_with_and_without(strategy, workers, tmp_path, monkeypatch):
-    settings = {"packing_strategy": strategy, "dataloader_num_workers": workers}
+def test_batches_and_weights_are_the_same_with_and_without_the_cache(strategy, workers, tmp_path, monkeypatch):
+    settings = TRAINING | {"packing_strategy": strategy, "dataloader_num_workers": workers}
     data = saved(tmp_path / "data")
-    alone = run_of(tmp_path / "alone", data, None, **settings)
+    alone = trainer(tmp_path / "alone", data, **settings)
     alone.train()
     assert not list((tmp_path / "data").glob(PACKS)), "few documents leave nothing"
 
     monkeypatch.setattr(epochs, "MANY", 10)
-    run = run_of(tmp_path / "ahead", data, Waiting, **settings)
+    run = trainer(tmp_path / "kept", data, **settings)
     run.train()
-    assert is_mapped(run._train_planner.schedule(2).order), "it was made here"
-    assert run._train_planner.file("schedule", 1).exists()
-    assert not run._train_planner.file("schedule", 3).exists(), "there is no fourth epoch to plan"
+    files = [run._train_planner.file("schedule", epoch) for epoch in range(3)]
+    assert all(file.exists() for file in files)
     assert np.array_equal(weights(run), weights(alone))
 
     per_epoch = run._train_planner.num_steps
-    checkpoint = tmp_path / "ahead" / f"checkpoint-{(per_epoch // 4 + 1) * 4}"
+    checkpoint = tmp_path / "kept" / f"checkpoint-{(per_epoch // 4 + 1) * 4}"
     assert per_epoch < int(checkpoint.name.split("-")[1]) < 2 * per_epoch, "not in the middle of epoch two"
-    for file in (tmp_path / "data").glob(PACKS):
-        file.unlink()
-    again = run_of(tmp_path / "ahead", data, Waiting, **settings)
+    files[2].unlink()  # the first two are read, the third is made
+    again = trainer(tmp_path / "kept", data, **settings)
     again.train(resume_from_checkpoint=str(checkpoint))
-    assert np.array_equal(weights(again), weights(alone))
-    assert again._train_planner.file("schedule", 2).exists()
-
-
-def test_a_process_that_fails_is_a_warning_and_nothing_else(tmp_path, monkeypatch, caplog):
-    data = saved(tmp_path / "data")
-    alone = run_of(tmp_path / "alone", data, None)
-    alone.train()
-    monkeypatch.setattr(epochs, "MANY", 10)
-    monkeypatch.setattr(ahead, "COMMAND", "raise SystemError('no plan today')")
-    run = run_of(tmp_path / "run", data, Waiting)
-    run.train()
-    assert caplog.text.count("could not be planned ahead (SystemError: no plan today)") == 1
-    assert np.array_equal(weights(run), weights(alone))
-    assert not list((tmp_path / "data").glob("*.tmp*"))
-
-
-@pytest.mark.processes
-def test_training_that_fails_ends_the_process(tmp_path, monkeypatch):
-    class Fails(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            found.append(run_ahead._next.process)
-            raise MemoryError
-
-    found: list[subprocess.Popen] = []
-    monkeypatch.setattr(epochs, "MANY", 10)
-    monkeypatch.setattr(ahead, "COMMAND", "import time; time.sleep(60)")
-    run = run_of(tmp_path / "run", saved(tmp_path / "data"), PlanAhead)
-    run.add_callback(Fails)
-    run_ahead = next(each for each in run.callback_handler.callbacks if isinstance(each, PlanAhead))
-    with pytest.raises(MemoryError):
-        run.train()
-    assert found[0].returncode == -signal.SIGKILL
-
-
-@pytest.mark.processes
-def test_the_trainer_starts_it_on_one_rank_of_a_node(tmp_path):
-    run = trainer(tmp_path, saved(tmp_path / "data"))
-    assert [type(each) for each in run.callback_handler.callbacks].count(PlanAhead) == 1
-    assert run._make_planner().writes_cache  # a single process is local rank 0
+    assert strategy == "minibatch" or is_mapped(again._train_planner.first_plan.order)
+    assert np.array_equal(weights(again), weights(alone)) and files[2].exists()

@@ -19,13 +19,12 @@ from support.runs import trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.data import ahead, epochs, savings
+from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loading import PackedBatchSampler
 from trl_packfix.data.prefixes import PrefixCollator
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.savings import prefix_savings
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
@@ -42,6 +41,7 @@ from trl_packfix.planning.prefixes import (
     sort_by_tokens,
     sort_key,
 )
+from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
 
@@ -466,26 +466,19 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch)
         reader = TokenReader(load_from_disk(tmp_path))
         documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
         plan = EpochPlanner(documents, "stream", 2, 256, 2, 2, share_prefixes=share_prefixes)
-        return plan, plan.schedule(0), prefix_savings(plan, reader)
+        return plan, plan.schedule(0), make_report(plan, "truncate", reader).prefixes
 
     _, off, _ = start("off")
     first, schedule, saved = start()
     assert first.documents.fingerprint == start("off")[0].documents.fingerprint
     for name in ("read_block", "labels_are_tokens"):
         monkeypatch.delattr(TokenReader, name)
-    again, same, estimate = start()
-    assert np.array_equal(same.order, schedule.order) and estimate == saved
+    again, same, savings_again = start()
+    assert np.array_equal(same.order, schedule.order) and savings_again == saved
     assert again.file("plan", 0).exists() and again.file("schedule", 0).exists()
-    assert np.array_equal(start("off")[1].order, off.order) and start("off")[2].in_families < 0.7
+    assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
         cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
-    # and the process that plans ahead has all that it needs in the file of the documents
-    target = again.file("schedule", 1)
-    process = ahead.start(again, 1)
-    assert process.process.wait(60) == 0 and target.exists()
-    process.end()
-    made_here = replace(again, documents=replace(again.documents, file=None)).schedule(1)
-    assert np.array_equal(again.schedule(1).order, made_here.order)
 
 
 # Numbers
@@ -494,7 +487,10 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch)
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
     given = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
     plan = EpochPlanner(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
-    return make_report(plan, "truncate", reader), plan
+    found = make_report(plan, "truncate", reader)
+    if share_prefixes != "family":  # as `trl-packfix plan` does
+        found = replace(found, prefixes=savings.estimated_savings(plan, reader))
+    return found, plan
 
 
 def line(found):
@@ -649,6 +645,27 @@ def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
     assert np.mean(logged(found, "computed_share")) < 0.85
     assert logged(found, "documents_per_step") == [8] * 5
     assert found.packing_report.prefixes.rows == pytest.approx(np.mean(logged(found, "computed_share")), abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["off", "pack"])
+def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monkeypatch):
+    """What `plan` estimates by sorting documents is measured in training."""
+    read: list[int] = []
+    monkeypatch.setattr(TokenReader, "read_block", lambda self, *args: read.append(1))
+    found, _ = trained(tmp_path, share_prefixes=name, max_steps=2)
+    found.train()
+    assert not read and "packing/rows_computed" not in str(found.state.log_history)
+    text = line(found.packing_report)
+    if name == "off":
+        assert text is None and not logged(found, "computed_share")
+    else:
+        assert (
+            text == "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
+        )
+        assert max(logged(found, "computed_share")) < 0.85
+    with pytest.raises(TypeError):  # the guard: an estimate reads them
+        savings.estimated_savings(found._train_planner, found._reader)
+    assert read
 
 
 def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path):

@@ -1,5 +1,6 @@
 """`trl-packfix plan`: its figures are those of a training run, and the length it recommends is the one to choose."""
 
+import csv
 import json
 import re
 
@@ -147,6 +148,14 @@ def test_other_columns_beside_lengths_are_said(tmp_path, caplog):
     caplog.clear()
     (tmp_path / "y.csv").write_text("length\n5\n")
     assert read_lengths(tmp_path / "y.csv").tolist() == [5] and not caplog.text
+
+
+def test_texts_beside_lengths_may_hold_commas_and_line_ends(tmp_path):
+    """Cut at every comma, the first row would have the length 12, and nobody would know."""
+    rows = [["Once, 12, twice", 5], ['the "end"\n7,8', 300], ["a" * 200_000, 7]]
+    with (tmp_path / "x.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["text", "length"], *rows])
+    assert read_lengths(tmp_path / "x.csv").tolist() == [5, 300, 7]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "lengths.txt", "saved"])

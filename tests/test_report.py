@@ -2,6 +2,7 @@
 
 import copy
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from trl_packfix.attention.choice import backward_bytes
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
-from trl_packfix.reporting.build import make_report
+from trl_packfix.data.stream import PackedStream
+from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.report import metrics
 from trl_packfix.training.callbacks import backward_note
 
@@ -171,3 +173,21 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     assert metrics(made)["packing/exchange_share"] == shared.exchange_share
     unset = make_report(EpochPlanner(documents, "stream", 1, 128, 2, 4), "truncate", reader)
     assert unset.shared is None and "packing/exchange_share" not in metrics(unset) and "minibatch" in str(unset.lines())
+
+
+def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
+    rows = Dataset.from_dict({"input_ids": [[1] * 60, [2] * 10, [3] * 20] * 20}).to_iterable_dataset()
+    stream = PackedStream(rows, batch_size=1, max_length=64, accumulation=2, world_size=4, tokens_per_rank=32)
+    made = make_stream_report(stream, 9)
+    lines = dict(made.lines())
+    assert (
+        "32 tokens at most on each rank (tokens_per_rank); a document of max_length 64 needs 2" in lines["micro-batch"]
+    )
+    assert "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"] and "sequence parallelism" not in lines
+    assert metrics(made)["packing/smallest_degree"] == 2
+    list(islice(stream, 2 * 3))
+    counted = stream.micro_steps(3)
+    assert sum(counted.values()) == 2 * 3
+    made = make_stream_report(stream, 9, stream.counts(3), counted)
+    assert f"micro-steps by degree (ranks that share a pack): {made.groups.histogram()}" in str(made.lines())
+    assert made.to_dict()["groups"]["micro_steps"] == counted

@@ -1,6 +1,7 @@
 """Every field of TrainingArguments, SFTConfig and ModelConfig is in docs/settings.md, and what it says is tested."""
 
 import importlib.util
+import inspect
 import re
 from collections import Counter
 from dataclasses import fields
@@ -19,6 +20,7 @@ from trl import ModelConfig, get_peft_config
 
 import trl_packfix
 from trl_packfix import SFTConfig
+from trl_packfix.cli import main
 from trl_packfix.training.checks import check_quantisation
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,22 @@ def table(heading: str) -> list[tuple[list[str], str, str, str]]:
         [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| `")
     ]
     return [(re.findall(r"`(\w+)`", cells[0]), *cells[1:]) for cells in rows]
+
+
+def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypatch, capsys):
+    own = {name for name in SFTConfig.__annotations__ if name not in trl.SFTConfig.__annotations__}
+    assert {"overlong", "per_turn", "exchange_speeds"} <= own
+    page = " ".join(inspect.getdoc(SFTConfig).split())
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for each in fields(SFTConfig):
+        if each.name in own | {"packing_strategy"}:
+            text = each.metadata["help"]
+            assert re.search(rf" {each.name} \([^)]*\): {re.escape(text)} (\w+ \(|Example:)", page), each.name
+            assert f"--{each.name}" in shown and text in shown, each.name
+    assert "{stream,bfd,bfd_split,wrapped,minibatch}" in shown and "{truncate,split,drop,raise}" in shown
 
 
 @scores_tokens  # the fields of the versions in constraints.txt

@@ -174,7 +174,9 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
     found, expected = launch[engine, kind], launch["one", kind]
     again = launch["one", f"{kind}_reversed"]
     assert found["engine"] == ENGINES[engine]
-    assert {degree for degree, _ in found["seen"]} == {1, 2, 4} == {1, *found["proved"]}
+    degrees = {2} if kind in ("stream_shards", "alike_stream") else {1, 2, 4}
+    assert {degree for degree, _ in found["seen"]} == degrees == found["micro_steps"].keys()
+    assert found["proved"] == ([2] if kind == "stream_shards" else [2, 4])
     limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
     assert difference(found, expected) <= limit
     for name in shared_packs.LOGGED:
@@ -191,7 +193,10 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
 
 
 @on_ranks
-@pytest.mark.parametrize("engine, kind", [("ddp", "full"), ("zero3", "full"), ("fsdp2", "full"), ("ddp", "alike")])
+@pytest.mark.parametrize(
+    "engine, kind",
+    [("ddp", "full"), ("zero3", "full"), ("fsdp2", "full"), ("ddp", "alike"), ("ddp", "stream")],
+)
 def test_eval_loss_is_that_of_one_process(launch, engine, kind):
     assert launch[engine, kind]["eval_loss"] == pytest.approx(launch["one", kind]["eval_loss"], rel=1e-6)
 
@@ -204,19 +209,29 @@ def test_the_comparison_sees_faults(launch, fault):
 
 
 @on_ranks
-def test_a_restart_within_an_epoch_is_exact(launch):
-    found = launch["ddp", "restart"]
+@pytest.mark.parametrize("kind", ["table", "stream", "stream_shards"])
+def test_a_restart_within_an_epoch_is_exact(launch, kind):
+    found = launch["ddp", "restart" if kind == "table" else f"restart_{kind}"]
     assert torch.equal(*found["weights"])
     whole, resumed = found["tokens"]
     assert resumed == whole and len(whole) == 6
     whole, resumed = found["seen"]
     assert resumed == whole[-2 * shared_packs.ACCUMULATION :] and len(whole) == 6 * shared_packs.ACCUMULATION
-    assert found["compared"]  # once more
+    # Compared once more: a table in two steps, a stream in all
+    assert found["steps_to_compare"] == (0 if kind == "table" else 6 - 2)
+    whole, resumed = found["reports"]
+    assert resumed["ledger"] == whole["ledger"] and resumed["groups"] == whole["groups"]
+    assert (whole["groups"] is None) == (kind == "table")
+    if kind != "table":  # what a group has read is counted once
+        assert whole["num_tokens"] == resumed["num_tokens"] == found["tokens"][0][-1]
 
 
 @on_ranks
-def test_another_pack_in_a_group_is_refused(launch):
-    messages = launch["ddp", "other_packs"]["messages"]
+@pytest.mark.parametrize("name, steps", [("other_packs", 0), ("own_shards", 0), ("other_second_pass", 3)])
+def test_another_pack_in_a_group_is_refused(launch, name, steps):
+    found = launch["ddp", name]
+    messages = found["messages"]
+    assert found["step"] == steps
     pattern = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
     assert all(re.search(pattern, message) for message in messages)
 

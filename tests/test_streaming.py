@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 from two_ranks import Packed, Reversed
 
 from trl_packfix import PackingLeakError
+from trl_packfix.data.parts import PartOf
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream import PackedStream, resume, stream_file
@@ -47,9 +48,21 @@ def drawn(num: int, longest: int = 40, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, longest + 1, num)
 
 
+def documents_in(micro_batch) -> list[dict]:
+    return micro_batch.documents if isinstance(micro_batch, PartOf) else micro_batch
+
+
 def numbers(micro_batch) -> list[int]:
     """The documents of a micro-batch; the dummy of an empty one has none."""
-    return [int(d["input_ids"][0]) - FIRST_ID for d in micro_batch if d["input_ids"][0] >= FIRST_ID]
+    return [int(d["input_ids"][0]) - FIRST_ID for d in documents_in(micro_batch) if d["input_ids"][0] >= FIRST_ID]
+
+
+def one_pass_of_parts(stream: PackedStream):
+    """The micro-batches of the first pass."""
+    for micro_batch in stream:
+        if stream.num_passes:
+            return
+        yield micro_batch
 
 
 def one_pass(stream: PackedStream) -> list[list[list[int]]]:
@@ -97,6 +110,48 @@ def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumu
     assert all(len(step) == accumulation for rank in ranks for step in rank)
     if num_shards % world_size:
         assert len({len(rank) for rank in ranks}) == 1, "ranks that share a stream end a pass together"
+
+
+@pytest.mark.parametrize(
+    "num_shards, tokens_per_rank, degrees", [(1, 32, (1, 2, 4)), (2, 32, (2,)), (4, 64, (1,)), (4, 16, (1, 2, 4))]
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
+    num_shards, tokens_per_rank, degrees, accumulation
+):
+    lengths = np.concatenate([drawn(150, 12), drawn(50, 64)])[np.random.default_rng(1).permutation(200)]
+    dataset, seen, used, steps = numbered(lengths).to_iterable_dataset(num_shards), Counter(), set(), []
+    streams = [
+        PackedStream(
+            dataset,
+            batch_size=1,
+            max_length=64,
+            accumulation=accumulation,
+            rank=rank,
+            world_size=4,
+            buffer_size=30,
+            tokens_per_rank=tokens_per_rank,
+        )
+        for rank in range(4)
+    ]
+    passes = [list(one_pass_of_parts(stream)) for stream in streams]
+    for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
+        assert stream.degrees == degrees
+        for number, pack in enumerate(packs):
+            degree, index = (pack.degree, pack.index) if isinstance(pack, PartOf) else (1, 0)
+            assert index == rank % degree
+            used.add(degree)
+            first = passes[rank - index][number]
+            assert numbers(pack) == numbers(first)
+            tokens = sum(len(document["input_ids"]) for document in documents_in(pack))
+            assert -(-tokens // degree) <= tokens_per_rank
+            seen.update(numbers(pack) if index == 0 else [])
+        steps.append(len(packs) / accumulation)
+        assert sum(stream.micro_steps(stream.num_steps - 1).values()) == len(packs)
+    assert seen == dict.fromkeys(range(200), 1)
+    assert used == set(degrees)
+    fewest = lengths.sum() / (4 * tokens_per_rank * accumulation)
+    assert min(steps) <= 1.4 * fewest + 1, "packs are not full"
 
 
 @pytest.mark.parametrize("buffer_size", [1, 20, 1000])
@@ -300,6 +355,7 @@ def saved_and_loaded(state):
 
 RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled", 2, 3), ("concatenated", 2, 3)]
 RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffled")]
+RESTARTED += [("table shared by ranks", 0, 20), ("generator shared by ranks", 2, 3)]
 
 
 @pytest.mark.processes
@@ -307,9 +363,12 @@ RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffle
 def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
 
+    source, _, shared = source.partition(" shared by ")
+    parallel = {"rank": 3, "world_size": 4, "batch_size": 1, "tokens_per_rank": 32} if shared else {"batch_size": 2}
+
     def stream():
         return PackedStream(
-            SOURCES[source](), batch_size=2, max_length=64, accumulation=2, buffer_size=60, num_workers=workers
+            SOURCES[source](), max_length=64, accumulation=2, buffer_size=60, num_workers=workers, **parallel
         )
 
     num_steps, rng = 250, np.random.default_rng(0)
@@ -353,7 +412,10 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     assert resumed.counts(30) == cut.counts(30)
 
 
-@pytest.mark.parametrize("changed", [{"max_length": 65}, {"accumulation": 3}, {"buffer_size": 61}, {"world_size": 2}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"max_length": 65}, {"accumulation": 3}, {"buffer_size": 61}, {"world_size": 2}, {"tokens_per_rank": 64}],
+)
 def test_a_restart_under_other_settings_is_refused(changed):
     given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
     state = PackedStream(SOURCES["table"](), **given).state_dict(0)

@@ -75,3 +75,16 @@ def test_benchmarks_use_the_field_that_all_versions_have():
     texts = {file.name: file.read_text() for file in (ROOT / "benchmarks").glob("*.py")}
     assert len(re.findall(r"\bgradient_checkpointing=", "".join(texts.values()))) > 2
     assert not [name for name, text in texts.items() if "activation_checkpointing" in text]
+
+
+@pytest.mark.slow
+def test_every_contender_on_the_cpu_makes_its_steps(monkeypatch):
+    """They run outside of `train()`, where our trainer makes no step and refuses packs unless it is prepared."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from contenders import CONTENDERS, Contender, Size, make_documents
+
+    assert len(CONTENDERS) == 6
+    documents = make_documents([40, 7, 60, 21])
+    for name in CONTENDERS:
+        row = Contender(name, Size(64, 1), documents, batch_size=2, max_length=64).epoch()
+        assert row["steps"] >= 1 and row["tokens"] == 128, name

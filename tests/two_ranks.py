@@ -284,7 +284,7 @@ def epochs(folder: Path, cls: type = Packed, **settings) -> dict:
 
 
 def kept(folder: Path, **settings) -> dict:
-    """The same of documents on a disk, beside which their plans are kept; the second epoch is planned ahead."""
+    """The same of documents on a disk, beside which their plans are kept."""
     many, trl_packfix.data.epochs.MANY = trl_packfix.data.epochs.MANY, 10
     found = epochs(folder, dataset=load_from_disk(folder / "documents"), **settings)
     trl_packfix.data.epochs.MANY = many

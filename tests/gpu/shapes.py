@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from about import write_csv  # noqa: E402
+from common import write_csv  # noqa: E402
 
 from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda  # noqa: E402
 

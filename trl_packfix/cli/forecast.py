@@ -19,6 +19,7 @@ from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
+from ..reporting.savings import estimated_savings
 from ..training.config import SFTConfig
 from ..training.planner import make_planner
 
@@ -93,10 +94,14 @@ def forecasts(
         batch_size = config.per_device_train_batch_size
         planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
         report = make_report(planner, config.effective_overlong, reader)
+        if not planner.shares_families:  # of families the report knows it from the plan
+            report = replace(report, prefixes=estimated_savings(planner, reader))
         # only of the documents that the epoch reaches, like the imbalance
         reached, costs = planner.schedule(0).order, planner.costs
         flops = float((cost_model(documents.lengths[reached]) if costs is None else costs[reached]).sum())
-        flops *= FORWARD_AND_BACKWARD * (1.0 if report.prefixes is None else report.prefixes.flops)
+        computed = 1.0 if report.prefixes is None else report.prefixes.flops
+        assert computed is not None, "the estimate has it"
+        flops *= FORWARD_AND_BACKWARD * computed
         if tflops is None:
             yield Forecast(report, flops, None, None)
             continue

@@ -4,6 +4,7 @@ Rows are tokenised by the trainer itself, with a tiny model that is discarded. S
 computed from them, are those of a training run with the same settings.
 """
 
+import csv
 import json
 import logging
 import sys
@@ -129,19 +130,23 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
             found = None  # broken JSON: `datasets` reports the error
         values = found if found and not isinstance(found[0], dict) else None
     elif path.suffix == ".csv":
-        rows = [line.split(",") for line in path.read_text().splitlines() if line.strip()]
-        names = [name.strip().strip('"') for name in rows[0]] if rows else []
-        column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
+        csv.field_size_limit(LONGEST)  # of the texts beside the lengths
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = filter(None, csv.reader(file))
+            names = [name.strip() for name in next(reader, [])]
+            column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
+            is_plain = len(names) == 1 and names[0].isdigit()
+            rows = list(reader) if is_plain or column is not None else []
         if column is not None:
-            values = [row[column] if column < len(row) else "" for row in rows[1:]]
+            values = [row[column] if column < len(row) else "" for row in rows]
             others = names[:column] + names[column + 1 :]
             if others:
                 logger.warning(
                     f"{path}: lengths are read from its column {names[column]!r}; the other columns "
                     f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
                 )
-        elif len(names) == 1 and names[0].isdigit():
-            values = [row[0] for row in rows]
+        elif is_plain:
+            values = [*names, *(row[0] for row in rows)]
     if values is None:
         return None
     try:

@@ -78,13 +78,6 @@ def cached_documents(
     return _read_or_compute(reader, "spans", decisive, make, Documents.from_arrays)
 
 
-def cached_arrays(
-    reader: CachedRows, name: str, settings: dict[str, Any], make: Callable[[], Arrays]
-) -> dict[str, np.ndarray]:
-    """What `make` computes from this table and these settings, or its result from an earlier start."""
-    return _read_or_compute(reader, name, settings, make, lambda arrays, _: arrays)
-
-
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
 

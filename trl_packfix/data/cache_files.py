@@ -71,11 +71,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-def temporary_file(path: Path, pid: int) -> Path:
-    """The file that process `pid` of this node writes before it is renamed to `path`."""
-    return path.with_name(f"{path.stem}-{os.uname().nodename}-{pid}.tmp{path.suffix}")
-
-
 def write_atomically(path: Path, write: Callable[[Path], None]) -> bool:
     """Call `write` with a temporary file, then give that file the name `path`.
 
@@ -87,7 +82,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> bool:
     """
     if path.is_file():
         return True  # another rank was faster
-    temporary = temporary_file(path, os.getpid())
+    temporary = path.with_name(f"{path.stem}-{os.uname().nodename}-{os.getpid()}.tmp{path.suffix}")
     try:
         write(temporary)
         try:

@@ -1,16 +1,11 @@
 """The schedule of every epoch: documents -> plan -> schedule. Schedules of many documents are cached.
 
-This module needs numpy only (`minibatch` draws its order with torch), so that a separate process can schedule the next
-epoch while the current one trains: see `ahead.py`. The first plan and every schedule are cached beside the documents,
-for all ranks of a node and for the next start. Each file name is a hash of everything its content depends on. A process
-that does not find the file computes the content itself, so no process waits.
+The first plan and every schedule are cached beside the documents, for all ranks of a node and for the next start. Each
+file name is a hash of everything its content depends on. A process that does not find the file computes the content
+itself, so no process waits.
 """
 
 import hashlib
-import os
-import pickle
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -27,7 +22,7 @@ from ..planning.packs import PackPlan, plan_blocks, reordered
 from ..planning.prefixes import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
-from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_arrays, read_cached_packs
+from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_cached_packs
 from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
@@ -323,22 +318,3 @@ def _packs(made: PackPlan | Schedule) -> CachedPacks:
     if isinstance(made, PackPlan):
         return CachedPacks(made.order, made.offsets)
     return CachedPacks(made.order, made.offsets, made.num_skipped, made.degrees)
-
-
-def schedule_ahead() -> None:
-    """Entry point of the process that `ahead.py` starts: compute the schedule described on standard input, cache it.
-
-    Standard input stays open while the parent process is alive. At its end this process ends too.
-    """
-    os.nice(19)  # the ranks and their loaders come first
-    documents, settings, epoch, target, code = pickle.load(sys.stdin.buffer)
-    if code != CODE:
-        sys.exit("trl_packfix has changed on disk since training began")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    planner = EpochPlanner(Documents.from_arrays(read_arrays(documents), documents), **settings, writes_cache=False)
-    cache_packs(target, _packs(planner.schedule(epoch)))
-
-
-def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)
-    os._exit(1)

@@ -146,6 +146,13 @@ class PartCollator:
         return cut_part(batch, documents.degree, documents.index)
 
 
+def on_parts(collate: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """A collator of packs that also takes those of which this rank holds a part."""
+    if isinstance(collate, RowValuesCollator):
+        return replace(collate, collate=PartCollator(collate.collate))
+    return PartCollator(collate)
+
+
 @dataclass
 class PaddedCollator:
     """TRL's collator for rows of the reader, converted to int64: it keeps their dtype, but losses need int64 labels."""
@@ -165,10 +172,7 @@ def document_loader(
 ) -> DataLoaderShard:
     """Batches of the documents whose indices the sampler yields."""
     if isinstance(batch_sampler, PackedBatchSampler) and batch_sampler.planner.tokens_per_rank is not None:
-        if isinstance(collate, RowValuesCollator):
-            collate = replace(collate, collate=PartCollator(collate.collate))
-        else:
-            collate = PartCollator(collate)
+        collate = on_parts(collate)
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
     return unsharded_loader(

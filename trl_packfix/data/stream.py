@@ -8,7 +8,7 @@ ends the run.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
@@ -23,12 +23,14 @@ from torch.utils.data import DataLoader
 
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.exact_fill import pack_arrivals
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .loading import dummy_document, unsharded_loader
+from .loading import dummy_document, on_parts, unsharded_loader
+from .parts import PartOf
 from .row_values import WEIGHTS
 from .spans import Overlong, refuse_no_documents
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
@@ -37,7 +39,7 @@ from .threads import wait_for_threads_before_forks
 logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
-STATE_VERSION = 2  # raise it when the contents of the state change
+STATE_VERSION = 3  # raise it when the contents of the state change
 Pack = list[DocumentTokens]
 
 
@@ -63,6 +65,11 @@ class PackedStream(torch.utils.data.IterableDataset):
     pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
     each trains on its slots of every optimizer step, as with a table.
 
+    With sequence parallelism, a micro-batch of which this rank holds a part is a `PartOf`. If the number of shards is a
+    multiple of the number of groups of the smallest degree that holds `max_length`, each group reads its own shards,
+    and this is the only degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree, as
+    with a table.
+
     Args:
         dataset: see `StreamReader`.
         batch_size, max_length: their product is the capacity of a pack in tokens.
@@ -74,9 +81,15 @@ class PackedStream(torch.utils.data.IterableDataset):
         num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
         weight_column: see `StreamReader`.
+        tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank.
+        speeds: with sequence parallelism, of devices and links.
+
+    Attributes:
+        parallel: the settings of sequence parallelism; None without.
 
     Raises:
-        ValueError: a pass over the stream has no document to train on; what `StreamReader` refuses.
+        ValueError: a pass over the stream has no document to train on; what `StreamReader` and `possible_degrees`
+            refuse.
     """
 
     num_steps: int
@@ -85,6 +98,7 @@ class PackedStream(torch.utils.data.IterableDataset):
     _ledger: Ledger
     _packed: np.ndarray  # packs, documents, tokens and trained tokens so far
     _readers: list[ReaderState]
+    _micro_steps: dict[int, int]  # number of them so far by degree
     _snapshots: dict[int, dict[str, Any]]
 
     def __init__(  # noqa: PLR0913 - settings, by keyword
@@ -107,8 +121,23 @@ class PackedStream(torch.utils.data.IterableDataset):
         num_workers: int = 0,
         worker_kwargs: dict[str, Any] | None = None,
         weight_column: str | None = None,
+        tokens_per_rank: int | None = None,
+        speeds: Speeds | None = None,
     ):
-        self.share = share_of_rank(dataset, rank, world_size)
+        smallest = 1 if tokens_per_rank is None else smallest_degree(max_length, tokens_per_rank)
+        self.parallel: SequenceParallel | None = None
+        if tokens_per_rank is None:
+            self.share = share_of_rank(dataset, rank, world_size)
+        else:
+            possible = possible_degrees(max_length, tokens_per_rank, world_size, cost_model.heads)
+            self.share = share_of_rank(dataset, rank, world_size, smallest)
+            self.parallel = SequenceParallel(
+                tokens_per_rank=tokens_per_rank,
+                smallest=smallest,
+                # A group knows nothing of the documents of the others
+                degrees=possible if self.share.count == world_size else (smallest,),
+                speeds=speeds or Speeds(),
+            )
         self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
@@ -126,21 +155,44 @@ class PackedStream(torch.utils.data.IterableDataset):
 
     @property
     def capacity(self) -> int:
-        """Largest number of tokens of a pack."""
+        """Largest number of tokens of a pack; with sequence parallelism, of one on the fewest ranks that it needs."""
+        if self.parallel is not None:
+            return self.parallel.smallest * self.parallel.tokens_per_rank
         return self.batch_size * self.max_length
+
+    @property
+    def _planned_capacity(self) -> int:
+        """Tokens to which packs are filled. Where degrees are chosen, some room is needed to deal them anew."""
+        return max(int(FILL * self.capacity), 1) if len(self.degrees) > 1 else self.capacity
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How many ranks may share a pack; () without sequence parallelism."""
+        return () if self.parallel is None else self.parallel.degrees
+
+    @property
+    def _packs_per_step(self) -> int:
+        return self.accumulation * self.share.count // (1 if self.parallel is None else self.parallel.smallest)
 
     def counts(self, num_steps: int) -> "StreamCounts":
         """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it."""
         return self._snapshots[num_steps]["counts"]
+
+    def micro_steps(self, num_steps: int) -> dict[int, int]:
+        """Number of micro-steps by degree after so many steps, see `counts`; empty without sequence parallelism."""
+        return self._snapshots[num_steps]["micro_steps"]
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
         names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
         names += " weight_column"
-        return {name: getattr(self, name) for name in names.split()} | {"num_shards": self.share.dataset.num_shards}
+        return {name: getattr(self, name) for name in names.split()} | {
+            "num_shards": self.share.dataset.num_shards,
+            "tokens_per_rank": None if self.parallel is None else self.parallel.tokens_per_rank,
+        }
 
-    def __iter__(self) -> Iterator[list[DocumentTokens]]:
+    def __iter__(self) -> Iterator[Pack | PartOf]:
         self._restore(self._start)
         yield from repeat([], self._num_skipped)
         while True:
@@ -156,10 +208,12 @@ class PackedStream(torch.utils.data.IterableDataset):
             self._num_arrived = 0
             self._readers = [ReaderState()] * len(self._readers)
 
-    def _one_pass(self) -> Iterator[list[Pack]]:
+    def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
-        slots = self.accumulation * self.share.count
-        packs = pack_arrivals(self._arrivals(), self.capacity, self.buffer_size, self.max_length)
+        slots, capacity = self._packs_per_step, self._planned_capacity
+        # A longer document is alone in its pack, which may be full
+        arriving = (min(length, capacity) for length in self._arrivals())
+        packs = pack_arrivals(arriving, capacity, self.buffer_size, min(self.max_length, capacity))
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
@@ -215,7 +269,7 @@ class PackedStream(torch.utils.data.IterableDataset):
             **self.worker_kwargs,
         )
 
-    def _micro_batches(self, packs: list[Pack]) -> list[Pack]:
+    def _micro_batches(self, packs: list[Pack]) -> list[Pack | PartOf]:
         """Packs of one optimizer step, for all ranks that share the stream -> micro-batches of this rank."""
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
@@ -229,12 +283,18 @@ class PackedStream(torch.utils.data.IterableDataset):
             balance=self.balance,
             synchronisation=self.synchronisation,
         )
-        schedule = schedule_packs(plan, lengths, 1, settings)
+        if self.parallel is None:
+            schedule = schedule_packs(plan, lengths, 1, settings)
+        else:
+            schedule = schedule_groups(plan, lengths, 1, settings, self.parallel)
+            assert schedule.degrees is not None
+            self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
-        return [
-            [dummy if i == EMPTY else documents[i] for i in micro_batch.tolist()]
-            for micro_batch in schedule.micro_batches(self.share.index)
-        ]
+        rank, found = self.share.index, []
+        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True):
+            micro_batch = [dummy if i == EMPTY else documents[i] for i in indices.tolist()]
+            found.append(micro_batch if degree == 1 else PartOf(micro_batch, degree, index))
+        return found
 
     # State: every document that was read and not trained yet, and the positions of the readers.
 
@@ -245,6 +305,7 @@ class PackedStream(torch.utils.data.IterableDataset):
             "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
             "readers": list(self._readers),
             "counts": StreamCounts(self._ledger, *self._packed.tolist()),
+            "micro_steps": self._micro_steps,
             "num_steps": self.num_steps,
             "num_passes": self.num_passes,
             "num_arrived": self._num_arrived,
@@ -257,6 +318,7 @@ class PackedStream(torch.utils.data.IterableDataset):
             "documents": [],
             "readers": [ReaderState()] * max(self.num_workers, 1),
             "counts": StreamCounts(),
+            "micro_steps": {},
             "num_steps": num_steps,
             "num_passes": 0,
             "num_arrived": 0,
@@ -270,7 +332,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._readers = list(state["readers"])
         counts, self._num_arrived = state["counts"], state["num_arrived"]
         packed = (counts.packs, counts.documents, counts.tokens, counts.trained_tokens)
-        self._ledger, self._packed = counts.ledger, np.array(packed)
+        self._ledger, self._packed, self._micro_steps = counts.ledger, np.array(packed), state["micro_steps"]
         self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
         self._snapshots = {self.num_steps: state}
 
@@ -351,9 +413,10 @@ def _identity(chunk: Any) -> Any:
 
 
 def stream_loader(
-    stream: PackedStream, collate: Callable[[Pack], dict[str, Any]], device: torch.device | None, pin_memory: bool
+    stream: PackedStream, collate: Callable[[Any], dict[str, Any]], device: torch.device | None, pin_memory: bool
 ) -> DataLoaderShard:
     """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes."""
+    collate = collate if stream.parallel is None else on_parts(collate)
     loader = DataLoader(
         stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
     )

@@ -41,7 +41,7 @@ class Share:
 
     Attributes:
         dataset: the rank's own shards, or the whole stream.
-        index, count: the rank trains on part `index` of `count` parts of each step. With its own shards: (0, 1).
+        index, count: this rank, and the number of ranks, among those that read the same. With its own shards: (0, 1).
     """
 
     dataset: IterableDataset
@@ -49,8 +49,10 @@ class Share:
     count: int
 
 
-def share_of_rank(dataset: IterableDataset, rank: int, world_size: int) -> Share:
-    """Whole shards for each rank if their number is a multiple of `world_size`; else every rank reads everything.
+def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, degree: int = 1) -> Share:
+    """Whole shards for each group of `degree` ranks if their number is a multiple of the number of groups.
+
+    Else every rank reads everything. Without sequence parallelism each rank is a group.
 
     Raises:
         ValueError: the dataset has been split between ranks already.
@@ -61,17 +63,19 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int) -> Share
             "nodes). It would be split between the ranks once more, and documents would be lost. Give every rank the "
             "whole dataset."
         )
-    if dataset.num_shards % world_size == 0:
+    num_groups = world_size // degree
+    if dataset.num_shards % num_groups == 0:
         # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
         # different times.
-        return Share(dataset.shard(world_size, rank, contiguous=False), 0, 1)
+        return Share(dataset.shard(num_groups, rank // degree, contiguous=False), rank % degree, degree)
     if world_size > MANY_RANKS and rank == 0:
         logger.warning(
-            "The stream has %d shards, which %d ranks cannot share evenly: every rank reads and tokenises all "
+            "The stream has %d shards, which %d %s cannot share evenly: every rank reads and tokenises all "
             "documents and trains on its share of the packs. Give it a multiple of %d shards, or tokenise it once.",
             dataset.num_shards,
-            world_size,
-            world_size,
+            num_groups,
+            "ranks" if degree == 1 else f"groups of {degree} ranks",
+            num_groups,
         )
     return Share(dataset, rank, world_size)
 

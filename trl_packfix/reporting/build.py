@@ -6,13 +6,13 @@ import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
-from ..data.savings import prefix_savings
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
-from .report import PackedImages, PackingReport, SharedPacks
+from .report import Groups, PackedImages, PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
+from .savings import planned_savings
 
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 
@@ -78,7 +78,7 @@ def make_report(
         imbalance_bound=None
         if shared
         else imbalance_bound(units, unit_lengths, planner.cost_model, planner.capacity, synchronisation, unit_costs),
-        prefixes=prefix_savings(planner, reader),
+        prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
         turns=turns,
@@ -126,9 +126,16 @@ def _shared_packs(planner: EpochPlanner) -> SharedPacks:
     )
 
 
-def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCounts | None = None) -> PackingReport:
-    """The report of a run on a stream; `counts` are the totals of all ranks."""
-    counts = counts or StreamCounts()
+def make_stream_report(
+    stream: PackedStream,
+    max_steps: int,
+    counts: StreamCounts | None = None,
+    micro_steps: dict[int, int] | None = None,
+) -> PackingReport:
+    """The report of a run on a stream; `counts` are the totals of all ranks, `micro_steps` numbers by degree."""
+    counts, groups = counts or StreamCounts(), None
+    if stream.parallel is not None:
+        groups = Groups(stream.parallel.tokens_per_rank, stream.parallel.smallest, micro_steps or {})
     return PackingReport(
         strategy="stream",
         overlong=stream.overlong,
@@ -148,6 +155,7 @@ def make_stream_report(stream: PackedStream, max_steps: int, counts: StreamCount
         num_steps=max_steps,
         documents_per_step=None,
         documents_not_reached=0,
+        groups=groups,
         ledger=counts.ledger,
     )
 

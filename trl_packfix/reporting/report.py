@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.documents import Ledger
-from ..data.savings import PrefixSavings
 from ..data.turns import TurnCounts
 from ..isolation.report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
+from .savings import PrefixSavings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,32 +24,48 @@ MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns 
 
 
 @dataclass(frozen=True)
-class SharedPacks:
-    """What sequence parallelism does in the first epoch, modelled.
+class Groups:
+    """The ranks that share packs.
 
     Attributes:
         tokens_per_rank: most tokens of a pack on one rank.
         smallest_degree: ranks that a document of `max_length` needs.
         micro_steps: number of micro-steps by degree.
-        exchange_share: share of the time in the exchange between the ranks of a group.
-        time_over_bound: time over a lower bound of the time of these steps, with any groups.
-        largest_part: tokens of the largest part of a pack on one rank.
     """
 
     tokens_per_rank: int
     smallest_degree: int
     micro_steps: dict[int, int]
-    exchange_share: float
-    time_over_bound: float
-    largest_part: int
 
     def histogram(self) -> str:
         """Micro-steps by degree.
 
-        >>> SharedPacks(16384, 8, {1: 30, 8: 10}, 0.02, 1.03, 16384).histogram()
+        >>> Groups(16384, 8, {1: 30, 8: 10}).histogram()
         '1: 30, 8: 10'
         """
-        return ", ".join(f"{degree}: {count:,}" for degree, count in self.micro_steps.items())
+        return ", ".join(f"{degree}: {count:,}" for degree, count in sorted(self.micro_steps.items()))
+
+    def micro_batch(self, max_length: int) -> str:
+        """The room of a micro-batch."""
+        return (
+            f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
+            f"{max_length:,} needs {self.smallest_degree} ranks"
+        )
+
+
+@dataclass(frozen=True)
+class SharedPacks(Groups):
+    """What sequence parallelism does in the first epoch of a table, modelled.
+
+    Attributes:
+        exchange_share: share of the time in the exchange between the ranks of a group.
+        time_over_bound: time over a lower bound of the time of these steps, with any groups.
+        largest_part: tokens of the largest part of a pack on one rank.
+    """
+
+    exchange_share: float
+    time_over_bound: float
+    largest_part: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,9 @@ class PackingReport:
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
     - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
-    - `prefixes`: the share of the tokens that is computed, see `share_prefixes`; None if tokens are not known.
+    - `groups`: the same of a stream, for the steps so far; None for a table.
+    - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan says it; else
+      None. `trl-packfix plan` estimates it for any setting.
     - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
@@ -142,6 +160,7 @@ class PackingReport:
     imbalance: float | None = None
     imbalance_bound: float | None = None
     shared: SharedPacks | None = None
+    groups: Groups | None = None
     prefixes: PrefixSavings | None = None
     images: PackedImages | None = None
     turns: TurnCounts | None = None
@@ -283,6 +302,8 @@ class PackingReport:
         sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
         if prefixes.images is not None:
             return f"{prefixes.rows:.2f} of the tokens and {prefixes.images:.2f} of the images are computed{sample}"
+        if prefixes.rows is None:
+            return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
         documents = prefixes.num_documents or self.num_documents
         families = f"{documents:,} documents in {prefixes.num_families:,} families"
         if prefixes.setting == "family":
@@ -312,30 +333,32 @@ class PackingReport:
         return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
 
     def _micro_batch(self) -> str:
-        if self.shared is None:
-            return (
-                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
-                f"{self.max_length:,}"
-            )
+        groups = self.shared or self.groups
+        if groups is not None:
+            return groups.micro_batch(self.max_length)
         return (
-            f"{self.shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
-            f"{self.max_length:,} needs {self.shared.smallest_degree} ranks"
+            f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
+            f"{self.max_length:,}"
         )
 
     def _stream_lines(self) -> list[tuple[str, str]]:
+        num_packs = self.accumulation * self.world_size // (1 if self.groups is None else self.groups.smallest_degree)
         rows = [
             ("documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"),
-            (
-                "micro-batch",
-                f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
-                f"{self.max_length:,}",
-            ),
+            ("micro-batch", self._micro_batch()),
             (
                 "steps",
-                f"{self.num_steps:,} (max_steps), packs in each: {self.accumulation * self.world_size} "
+                f"{self.num_steps:,} (max_steps), packs in each: {num_packs} "
                 f"(accumulation {self.accumulation}, ranks {self.world_size})",
             ),
         ]
+        if self.groups is not None and self.groups.micro_steps:
+            rows.append(
+                (
+                    "sequence parallelism",
+                    f"micro-steps by degree (ranks that share a pack): {self.groups.histogram()}",
+                )
+            )
         if self.num_packs:
             read = self.ledger.given
             rows.append(
@@ -455,6 +478,7 @@ def _isolation_text(isolation: IsolationReport) -> str:
 
 def metrics(report: PackingReport) -> dict[str, float]:
     """The numbers for a logger, by their names there. Unknown numbers are omitted."""
+    groups = report.shared or report.groups
     found = {
         "documents": report.num_documents,
         "packs": report.num_packs,
@@ -467,12 +491,12 @@ def metrics(report: PackingReport) -> dict[str, float]:
         "exchange_share": None if report.shared is None else report.shared.exchange_share,
         "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
         "rows_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.rows,
-        "images_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.images,
         "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
         "images_per_pack": None if report.images is None else report.images.per_pack,
         "tower_imbalance": None if report.images is None else report.images.tower_imbalance,
         "language_imbalance": None if report.images is None else report.images.language_imbalance,
         "lost_trained_share": report.lost_trained_share,
+        "smallest_degree": None if groups is None else groups.smallest_degree,
     }
     return {f"packing/{name}": value for name, value in found.items() if value is not None}
 

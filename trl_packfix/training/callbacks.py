@@ -1,6 +1,5 @@
-"""Callbacks of the trainer: before the first step, at each epoch, with each checkpoint."""
+"""Callbacks of the trainer: before the first step, and with each checkpoint."""
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import backward_bytes
-from ..data.ahead import NextEpoch, start
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
@@ -20,8 +18,6 @@ from .progress import shown_proof
 
 if TYPE_CHECKING:
     from .evaluation import ExactEvaluation
-
-logger = logging.getLogger(__name__)
 
 MUCH_GIB = 0.5  # memory that is worth a line in the report
 
@@ -72,8 +68,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
-        if trainer._train_planner is not None:
-            prove_degrees(trainer, trainer._train_planner)
+        prove_degrees(trainer, trainer._training_degrees)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {
@@ -95,40 +90,6 @@ class BeforeFirstStep(TrainerCallback):
         if args.packing_report and self.trainer.is_world_process_zero():
             folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
             self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-
-
-class PlanAhead(TrainerCallback):
-    """Starts the process that plans the next epoch, at the start of every epoch but the last, on one rank per node."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self._next: NextEpoch | None = None
-        self._has_warned = False
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.end()  # if the plan of this epoch is not ready, the ranks make it themselves
-        planner = self.trainer._train_planner
-        if planner is None:  # the user made the loader
-            return
-        epoch = state.global_step // planner.num_steps + 1
-        if args.local_process_index == 0 and planner.shuffle and epoch < state.num_train_epochs:
-            try:
-                self._next = start(planner, epoch)
-            except OSError as error:
-                self._warn(str(error))
-
-    def end(self) -> None:
-        """Stop the process. Called when training ends or fails."""
-        if self._next is not None and (problem := self._next.end()) is not None:
-            self._warn(problem)
-        self._next = None
-
-    def _warn(self, problem: str) -> None:
-        if not self._has_warned:
-            logger.warning(
-                "The next epoch could not be planned ahead (%s). Each rank plans it when it begins.", problem
-            )
-        self._has_warned = True
 
 
 class StreamCallback(TrainerCallback):
@@ -166,9 +127,9 @@ class StreamCallback(TrainerCallback):
     def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
         """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
         counts, before = stream.counts(num_steps), self.trainer.packing_report
-        if stream.share.count < stream.world_size:  # each rank has counted its own shards only
-            counts = sum(gather_object([counts]), StreamCounts())
-        report = make_stream_report(stream, args.max_steps, counts)
+        if stream.share.count < stream.world_size:  # each group has counted its own shards only
+            counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
+        report = make_stream_report(stream, args.max_steps, counts, stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.save(args.output_dir)

@@ -109,12 +109,6 @@ def check_before_loading(
 
 def _check_stream(args: SFTConfig) -> None:
     """Refuse settings that need all documents, or their number, before training: an iterable dataset has neither."""
-    if args.tokens_per_rank is not None:
-        raise ValueError(
-            f"`tokens_per_rank={args.tokens_per_rank}` was given with an `IterableDataset`. The ranks of a group hold "
-            "parts of the same pack, and of a stream each rank knows only the documents that it has read. Load the "
-            "dataset without streaming, or leave `tokens_per_rank` unset."
-        )
     if not STRATEGIES[args.packing_strategy].packs_streams:
         raise ValueError(
             f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "

@@ -1,11 +1,13 @@
 """`SFTConfig`: TRL's config with the fields of packing, and the checks that need only the config."""
 
 import copy
+import inspect
 import json
+import re
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import trl
 from transformers import TrainingArguments
@@ -26,7 +28,22 @@ SHARE_PREFIXES = get_args(SharePrefixes)
 SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
 
+PARAMETER = re.compile(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
+Config = TypeVar("Config", bound=type)
+
+
+def with_help(config: Config) -> Config:
+    """Make the text of each field in the docstring the help of its flag. `dataclass` comes after it."""
+    for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
+        value = getattr(config, name)
+        as_field: Any = value if isinstance(value, Field) else field(default=value)
+        as_field.metadata = {**as_field.metadata, "help": " ".join(text.split())}
+        setattr(config, name, as_field)
+    return config
+
+
 @dataclass
+@with_help
 class SFTConfig(trl.SFTConfig):
     r"""
     Configuration class for the [`SFTTrainer`]: every field of [`trl.SFTConfig`], and those of packing below.
@@ -91,10 +108,10 @@ class SFTConfig(trl.SFTConfig):
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
         tokens_per_rank (`int`, *optional*):
-            Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger; 2, 4, 8, ... ranks
-            then share a pack, and each holds a part of it. How many, the degree, is chosen for every micro-step. With
-            `packing_strategy` `"stream"` or `"bfd"` and `per_device_train_batch_size=1`. If unset, every rank has its
-            own packs.
+            Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger, up to this times the
+            number of ranks; 2, 4, 8, ... ranks then share a pack, and each holds a part of it. How many, the degree, is
+            chosen for every micro-step. With `packing_strategy` `"stream"` or `"bfd"` and
+            `per_device_train_batch_size=1`. If unset, every rank has its own packs.
         share_prefixes (`str`, *optional*, defaults to `"off"`):
             Documents that begin with the same tokens (a system prompt, a prompt with several answers, the turns of one
             chat as one sample each) forward this beginning once. `"pack"`: documents that share a pack share their
@@ -104,10 +121,10 @@ class SFTConfig(trl.SFTConfig):
             Where the test before the first step fails, nothing is shared, and a warning says why. Evaluation in packs
             shares, too, with the whole set sorted. Images are compared by their content, with `"pack"` only.
         exchange_speeds (`dict`, *optional*):
-            With `tokens_per_rank`: what devices and links reach, by which degrees are chosen. `flops` of one device per
-            second (default 400e12), bytes per second of an all-to-all `within` a node (300e9) and `between` nodes
-            (50e9), its `latency_within` and `latency_between` in seconds (20e-6, 60e-6), and `ranks_per_node` (8). Only
-            ratios decide.
+            With `tokens_per_rank`: what devices and links reach, by which degrees are chosen; as a flag, in JSON.
+            `flops` of one device per second (default 400e12), bytes per second of an all-to-all `within` a node (300e9)
+            and `between` nodes (50e9), its `latency_within` and `latency_between` in seconds (20e-6, 60e-6), and
+            `ranks_per_node` (8). Only ratios decide.
 
     Example:
 
@@ -115,124 +132,22 @@ class SFTConfig(trl.SFTConfig):
     'truncate'
     """
 
-    packing_strategy: Strategy = field(
-        default="stream",
-        metadata={
-            "help": "Which documents share a pack: 'stream' (shuffled order kept, planned anew every epoch), 'bfd' "
-            "(best-fit decreasing over the whole dataset), 'bfd_split' (the same, long documents split), 'wrapped' "
-            "(concatenate and cut, with document boundaries), 'minibatch' (the documents of the unpacked run in every "
-            "optimizer step).",
-            "choices": list(STRATEGIES),
-        },
-    )
-    overlong: Overlong | None = field(
-        default=None,
-        metadata={
-            "help": "What happens to documents longer than `max_length`: 'truncate', 'split', 'drop' or 'raise'. "
-            "Unset: 'split' for 'bfd_split' and 'wrapped', else 'truncate'.",
-            "choices": list(OVERLONG),
-        },
-    )
-    bad_rows: BadRows = field(
-        default="raise",
-        metadata={
-            "help": "What happens to rows that the tokenizer or its chat template cannot take: 'raise' stops and names "
-            "them, 'drop' leaves them out and counts them.",
-            "choices": list(BAD_ROWS),
-        },
-    )
-    per_turn: bool = field(
-        default=False,
-        metadata={
-            "help": "Train one sample per assistant turn: the history as the chat template renders it at this turn, "
-            "with the loss on this turn only."
-        },
-    )
-    on_leak: OnLeak = field(
-        default="repair",
-        metadata={
-            "help": "What to do when documents in a pack influence each other on this model: 'repair' makes the "
-            "modules where information crosses see each document by itself (and unpacks if that does not help), "
-            "'unpack' trains on the same documents as rows of padded batches (correct, but slower), 'raise' stops.",
-            "choices": list(ON_LEAK),
-        },
-    )
-    balance: Balance = field(
-        default="step",
-        metadata={
-            "help": "'step' gives all ranks packs of similar cost in each micro-step, 'none' packs as they come.",
-            "choices": list(BALANCE),
-        },
-    )
-    document_weighting: Weighting = field(
-        default="token",
-        metadata={
-            "help": "'token': every trained token of an optimizer step counts the same. 'document': every document "
-            "does, whatever its length.",
-            "choices": list(WEIGHTINGS),
-        },
-    )
-    weight_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column of the training set with a weight per row (0 or more), which multiplies the row's share of "
-            "the loss. Unset: all rows count the same."
-        },
-    )
-    source_column: str | None = field(
-        default=None,
-        metadata={"help": "Column that names the source of a row. Training and evaluation log a loss per source."},
-    )
-    enforce_flash_attention: bool = field(
-        default=True,
-        metadata={
-            "help": "On CUDA, run attention on packed batches with flash attention where a kernel can compute the "
-            "model, else document by document. False keeps the model's own implementation, which may build a (T, T) "
-            "mask per pack."
-        },
-    )
-    pad_documents_to_multiple_of: int | None = field(
-        default=None,
-        metadata={
-            "help": "Give every pack the same shapes, for torch.compile, CUDA graphs and FP8 kernels: the capacity in "
-            "tokens and this number of documents (more: the next multiple). It costs tokens."
-        },
-    )
-    peak_tflops: float | None = field(
-        default=None,
-        metadata={
-            "help": "Dense TFLOP/s of one device, for `mfu` in the log. Unset: common NVIDIA cards have their peak in "
-            "bfloat16; on others `mfu` is not logged."
-        },
-    )
-    packing_report: bool = field(
-        default=True,
-        metadata={"help": "Print what packing did before training, and save it as packing_report.json."},
-    )
-    tokens_per_rank: int | None = field(
-        default=None,
-        metadata={
-            "help": "Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger, up to the "
-            "number of ranks times this; ranks then share packs. Needs `per_device_train_batch_size` 1."
-        },
-    )
-
-    share_prefixes: SharePrefixes = field(
-        default="off",
-        metadata={
-            "help": "Documents that begin with the same tokens forward this beginning once: 'pack' where they share a "
-            "pack anyway (training stays the same up to rounding), 'family' also brings them together, 'off' never.",
-            "choices": list(SHARE_PREFIXES),
-        },
-    )
-    exchange_speeds: dict[str, float] | str | None = field(
-        default=None,
-        metadata={
-            "help": "With `tokens_per_rank`: what devices and links reach, as JSON with `flops` of a device per "
-            "second, bytes per second `within` and `between` nodes, `latency_within`, `latency_between`, and "
-            "`ranks_per_node`."
-        },
-    )
+    packing_strategy: Strategy = field(default="stream", metadata={"choices": list(STRATEGIES)})
+    overlong: Overlong | None = None
+    bad_rows: BadRows = "raise"
+    per_turn: bool = False
+    on_leak: OnLeak = "repair"
+    balance: Balance = "step"
+    document_weighting: Weighting = "token"
+    weight_column: str | None = None
+    source_column: str | None = None
+    enforce_flash_attention: bool = True
+    pad_documents_to_multiple_of: int | None = None
+    peak_tflops: float | None = None
+    packing_report: bool = True
+    tokens_per_rank: int | None = None
+    share_prefixes: SharePrefixes = "off"
+    exchange_speeds: dict[str, float] | str | None = None
 
     if TYPE_CHECKING:  # TRL's fields, with the values that packing accepts
         truncation_mode: TruncationMode = "keep_start"

@@ -276,7 +276,7 @@ class ExactEvaluation(PackedObjective):
         )
 
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
-        args, training = self.args, self._train_planner
+        args = self.args
         max_length = args.max_length or int(documents.lengths.max())
         if self._sorts_evaluation:
             return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
@@ -291,7 +291,7 @@ class ExactEvaluation(PackedObjective):
             writes_cache=args.local_process_index == 0,
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
-            degrees=None if training is None else training.degrees,  # at which the model is proved
+            degrees=self._training_degrees or None,  # at which the model is proved
         )
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
@@ -333,7 +333,7 @@ class ExactEvaluation(PackedObjective):
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self, packs.planner)
+                prove_degrees(self, packs.planner.degrees or ())
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

@@ -1,31 +1,31 @@
 """Sequence parallelism in the trainer: process groups, the proof of each degree, and a check of the packs."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ..attention.exchange import group_of, make_groups
+from ..attention.exchange import make_groups
+from ..data.stream import PackedStream
 from ..layout import Part, layout_of
 
 if TYPE_CHECKING:
-    from ..data.epochs import EpochPlanner
-    from ..data.sorted_set import SortedSet
     from ..isolation.report import IsolationReport
 
-NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs are believed to go on so
+NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
 
 
-def prove_degrees(trainer: Any, planner: "EpochPlanner | SortedSet") -> "list[IsolationReport]":
-    """Make the process groups of all degrees that a planner uses, and prove isolation at each. All ranks must call it.
+def prove_degrees(trainer: Any, degrees: Iterable[int]) -> "list[IsolationReport]":
+    """Make the process groups of all degrees, and prove isolation at each. All ranks must call it.
 
     Groups and proofs that exist are kept.
 
     Raises:
         PackingLeakError: the model cannot be trained on parts of a pack.
     """
-    degrees = [degree for degree in planner.degrees or () if degree > 1]
+    degrees = [degree for degree in degrees if degree > 1]
     make_groups(degrees, trainer.args.ddp_timeout_delta)
     with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
         return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in degrees]
@@ -34,46 +34,59 @@ def prove_degrees(trainer: Any, planner: "EpochPlanner | SortedSet") -> "list[Is
 class SamePackCheck(TrainerCallback):
     """Compares, in the first steps of a training, the packs that the ranks of a group have read.
 
-    Parts of different packs have equal shapes, so nothing else would notice. It runs again after a restart.
+    Parts of different packs have equal shapes, so nothing else would notice. It runs again after a restart. A stream is
+    read by each rank anew, so its packs are compared in every step.
     """
 
     def __init__(self) -> None:
         self.steps_left = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps_left = NUM_CHECKED_STEPS
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        is_stream = isinstance(getattr(train_dataloader, "dataset", None), PackedStream)
+        shares = args.world_size > 1 and args.tokens_per_rank is not None
+        self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if shares else 0
 
     def check(self, batches: list[dict[str, Any]]) -> None:
         """Compare the packs of one optimizer step. All ranks must call it.
 
         Raises:
-            ValueError: the ranks of a group have different packs.
+            ValueError: the ranks of a group have different packs; all ranks raise it.
         """
-        if not self.steps_left:
+        if not self.steps_left or not batches:
             return
         self.steps_left -= 1
-        for batch in batches:
-            if isinstance(part := layout_of(batch), Part):
-                check_same_pack(part, batch["input_ids"].device)
+        check_same_packs(batches)
 
 
-def check_same_pack(part: Part, device: torch.device) -> None:
-    """Compare the pack of this part with those of the other ranks of the group, which must all call this.
+def check_same_packs(batches: list[dict[str, Any]]) -> None:
+    """Compare the packs of these micro-batches between the ranks of each group. All ranks must call it.
+
+    All ranks compare those of all, because ranks that read different documents may also choose different degrees.
 
     Raises:
-        ValueError: they have different packs.
+        ValueError: the ranks of a group have different packs.
     """
-    group = group_of(part.degree)
-    own = torch.tensor([part.checksum, part.num_tokens], device=device)
-    given = [torch.empty_like(own) for _ in range(part.degree)]
-    dist.all_gather(given, own, group=group)
-    packs = [each.tolist() for each in given]
-    ranks = dist.get_process_group_ranks(group)
-    others = [rank for rank, pack in zip(ranks, packs, strict=True) if pack != packs[0]]
-    if others:
-        raise ValueError(
-            f"Rank {ranks[0]} has read a part of a pack of {packs[0][1]} tokens, and rank {others[0]} a part of "
-            f"another pack, of {packs[ranks.index(others[0])][1]} tokens. The {part.degree} ranks of a group hold "
-            "parts of one pack, so they would train on a mixture. Give all ranks the same dataset, tokenizer and "
-            "settings."
-        )
+    own = torch.tensor([_pack_of(batch) for batch in batches], device=batches[0]["input_ids"].device)
+    given = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(given, own)
+    for packs in zip(*(each.tolist() for each in given), strict=True):  # of one micro-step, rank after rank
+        degree = max(pack[0] for pack in packs)
+        if degree == 1:
+            continue
+        for rank, pack in enumerate(packs):
+            first = rank - rank % degree
+            if pack != packs[first]:
+                raise ValueError(
+                    f"Rank {first} has read a part of a pack of {packs[first][1]} tokens, and rank {rank} a part of "
+                    f"another pack, of {pack[1]} tokens. The {degree} ranks of a group hold parts of one pack, so they "
+                    "would train on a mixture. Give all ranks the same dataset, tokenizer and settings; in a stream, "
+                    "whatever is drawn at random needs a seed."
+                )
+
+
+def _pack_of(batch: dict[str, Any]) -> tuple[int, int, int]:
+    """What is compared: degree, tokens, and a checksum of what ranks share."""
+    layout = layout_of(batch)
+    if isinstance(layout, Part):
+        return layout.degree, layout.num_tokens, layout.checksum
+    return 1, batch["input_ids"].shape[1], 0

@@ -34,7 +34,7 @@ from . import checks
 from .config import SFTConfig
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
-from .planner import make_planner
+from .planner import make_planner, speeds
 from .progress import shown
 
 
@@ -64,6 +64,7 @@ class PackedLoading(trl.SFTTrainer):
         self._images: ImageData | None = None
         self._turns: TurnCounts | None = None  # of the training set, with `per_turn`
         self._train_planner: EpochPlanner | None = None
+        self._stream: PackedStream | None = None
         self.packs_images = packs_images(args, train_dataset)
         if self.packs_images:
             args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
@@ -185,6 +186,12 @@ class PackedLoading(trl.SFTTrainer):
         collate = self._with_row_values(self._training_collator)
         return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), collate)
 
+    @property
+    def _training_degrees(self) -> tuple[int, ...]:
+        """How many ranks may share a pack in training; () without sequence parallelism."""
+        packs = self._train_planner or self._stream
+        return () if packs is None else packs.degrees or ()
+
     def _make_planner(self) -> EpochPlanner:
         return make_planner(
             self.args,
@@ -282,7 +289,7 @@ class PackedLoading(trl.SFTTrainer):
     def _make_stream_loader(self) -> DataLoader:
         args = self.args
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
-        stream = PackedStream(
+        stream = self._stream = PackedStream(
             self.train_dataset,
             batch_size=self._train_batch_size,
             max_length=args.max_length,
@@ -299,6 +306,8 @@ class PackedLoading(trl.SFTTrainer):
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
+            tokens_per_rank=args.tokens_per_rank,
+            speeds=speeds(args),
         )
         self.packing_report = make_stream_report(stream, args.max_steps)
         collate = self._training_collator

@@ -26,7 +26,7 @@ from ..data.reader import TokenReader
 from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
 from . import checkpoints
-from .callbacks import BeforeFirstStep, PlanAhead
+from .callbacks import BeforeFirstStep
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
 from .evaluation import ExactEvaluation
@@ -150,7 +150,7 @@ class ExactRestart(ExactEvaluation):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # transformers calls no callback for a run that fails
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, (PlanAhead, BeforeFirstStep)):
+                if isinstance(callback, BeforeFirstStep):
                     callback.end()
 
     def _whole_checkpoint(self, given: str | bool) -> str | None:

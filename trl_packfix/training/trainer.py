@@ -26,7 +26,7 @@ from ..data.reader import mask_columns, without_ignored_mask
 from ..data.spans import drop_untrained
 from ..reporting.report import add_to_card
 from . import bad_rows, checks, messages, per_turn
-from .callbacks import BeforeFirstStep, BeforeTraining, PlanAhead, StreamCallback
+from .callbacks import BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .repeats import Repeats
 from .restart import ExactRestart
@@ -132,8 +132,8 @@ class SFTTrainer(ExactRestart):
 
         self.add_callback(BeforeTraining(self))
         if args.packing:
-            is_stream = isinstance(self.train_dataset, IterableDataset)
-            self.add_callback(StreamCallback(self) if is_stream else PlanAhead(self))
+            if isinstance(self.train_dataset, IterableDataset):
+                self.add_callback(StreamCallback(self))
             self.add_callback(BeforeFirstStep(self))
 
     # TRL tokenises and builds labels. Cutting and packing come later, on spans.

@@ -1,8 +1,8 @@
 """What common prefixes save: rows computed over tokens of documents, in the first epoch, and what a setting would save.
 
 With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
-packs, and some stretches of the table, are sorted for an estimate. It is cached, so that a second start reads no token.
-With images only "pack" is estimated, from fewer packs: their images must be processed.
+packs, and some stretches of the table, are sorted for an estimate. Only `trl-packfix plan` makes it: training logs what
+it computes. With images only "pack" is estimated, from fewer packs: their images must be processed.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.epochs import EpochPlanner
+from ..data.images import ImageRows
+from ..data.prefixes import PrefixCollator
+from ..data.reader import TokenReader
+from ..data.token_order import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
-from .cache import cached_arrays
-from .epochs import EpochPlanner
-from .images import ImageRows
-from .prefixes import PrefixCollator
-from .reader import TokenReader
-from .token_order import token_order
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
@@ -32,10 +31,10 @@ class PrefixSavings:
 
     Attributes:
         setting: `share_prefixes`.
-        rows: share with this setting, 1.0 for "off".
+        rows: share with this setting, 1.0 for "off"; None if not known, as for "pack" in training.
         flops: the same in modelled FLOPs.
         in_packs, in_families: shares that "pack" and "family" would compute; None if not known.
-        images: share of the images that go through the vision tower; None without images.
+        images: share of the images that go through the vision tower; None without images, or if not known.
         num_packs: packs from which `in_packs` (with "pack" also `rows`) is estimated; None: all.
         num_documents: documents from which `in_families` is estimated, neighbours in the table; None: all.
         num_families: families of these documents.
@@ -44,8 +43,8 @@ class PrefixSavings:
     """
 
     setting: SharePrefixes
-    rows: float
-    flops: float
+    rows: float | None = None
+    flops: float | None = None
     in_packs: float | None = None
     in_families: float | None = None
     images: float | None = None
@@ -56,42 +55,50 @@ class PrefixSavings:
     refused: str | None = None
 
 
-def prefix_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
-    """The savings of a run with this planner; None where prefixes cannot be shared, or the tokens are not known.
+def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
+    """What is known of a run with this planner without reading a token; None if it shares nothing."""
+    if planner.share_prefixes == "off":
+        return None
+    return _of_families(planner) if planner.shares_families else PrefixSavings("pack")
+
+
+def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
+    """The savings of a run that packs no families; None where prefixes cannot be shared, or tokens are not known.
 
     Also None for documents with images and "off": to know what sharing would save, images would be processed.
     """
     if isinstance(reader, ImageRows) and planner.share_prefixes == "pack":
-        return _with_images(planner, reader)
+        return _estimated_with_images(planner, reader)
     if not isinstance(reader, TokenReader):
         return None
-    if planner.shares_families:
-        return _of_families(planner)
-    found = cached_arrays(reader, "savings", _decisive(planner), lambda: _estimate(planner, reader))
-    rows, flops, in_families = (float(found[name]) for name in ("rows", "flops", "in_families"))
-    is_sample = len(planner.documents) > NUM_STRETCHES * STRETCH
-    packs = int(found["num_packs"])
+    schedule, documents = planner.schedule(0), planner.documents
+    filled = _some_packs(schedule.offsets, NUM_PACKS)
+    num_packs = len(filled)
+    slot = np.full(len(documents), -1)
+    for i in filled.tolist():
+        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
+    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    in_families, num_families = None, 0
+    if documents.block is None and planner.tokens_per_rank is None:
+        chosen = _stretches(len(documents))
+        tokens = token_order(reader, documents, chosen)
+        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
+        in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
+        num_families = pieces.num_families
+    shares = planner.share_prefixes == "pack"
     return PrefixSavings(
         setting=planner.share_prefixes,
-        rows=rows if planner.share_prefixes == "pack" else 1.0,
-        flops=flops if planner.share_prefixes == "pack" else 1.0,
+        rows=rows if shares else 1.0,
+        flops=flops if shares else 1.0,
         in_packs=rows,
-        in_families=None if np.isnan(in_families) else in_families,
-        num_packs=packs if packs == NUM_PACKS else None,
-        num_documents=NUM_STRETCHES * STRETCH if is_sample else None,
-        num_families=int(found["num_families"]),
+        in_families=in_families,
+        num_packs=num_packs if num_packs == NUM_PACKS else None,
+        num_documents=NUM_STRETCHES * STRETCH if len(documents) > NUM_STRETCHES * STRETCH else None,
+        num_families=num_families,
     )
 
 
-def _with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
-    found = cached_arrays(reader, "savings", _decisive(planner), lambda: _estimate_images(planner, reader))
-    rows, flops, images = (float(found[name]) for name in ("rows", "flops", "images"))
-    packs = int(found["num_packs"])
-    num_packs = packs if packs == NUM_IMAGE_PACKS else None
-    return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
-
-
-def _estimate_images(planner: EpochPlanner, reader: ImageRows) -> dict[str, np.ndarray]:
+def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
     schedule, documents, collate = planner.schedule(0), planner.documents, PrefixCollator(compare=reader.compare)
     image_costs = np.zeros(len(documents)) if planner.image_costs is None else planner.image_costs
     filled = _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
@@ -109,10 +116,9 @@ def _estimate_images(planner: EpochPlanner, reader: ImageRows) -> dict[str, np.n
         costs, saved = planner.cost_model(lengths), planner.cost_model(shared)
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
-    rows, flops, images = computed / np.maximum(totals, 1)
-    return {name: np.array(each) for name, each in {"rows": rows, "flops": flops, "images": images}.items()} | {
-        "num_packs": np.array(len(filled))
-    }
+    rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
+    num_packs = len(filled) if len(filled) == NUM_IMAGE_PACKS else None
+    return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
 
 
 def _some_packs(offsets: Int64Array, num_packs: int) -> Int64Array:
@@ -145,31 +151,6 @@ def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     lengths, cost = planner.documents.lengths[tokens.order], planner.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
     return 1 - float(shared.sum() / lengths.sum()), 1 - float(cost(shared).sum() / cost(lengths).sum())
-
-
-def _decisive(planner: EpochPlanner) -> dict[str, str]:
-    return {"documents": planner.documents.fingerprint, "settings": str(planner.settings())}
-
-
-def _estimate(planner: EpochPlanner, reader: TokenReader) -> dict[str, np.ndarray]:
-    schedule, documents = planner.schedule(0), planner.documents
-    filled = _some_packs(schedule.offsets, NUM_PACKS)
-    slot = np.full(len(documents), -1)
-    for i in filled.tolist():
-        slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
-    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
-    in_families, num_families = np.nan, 0
-    if planner.documents.block is None and planner.tokens_per_rank is None:
-        chosen = _stretches(len(documents))
-        tokens = token_order(reader, documents, chosen)
-        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
-        in_families = pieces.rows.sum() / documents.lengths[chosen].sum()
-        num_families = pieces.num_families
-    values = {"rows": rows, "flops": flops, "in_families": in_families}
-    return {name: np.array(each) for name, each in values.items()} | {
-        "num_packs": np.array(len(filled)),
-        "num_families": np.array(num_families),
-    }
 
 
 def _stretches(num_documents: int) -> Int64Array:
