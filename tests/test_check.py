@@ -84,7 +84,9 @@ def test_models_are_tiny_reproducible_and_without_dropout():
         ("qwen3_next", {"linear_attention", "full_attention"}),
         ("gemma3_text", {"sliding_attention", "full_attention"}),
         pytest.param("bailing_hybrid", {"linear_attention", "full_attention"}, marks=current_models),
-        ("deepseek_v4", {"heavily_compressed_attention", "compressed_sparse_attention"}),
+        ("deepseek_v4", {"sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"}),
+        pytest.param("minimax_m3_vl_text", {"minimax_m3_sparse", "full_attention"}, marks=current_models),
+        ("qwen2_moe", {"sliding_attention", "full_attention"}),
         ("lfm2", {"conv", "full_attention"}),
     ],
 )

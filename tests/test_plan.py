@@ -19,7 +19,8 @@ from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.planner import make_planner
 
-NOT_PLANNED = ("attention", "isolation")  # what only a model can say
+# What only a model can say, and what only `plan` estimates
+NOT_PLANNED = ("attention", "isolation", "prefixes")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, ca
     run.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
     assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
+    assert found["prefixes"]["in_packs"] < 1 and trained["prefixes"] is None
     planned = {name: found[name] for name in trained if name not in NOT_PLANNED}
     assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
     assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
