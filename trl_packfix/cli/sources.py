@@ -251,7 +251,7 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
     """The tokenizer of a model by its name or folder.
 
     Raises:
-        ValueError: there is none, or it has code of its own that may not run.
+        ValueError: it cannot be loaded, for example because its own code needs `--trust-remote-code`.
     """
     from transformers import AutoTokenizer
 

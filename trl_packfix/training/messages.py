@@ -42,7 +42,7 @@ def with_chat_roles(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         return dataset  # TRL refuses a transform
-    first = next(iter(dataset))
+    first: dict[str, Any] = next(iter(dataset), {})  # an empty dataset is refused later
     if not first.get("conversations") or not is_conversational_from_value(first):
         return dataset
     if isinstance(dataset, IterableDataset):
