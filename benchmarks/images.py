@@ -26,7 +26,7 @@ from support.vision import MESSAGES, build_processor, message
 from transformers import Qwen2_5_VLConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix.data import images
+from trl_packfix.data import image_rows
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.model_costs import make_cost_model, with_tower
@@ -55,7 +55,7 @@ def photos(num: int) -> Dataset:
     return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
 
 
-def processor(family: str) -> images.RowProcessor:
+def processor(family: str) -> image_rows.RowProcessor:
     """Of the tests, with the sizes of published checkpoints."""
     found = build_processor(family)
     settings = found.image_processor
@@ -67,17 +67,17 @@ def processor(family: str) -> images.RowProcessor:
     else:
         found.image_seq_len, settings.size = 169, {"longest_edge": 1456}
         settings.max_image_size = {"longest_edge": 364}
-    return images.RowProcessor(DataCollatorForVisionLanguageModeling(found))
+    return image_rows.RowProcessor(DataCollatorForVisionLanguageModeling(found))
 
 
 def lengths(family: str, dataset: Dataset) -> Row:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
     decoding, _ = cpu_seconds(lambda: [len(row["images"]) for row in dataset])
-    by_size, found = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
-    trusts, images.depends_on_sizes = images.depends_on_sizes, lambda processor: False
-    every, wanted = cpu_seconds(lambda: images.measure(dataset, process, "benchmark", None, drops=False))
-    images.depends_on_sizes = trusts
+    by_size, found = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", None, drops=False))
+    trusts, image_rows.depends_on_sizes = image_rows.depends_on_sizes, lambda processor: False
+    every, wanted = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", None, drops=False))
+    image_rows.depends_on_sizes = trusts
     same = sum(one == other for one, other in zip(found["length"], wanted["length"], strict=True))
     mean = np.mean(wanted["length"])
     row = (family, f"{mean:,.0f}", f"{every:.1f}", f"{by_size:.1f}", f"{every / by_size:.1f}", f"{decoding:.1f}")

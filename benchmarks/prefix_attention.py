@@ -31,11 +31,11 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import PackedDataCollator, prepare_for_packing
-from trl_packfix.attention.prefixes import MAX_KEYS, SharedRuns
+from trl_packfix.attention.runs import MAX_KEYS, SharedRuns
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT
-from trl_packfix.planning.prefixes import sort_key
+from trl_packfix.planning.families import sort_key
 
 # (file, conversations, tokens of thinking per turn or None for whole chats)
 CASES = [

@@ -44,7 +44,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.prefixes import shared_by_neighbours
+from trl_packfix.planning.families import shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
 FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}

@@ -61,8 +61,8 @@ from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.report import IsolationReport
 from trl_packfix.training.flops import own_peak_tflops, trained_share, training_flops
 
 WARM_UP, TIMED = 2, 20  # steps, at most

@@ -34,7 +34,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention import choice
 from trl_packfix.data.image_collator import ImageExamples, RopeIndex
-from trl_packfix.data.images import RowProcessor
+from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo

@@ -44,12 +44,12 @@ from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import CU_SEQ_LENS, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.data import loading, parts, stream
+from trl_packfix.data import loaders, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
-from trl_packfix.isolation.check import check_prefixes
+from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
@@ -236,12 +236,12 @@ class Whole(Shared):
         config.tokens_per_rank, config.gradient_accumulation_steps = self.tokens_per_rank, ACCUMULATION
         planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
         schedule = planner.schedule(0)
-        rows = loading.DocumentDataset(self._reader, self._documents, values=self._row_values)
+        rows = loaders.DocumentDataset(self._reader, self._documents, values=self._row_values)
         degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
         batches = []
         for slot, degree in enumerate(degrees):
             indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
-            batch = rows.__getitems__(indices or [loading.EMPTY])
+            batch = rows.__getitems__(indices or [loaders.EMPTY])
             collate = self._with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
             batches.append(collate(batch))
         return DataLoader(batches, batch_size=None)
@@ -269,7 +269,7 @@ class Whole(Shared):
             for each in streams:
                 pack = next(each)
                 part = pack if isinstance(pack, parts.PartOf) else parts.PartOf(pack, 1, 0)
-                documents = [loading.dummy_document(0)] if part.index else part.documents
+                documents = [loaders.dummy_document(0)] if part.index else part.documents
                 collate = PackedDataCollator(pad_to_multiple_of=part.degree)
                 if self.args.weight_column is not None:
                     collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
@@ -420,7 +420,7 @@ def late_shift():
             part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
         return part
 
-    with mock.patch.object(loading, "cut_part", wrong):
+    with mock.patch.object(loaders, "cut_part", wrong):
         yield
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from trl_packfix.cli import main
-from trl_packfix.cli.checking import tiny_model
+from trl_packfix.cli.check_model import tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import image_families, zoo
 from trl_packfix.survey import page as compatibility

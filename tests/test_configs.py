@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import trl_packfix
 from trl_packfix.cli import main
-from trl_packfix.cli.checking import check_model, tiny_model
+from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
 

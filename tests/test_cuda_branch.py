@@ -16,12 +16,12 @@ from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_packfix.attention import choice, prefixes, varlen
+from trl_packfix.attention import choice, runs, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 
 # The masks of transformers compare positions once per mask and forward, although no mask is made for packs.
 NOT_OURS = {"masking_utils.py:find_packed_sequence_indices"}
@@ -142,7 +142,7 @@ def shared_pack(num_documents, device="meta", length=80):
 @pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_read_on_the_host_with_shared_prefixes(model_type, most_keys, as_on_cuda, monkeypatch):
-    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
     model = prepared(model_type)
     with Calls() as calls:
         model(**shared_pack(8)).logits.sum().backward()

@@ -18,7 +18,7 @@ from trl_packfix.data import epochs
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
-from trl_packfix.data.loading import DocumentDataset, PackedBatchSampler, PartOf, document_loader
+from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, PartOf, document_loader
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents

@@ -20,7 +20,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
-from trl_packfix.data.loading import DocumentDataset
+from trl_packfix.data.loaders import DocumentDataset
 
 pytestmark = pytest.mark.processes
 

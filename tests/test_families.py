@@ -22,16 +22,15 @@ from trl_packfix.cli import main
 from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.epochs import EpochPlanner
-from trl_packfix.data.loading import PackedBatchSampler
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.loaders import PackedBatchSampler
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
-from trl_packfix.planning import prefixes
+from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.imbalance import imbalance, imbalance_bound
-from trl_packfix.planning.prefixes import (
+from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
     common_tokens,
@@ -41,6 +40,7 @@ from trl_packfix.planning.prefixes import (
     sort_by_tokens,
     sort_key,
 )
+from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
@@ -50,7 +50,7 @@ COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16,
 
 def sorted_by_tokens(documents, block=1):
     def read(chosen, first, width):
-        found = np.full((len(chosen), width), prefixes.END, dtype=">u4")
+        found = np.full((len(chosen), width), families.END, dtype=">u4")
         for row, i in enumerate(chosen.tolist()):
             tokens = documents[i][first : first + width]
             found[row, : len(tokens)] = tokens
@@ -157,10 +157,10 @@ def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
 def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
-    monkeypatch.setattr(prefixes, "KEYS_PER_CAPACITY", 100)
+    monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
     rows = make_pieces(found, lengths, np.ones(60, np.int64), COSTS, 150)
     assert rows.rows.tolist() == [103 + 11 * 4] * 5 and rows.num_families == 1
-    monkeypatch.setattr(prefixes, "KEYS_PER_CAPACITY", 4)
+    monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 4)
     keys = make_pieces(found, lengths, np.ones(60, np.int64), COSTS, 250)  # at most 1000 keys
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.
@@ -453,7 +453,7 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
 def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
-    end = prefixes.END
+    end = families.END
     found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), 4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 

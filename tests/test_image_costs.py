@@ -15,7 +15,7 @@ from trl_packfix import SFTTrainer
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.image_collator import ImageExamples
-from trl_packfix.data.images import ImageRows, RowProcessor, measure, sequence_sizes
+from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, TowerCosts

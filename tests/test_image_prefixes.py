@@ -18,14 +18,14 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention.forwards import packed_forwards
 from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, RopeIndex
-from trl_packfix.data.images import RowProcessor
-from trl_packfix.data.prefixes import Compared, PrefixCollator
-from trl_packfix.isolation.check import check_prefixes
+from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.data.prefix_collator import Compared, PrefixCollator
+from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.reporting.text import shown_packs
-from trl_packfix.training import prefixes as proof
+from trl_packfix.training import proofs as proof
 
 FAMILIES = ("llava", "qwen2_5_vl", "idefics3")
 

@@ -12,7 +12,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.images import CHECKED, RowProcessor, _numbers, measure
+from trl_packfix.data.image_rows import CHECKED, RowProcessor, _numbers, measure
 
 ROWS = rows(40)
 

@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
-from trl_packfix.data.images import ImageRows, RowProcessor, measure
+from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure
 from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel

@@ -13,7 +13,7 @@ from support.versions import current_models
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention.choice import select_attention
-from trl_packfix.isolation import check as isolation
+from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.randomness import DrawWatcher
 from trl_packfix.isolation.thresholds import thresholds

@@ -20,7 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.parts import cut_part
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, Layout, Rows, Runs, Whole, layout_of
 
 LABELS = ("labels", "shift_labels")
@@ -283,8 +283,8 @@ def test_only_those_who_make_a_layout_know_its_class():
                 for alias in node.names:
                     known.get(alias.name, set()).add(module)
     assert known == {
-        "LAYOUT": {"attention.forwards", "data.parts", "data.prefixes"},
-        "Runs": {"data.prefixes"},
+        "LAYOUT": {"attention.forwards", "data.parts", "data.prefix_collator"},
+        "Runs": {"data.prefix_collator"},
         "Part": {"data.parts", "training.groups"},  # whose check compares the packs of a group
         "Whole": set(),
         "Rows": set(),

@@ -13,14 +13,14 @@ from support.versions import enable_checkpointing
 from test_attention import MODELS, largest_gradient_error
 from torch import nn
 
-from trl_packfix.attention import kernels, prefixes, varlen
+from trl_packfix.attention import kernels, runs, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import PackedForward, entered, mark_packed_forwards, packed_forwards
 from trl_packfix.attention.kernels import math_attention, visible_keys
-from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_shared_on_cuda
+from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT
 
 # The kernels
@@ -75,7 +75,7 @@ def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dens
 def in_tiles(query, key, value, shared, *, window=None, chunk=None, softcap=None, sinks=None, **options):
     """As on devices without a flash kernel."""
     options |= {"softcap": softcap, "dropout": 0.0}
-    return prefixes._attend_in_tiles(query, key, value, shared, window, chunk, sinks, options)
+    return runs._attend_in_tiles(query, key, value, shared, window, chunk, sinks, options)
 
 
 FEATURES = {
@@ -95,8 +95,8 @@ PACKS = st.lists(TOKENS, min_size=2, max_size=9)
 def short_tiles():
     """So that the runs of these tests have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "FLASH_TILE", 4)
-        patch.setattr(prefixes, "MATH_TILE", 4)
+        patch.setattr(runs, "FLASH_TILE", 4)
+        patch.setattr(runs, "MATH_TILE", 4)
         patch.setattr(kernels, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
         yield
 
@@ -119,7 +119,7 @@ def test_random_packs_equal_the_definition_on_cuda(documents, name, most_keys):
     if LAYOUT not in batch:
         return
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
-        patch.setattr(prefixes, "MAX_KEYS", most_keys)
+        patch.setattr(runs, "MAX_KEYS", most_keys)
         assert difference(attend_shared_on_cuda, runs_of(batch), **FEATURES[name]) < 1e-12
 
 
@@ -144,7 +144,7 @@ def test_launches_above_the_bound_of_copied_keys(name, number, monkeypatch):
     """Full attention copies no key twice; windows and chunks copy the keys of some runs at a time."""
     shared = runs_of(packed(CHAT))
     num_rows, num_keys = int(shared.cu_seq_lens[0][-1]), len(shared.kv_index)
-    monkeypatch.setattr(prefixes, "MAX_KEYS", 1)
+    monkeypatch.setattr(runs, "MAX_KEYS", 1)
     with StrictVarlen() as calls:
         assert difference(attend_shared_on_cuda, shared, **FEATURES[name]) < 1e-12
     assert len(calls.forwards) == len(calls.backwards) == number
@@ -221,7 +221,7 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
             place = i if isinstance(places, slice) else int(places[i])
             total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
 
-    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)  # a launch per level sums most of them within the kernel
+    monkeypatch.setattr(runs, "MAX_KEYS", 100)  # a launch per level sums most of them within the kernel
     right = error(attend_shared_on_cuda)
     assert 0 < error(attend_shared) < 2 * right and 0 < error(in_tiles) < 2 * right < 0.02
     monkeypatch.setattr(kernels, "_add", in_bfloat16)
@@ -365,7 +365,7 @@ def test_each_document_is_as_alone(model_type, tiny_model, float64_everywhere):
 def test_each_document_is_as_alone_on_cuda(model_type, most_keys, tiny_model, float64_everywhere, monkeypatch):
     """The code for CUDA, with a strict stand-in for the operators of torch."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
-    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
     model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
     with StrictVarlen() as calls:
         assert_equal_alone(model, alone)

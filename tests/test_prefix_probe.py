@@ -12,11 +12,11 @@ from transformers.utils import logging
 from trl_packfix.attention import choice as attention
 from trl_packfix.attention.forwards import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import prefix_probe
-from trl_packfix.isolation.check import check_prefixes
+from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.report import PackingLeakError
 from trl_packfix.layout import LAYOUT
 from trl_packfix.survey import zoo
 from trl_packfix.survey.judge import PrefixJudge, with_prefixes

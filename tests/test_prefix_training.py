@@ -22,7 +22,7 @@ from support.versions import scores_tokens
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import PackedDataCollator, SFTTrainer
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, Runs, layout_of
 from trl_packfix.planning.strategies import plan_packs
 

@@ -96,7 +96,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dt
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
     if not is_seen:
-        monkeypatch.setattr("trl_packfix.isolation.check.FAR", ())
+        monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR", ())
     torch.manual_seed(0)
     model, batch = build_tiny_model("falcon", alibi=True), pack([3000, 40])
     with torch.no_grad():

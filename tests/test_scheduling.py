@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
-from trl_packfix.data.loading import PackedBatchSampler
+from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.balance import StepSettings

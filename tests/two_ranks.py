@@ -45,7 +45,7 @@ from transformers import EvalPrediction, TrainerCallback
 import trl_packfix.data.epochs
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.isolation import check as isolation
+from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.training.checks import synchronisation
 
 ROOT = Path(__file__).parent.parent

@@ -17,11 +17,11 @@ _MODULE_OF = {
     "plan_packs": "planning.strategies",
     "PackedDataCollator": "data.collator",
     "prepare_for_packing": "isolation.packed_model",
-    "IsolationReport": "isolation.report",
-    "PackingLeakError": "isolation.report",
-    "check_isolation": "isolation.check",
+    "IsolationReport": "isolation.isolation_report",
+    "PackingLeakError": "isolation.isolation_report",
+    "check_isolation": "isolation.check_isolation",
     "PackingReport": "reporting.report",
-    "packed_dataloader": "data.loading",
+    "packed_dataloader": "data.loaders",
 }
 
 __all__ = [
@@ -40,10 +40,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .data.collator import PackedDataCollator
-    from .data.loading import packed_dataloader
-    from .isolation.check import check_isolation
+    from .data.loaders import packed_dataloader
+    from .isolation.check_isolation import check_isolation
+    from .isolation.isolation_report import IsolationReport, PackingLeakError
     from .isolation.packed_model import prepare_for_packing
-    from .isolation.report import IsolationReport, PackingLeakError
     from .planning.packs import PackPlan
     from .planning.strategies import plan_packs
     from .reporting.report import PackingReport

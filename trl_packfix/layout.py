@@ -5,7 +5,7 @@ No caller asks which feature made a batch. It takes the layout of the batch, `la
     layout  is the layout of                                             in the batch
     Rows    an unpacked batch: each row is a document                    nothing, it is a view
     Whole   a pack: documents one after the other                        nothing, it is a view of the boundaries
-    Runs    a pack in which documents share rows (`data/prefixes.py`)    `batch["layout"]`
+    Runs    a pack in which documents share rows (`data/prefix_collator.py`)    `batch["layout"]`
     Part    the rows of one of the ranks that share a pack, of any of    `batch["layout"]`
             the packs above (`data/parts.py`)
 
@@ -238,7 +238,7 @@ class Whole(Layout):
 
 @dataclass(frozen=True, eq=False)
 class Runs(Layout):
-    """N documents in R rows, some of which belong to several documents (`data/prefixes.py`).
+    """N documents in R rows, some of which belong to several documents (`data/prefix_collator.py`).
 
     A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none. In a part the
     targets and `num_documents` are those of its own rows, and everything else is that of the whole pack.

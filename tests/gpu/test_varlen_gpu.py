@@ -8,14 +8,14 @@ import torch
 from support.versions import enable_checkpointing
 from torch import nn
 
-from trl_packfix.attention import prefixes
+from trl_packfix.attention import runs
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
-from trl_packfix.attention.prefixes import SharedRuns, attend_shared, attend_shared_on_cuda
+from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.prefixes import PrefixCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT
 
 pytestmark = pytest.mark.gpu
@@ -179,7 +179,7 @@ def shared_runs(device):
 @pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
 def test_shared_prefixes_equal_the_cpu(features, most_keys, monkeypatch):
-    monkeypatch.setattr(prefixes, "MAX_KEYS", most_keys)
+    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
     features, on_cpu = dict(features), shared_runs("cpu")
     sinks = features.pop("sinks", False)
     num_rows = int(on_cpu.cu_seq_lens[0][-1])

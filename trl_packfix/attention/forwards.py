@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
 from .models import backbone, base_model, text_config
-from .prefixes import SharedRuns
 from .rows import DocumentRows, Group
+from .runs import SharedRuns
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -58,8 +58,8 @@ class PackedForward:
         degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
             holds a part of its tokens.
         part_tokens: tokens of each part; None with degree 1.
-        kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefixes.py`), int64, shape
-            (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
+        kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
+            int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
         run_lengths: rows and keys of each run on the host, (runs, 2), or None.
     """
 

@@ -47,7 +47,7 @@ from .kernels import (
     kernel_head_dim,
     math_in_tiles,
 )
-from .prefixes import attend_shared, attend_shared_on_cuda
+from .runs import attend_shared, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
 # may select keys or change scores, as the `block_indices` of MiniMax-M3 do.

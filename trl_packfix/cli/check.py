@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from .checking import check_model
+    from .check_model import check_model
 
     result = check_model(
         args.model,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
-from ..planning.prefixes import SharePrefixes
+from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES
 
 if TYPE_CHECKING:

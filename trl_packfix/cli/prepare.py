@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    from ..data.images import has_images
+    from ..data.image_rows import has_images
     from .sources import load_rows, load_tokenizer
 
     settings = flags.tokenisation(args)

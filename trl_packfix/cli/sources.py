@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from ..data.cache_files import Cached
 from ..data.collator import IGNORE_INDEX
-from ..data.images import IMAGES, ImageRows, has_images
+from ..data.image_rows import IMAGES, ImageRows, has_images
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 from ..data.turns import check_conversations
 

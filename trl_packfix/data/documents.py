@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..planning.arrays import Int64Array
-from ..planning.prefixes import TokenOrder
+from ..planning.families import TokenOrder
 
 COLUMNS = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")  # of `Documents`, in its file
 

@@ -18,8 +18,8 @@ from ..planning.arrays import Float64Array, Int64Array
 from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel, document_costs
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
+from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.packs import PackPlan, plan_blocks, reordered
-from ..planning.prefixes import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_cached_packs

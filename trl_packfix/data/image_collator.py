@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .collator import IGNORE_INDEX, READ, PackedDataCollator
-from .images import RowProcessor
-from .prefixes import PrefixCollator, Run
+from .image_rows import RowProcessor
+from .prefix_collator import PrefixCollator, Run
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..planning.prefixes import END
+from ..planning.families import END
 from .collator import IGNORE_INDEX, MASKS
-from .prefixes import Compare
+from .prefix_collator import Compare
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # A mask may be boolean. The type of a column without values is null.

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..planning.arrays import Int64Array
 from ..planning.balance import StepSettings
+from ..planning.families import KEYS_PER_CAPACITY, shared_by_neighbours
 from ..planning.packs import PackPlan
-from ..planning.prefixes import KEYS_PER_CAPACITY, shared_by_neighbours
 from ..planning.schedule import Schedule, schedule_packs
 from .documents import Documents
 

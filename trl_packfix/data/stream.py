@@ -29,7 +29,7 @@ from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .loading import dummy_document, on_parts, unsharded_loader
+from .loaders import dummy_document, on_parts, unsharded_loader
 from .parts import PartOf
 from .row_values import WEIGHTS
 from .spans import Overlong, refuse_no_documents

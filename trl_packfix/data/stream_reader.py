@@ -19,7 +19,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
-from .checks import check_tokens
+from .dataset_checks import check_tokens
 from .documents import Ledger
 from .reader import BAD_ROW, TokenReader
 from .row_values import WEIGHTS, read_weights

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..planning.arrays import Int64Array
-from ..planning.prefixes import TokenOrder, sort_by_tokens
+from ..planning.families import TokenOrder, sort_by_tokens
 from .documents import Documents
 from .reader import TokenReader
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml, prepare_multimodal_messages
 
 from .collator import IGNORE_INDEX
-from .images import IMAGES
+from .image_rows import IMAGES
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows

@@ -16,12 +16,12 @@ from ..attention.kernels import KernelError, OwnAttentionError
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
-from .check import check_isolation, check_prefixes
+from .check_isolation import check_isolation, check_prefixes
 from .image_probe import ImageProbe, ImageSource
 from .image_unpacking import UnpackedImages
+from .isolation_report import IsolationReport, PackingLeakError
 from .probe import Probe
 from .repair import Repair
-from .report import IsolationReport, PackingLeakError
 from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.prefixes import PrefixCollator
+from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
 from .probe import NO_GRADIENT, CannotRun, Examples, Probe, exact

@@ -16,10 +16,10 @@ from torch import nn
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.varlen import OwnMaskError
 from .axes import ModuleAxes, NotLearned, learn_axes
-from .check import LENGTHS, judge, refused
+from .check_isolation import LENGTHS, judge, refused
+from .isolation_report import IsolationReport
 from .probe import CannotRun, Probe
 from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
-from .report import IsolationReport
 from .tracing import Evidence, find_leaks, find_raising, find_shifted
 
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe

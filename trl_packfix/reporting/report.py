@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..data.documents import Ledger
 from ..data.turns import TurnCounts
-from ..isolation.report import IsolationReport, finite
+from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import STRATEGIES, Strategy
 from .sample import LengthHistogram, PlanSample
 from .savings import PrefixSavings

@@ -10,7 +10,7 @@ import numpy as np
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.prefixes import PrefixCollator
+from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows
 from ..planning.arrays import Int64Array
 from ..planning.imbalance import rank_costs

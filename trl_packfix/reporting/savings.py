@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from ..data.epochs import EpochPlanner
-from ..data.images import ImageRows
-from ..data.prefixes import PrefixCollator
+from ..data.image_rows import ImageRows
+from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader
 from ..data.token_order import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
-from ..planning.prefixes import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
+from ..planning.families import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves

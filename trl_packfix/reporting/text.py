@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ..data.collator import IGNORE_INDEX, READ, PackedDataCollator
 from ..data.epochs import EpochPlanner
-from ..data.loading import DocumentDataset
-from ..data.prefixes import PrefixCollator
+from ..data.loaders import DocumentDataset
+from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows
 from .sample import plan_sample
 

@@ -52,7 +52,7 @@ from transformers.utils import is_torchvision_available
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.image_collator import ImageExamples, RopeIndex
-from ..data.images import RowProcessor
+from ..data.image_rows import RowProcessor
 from .zoo import byte_tokenizer, random_model
 
 # ChatML with the placeholder of one image per image in the content

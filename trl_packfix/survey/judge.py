@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data.collator import IGNORE_INDEX, PackedDataCollator
 from ..data.image_collator import ImageExamples
-from ..data.prefixes import PrefixCollator
+from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 
 TOLERANCE = 1e-4  # relative, in fp32

@@ -15,8 +15,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import PackedModel
-from ..isolation.report import IsolationReport, finite
 from . import image_families, zoo
 from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl
 

@@ -12,9 +12,8 @@ from ..attention.choice import backward_bytes
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
-from .groups import prove_degrees
-from .prefixes import prove_prefixes
 from .progress import shown_proof
+from .proofs import prove_degrees, prove_prefixes
 
 if TYPE_CHECKING:
     from .evaluation import ExactEvaluation

@@ -11,8 +11,8 @@ from trl.data_utils import get_dataset_column_names
 
 from ..attention.choice import ATTENTION_DROPOUT
 from ..compat import DDP
-from ..data.checks import check_rows, check_tokenised
-from ..data.images import has_images
+from ..data.dataset_checks import check_rows, check_tokenised
+from ..data.image_rows import has_images
 from ..data.row_values import read_row_values
 from ..planning.balance import Synchronisation
 from ..planning.degrees import possible_degrees

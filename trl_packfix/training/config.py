@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import trl
 from transformers import TrainingArguments
 
-from ..data.checks import check_choice, check_count, check_max_length, check_overlong
+from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.balance import Balance
-from ..planning.prefixes import SharePrefixes
+from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 
 Weighting = Literal["token", "document"]

@@ -27,8 +27,8 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.images import ImageRows
-from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
+from ..data.image_rows import ImageRows
+from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
 from ..data.sorted_set import SortedSet, plan_sorted
@@ -36,11 +36,10 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..layout import Targets, layout_of
 from .checks import check_prepared, check_tokenised
-from .groups import prove_degrees
 from .images import check_padded_images
 from .objective import PackedObjective
 from .planner import speeds
-from .prefixes import prove_prefixes
+from .proofs import prove_degrees, prove_prefixes
 from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)

@@ -1,34 +1,15 @@
-"""Sequence parallelism in the trainer: process groups, the proof of each degree, and a check of the packs."""
+"""Sequence parallelism in the trainer: a check that the ranks of a group read the same packs."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ..attention.exchange import make_groups
 from ..data.stream import PackedStream
 from ..layout import Part, layout_of
 
-if TYPE_CHECKING:
-    from ..isolation.report import IsolationReport
-
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
-
-
-def prove_degrees(trainer: Any, degrees: Iterable[int]) -> "list[IsolationReport]":
-    """Make the process groups of all degrees, and prove isolation at each. All ranks must call it.
-
-    Groups and proofs that exist are kept.
-
-    Raises:
-        PackingLeakError: the model cannot be trained on parts of a pack.
-    """
-    degrees = [degree for degree in degrees if degree > 1]
-    make_groups(degrees, trainer.args.ddp_timeout_delta)
-    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
-        return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in degrees]
 
 
 class SamePackCheck(TrainerCallback):

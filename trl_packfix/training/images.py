@@ -12,7 +12,7 @@ from ..attention.models import base_model
 from ..compat import DDP, main_process_first
 from ..data.collator import PackedDataCollator
 from ..data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
-from ..data.images import IMAGES, ImageRows, RowProcessor, has_images, measure
+from ..data.image_rows import IMAGES, ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
 from .config import SFTConfig
 

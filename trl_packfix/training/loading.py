@@ -16,10 +16,10 @@ from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.image_collator import PackedImageCollator
-from ..data.images import ImageRows, has_images
-from ..data.loading import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
+from ..data.image_rows import ImageRows, has_images
+from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
-from ..data.prefixes import PrefixCollator
+from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
 from ..data.stream import PackedStream, stream_loader

@@ -37,7 +37,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.models import base_model
 from ..compat import router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
-from ..data.images import sequence_sizes
+from ..data.image_rows import sequence_sizes
 from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Targets, layout_of

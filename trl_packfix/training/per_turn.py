@@ -12,7 +12,7 @@ from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
 from ..data.cache_files import Cached
-from ..data.checks import check_rows
+from ..data.dataset_checks import check_rows
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
 from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows

@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from ..attention.models import base_model
 from ..compat import load_renamed_weights
 from ..data.epochs import EpochPlanner
-from ..data.images import ImageRows
+from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__

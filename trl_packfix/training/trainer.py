@@ -21,7 +21,7 @@ from transformers import (
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
-from ..data import checks as dataset_checks
+from ..data import dataset_checks
 from ..data.reader import mask_columns, without_ignored_mask
 from ..data.spans import drop_untrained
 from ..reporting.report import add_to_card

@@ -26,9 +26,9 @@ from ..attention.forwards import mark_packed_forwards
 from ..attention.models import text_config
 from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource
+from .isolation_report import IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
 from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
-from .report import IsolationReport
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts

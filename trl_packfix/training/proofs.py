@@ -1,11 +1,13 @@
-"""Shared prefixes in the trainer: the proof on the wrapped model, and what happens where it fails."""
+"""Proofs on the wrapped model: shared prefixes, and parts of packs at each degree; and what follows where one fails."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers.utils import logging
 
-from ..isolation.report import PackingLeakError
+from ..attention.exchange import make_groups
+from ..isolation.isolation_report import IsolationReport, PackingLeakError
 
 logger = logging.get_logger(__name__)
 
@@ -36,3 +38,17 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
     trainer.shares_prefixes = False
     logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
     return reason
+
+
+def prove_degrees(trainer: Any, degrees: Iterable[int]) -> list[IsolationReport]:
+    """Make the process groups of all degrees, and prove isolation at each. All ranks must call it.
+
+    Groups and proofs that exist are kept.
+
+    Raises:
+        PackingLeakError: the model cannot be trained on parts of a pack.
+    """
+    degrees = [degree for degree in degrees if degree > 1]
+    make_groups(degrees, trainer.args.ddp_timeout_delta)
+    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
+        return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in degrees]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..layout import LAYOUT, Runs
-from ..planning.prefixes import MIN_SHARED, share_order
+from ..planning.families import MIN_SHARED, share_order
 from . import boundaries
 from .collator import IGNORE_INDEX, PackedDataCollator
 

@@ -20,8 +20,8 @@ from trl.trainer.utils import create_model_from_path
 
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
+from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
-from ..isolation.report import IsolationReport, finite
 from ..reporting.report import show_lines
 from ..survey import zoo
 from ..survey.shrinking import tiny_like

@@ -1,4 +1,4 @@
-"""Causal attention over a pack whose documents share prefixes (`data/prefixes.py`): the computation only.
+"""Causal attention over a pack whose documents share prefixes (`data/prefix_collator.py`): the computation only.
 
 Each run of rows attends to the rows of its document that come before it, and causally to itself. `kv_index` names the
 keys of each run; the last of them are its own rows.

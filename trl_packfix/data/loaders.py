@@ -22,14 +22,14 @@ from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_documents
-from .checks import (
+from .collator import IGNORE_INDEX, PackedDataCollator
+from .dataset_checks import (
     check_choice,
     check_count,
     check_max_length,
     check_not_padded,
     check_overlong,
 )
-from .collator import IGNORE_INDEX, PackedDataCollator
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model

@@ -27,7 +27,7 @@ from ..compat import training_every_token
 from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
-from .prefixes import Compare, Compared
+from .prefix_collator import Compare, Compared
 from .reader import BAD_ROW, bad_rows
 
 logger = logging.getLogger(__name__)
