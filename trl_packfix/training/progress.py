@@ -10,7 +10,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
 
-USUAL_FORWARDS = 21  # of a probe of a dense decoder with nothing to repair (tests/test_progress.py)
+USUAL_FORWARDS = 21  # of a probe of a dense decoder with nothing to repair (tests/training/test_progress.py)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from support.launch import environment
 
 from trl_packfix.attention.kernels import attend_on_cpu
 
-SCRIPT = Path(__file__).parent / "on_flash_attn.py"
+SCRIPT = Path(__file__).parents[1] / "on_flash_attn.py"
 # With every feature that reaches the kernel: windows, softcap, latent attention, experts, heads that share keys, layers
 # without attention, several rotary embeddings, layer norms on heads; and types that are repaired around it.
 NATIVE = """apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox

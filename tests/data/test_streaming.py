@@ -36,7 +36,7 @@ from trl_packfix.data.stream_reader import CHUNK
 from trl_packfix.planning.exact_fill import pack_arrivals
 from trl_packfix.planning.packs import plan_stream
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
 
 

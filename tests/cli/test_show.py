@@ -25,7 +25,7 @@ from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.sample import length_histogram
 from trl_packfix.reporting.text import pack_text, shown_packs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 

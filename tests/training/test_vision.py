@@ -262,7 +262,7 @@ def test_a_model_that_leaks_is_refused(tmp_path):
 
 
 def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import train_vision
 
     dataset = train_vision.digits(12, seed=0)
@@ -280,7 +280,7 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
 
 # Two ranks
 
-SCRIPT = Path(__file__).parent / "two_ranks_vision.py"
+SCRIPT = Path(__file__).parents[1] / "two_ranks_vision.py"
 ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp2": "FSDP2"}
 
 

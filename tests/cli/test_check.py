@@ -21,7 +21,7 @@ from trl_packfix.survey import sweep as sweeping
 from trl_packfix.survey.judge import Judge, packed_by_trl
 from trl_packfix.survey.sweep import NOT_TESTED, VERDICTS, Row, all_types, sweep, sweep_type
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
 
 

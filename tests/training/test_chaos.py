@@ -11,7 +11,7 @@ import torch
 
 pytestmark = pytest.mark.processes
 
-CHAOS = Path(__file__).parent / "chaos.py"
+CHAOS = Path(__file__).parents[1] / "chaos.py"
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")

@@ -16,7 +16,7 @@ from trl.scripts import sft
 from trl_packfix.cli import main, training
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm true --save_strategy no".split()
 
 

@@ -18,7 +18,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import COMMANDS, main
 from trl_packfix.data.collator import MASKS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

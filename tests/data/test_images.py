@@ -369,7 +369,7 @@ def test_logits_and_gradients_are_those_of_each_document_alone(family, dtype):
     assert max((one - two).abs().max() for one, two in zip(moved[1:], logits[1:], strict=True)) <= limit * scale
 
 
-# The sweep judges the rest, see tests/test_check.py
+# The sweep judges the rest, see tests/cli/test_check.py
 REST = ("mllama", "qwen3_5_moe", "glm4v_moe", "vipllava")
 OTHERS = sorted(image_families.FAMILIES.keys() - {*FAMILIES, *REST})
 AS_ROWS = ("gemma4", "paligemma")  # images see each other, or all of a document does

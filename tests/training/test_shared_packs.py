@@ -29,7 +29,7 @@ from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.checks import check_recomputation
 from trl_packfix.training.evaluation import EvaluationTotals
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
 WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
 

@@ -374,7 +374,7 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
     """What docs/per_turn.md says to do."""
     if not (TEMPLATES / "deepseek_r1_distill.jinja").exists():
         pytest.skip("this version of TRL does not have the template")
-    page = (Path(__file__).parents[1] / "docs" / "per_turn.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
     before, after = re.findall(r"`({% if '</think>' in content.*?%})`", page)
     tokenizer = tokenizer_with("deepseek_r1_distill")
     messages = chat(2, thinks=False)

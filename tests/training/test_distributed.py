@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from trl_packfix.survey import zoo
 from trl_packfix.training.checkpoints import FILE, damage
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENGINES = {
     "ddp": "DistributedDataParallel",
     "zero1": "DeepSpeedEngine 1",
