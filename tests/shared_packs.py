@@ -234,15 +234,15 @@ class Whole(Shared):
             return DataLoader(self._batches_of_streams(), batch_size=None)
         config = copy.copy(self.args)
         config.tokens_per_rank, config.gradient_accumulation_steps = self.tokens_per_rank, ACCUMULATION
-        planner = make_planner(config, self._documents, self._cost_model, NUM_RANKS, "micro", batch_size=1)
+        planner = make_planner(config, self.data.documents, self.data.cost_model, NUM_RANKS, "micro", batch_size=1)
         schedule = planner.schedule(0)
-        rows = loaders.DocumentDataset(self._reader, self._documents, values=self._row_values)
+        rows = loaders.DocumentDataset(self.data.reader, self.data.documents, values=self.data.row_values)
         degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
         batches = []
         for slot, degree in enumerate(degrees):
             indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
             batch = rows.__getitems__(indices or [loaders.EMPTY])
-            collate = self._with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
+            collate = self.data.with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
             batches.append(collate(batch))
         return DataLoader(batches, batch_size=None)
 
@@ -257,7 +257,7 @@ class Whole(Shared):
                     accumulation=ACCUMULATION,
                     rank=rank,
                     world_size=NUM_RANKS,
-                    cost_model=self._cost_model,
+                    cost_model=self.data.cost_model,
                     weight_column=self.args.weight_column,
                     tokens_per_rank=self.tokens_per_rank,
                 )
@@ -400,7 +400,7 @@ def restart(folder: Path, name: str, engine: str, **settings) -> dict:
         "weights": [weights(whole), weights(resumed)],
         "tokens": tokens,
         "seen": [whole.seen, resumed.seen],
-        "steps_to_compare": resumed._same_pack.steps_left,
+        "steps_to_compare": resumed.training_objective.same_pack.steps_left,
         "reports": [run.packing_report.to_dict() for run in (whole, resumed)],
     }
 

@@ -61,8 +61,8 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     assert 0 < dropped <= (counts == 2).sum() and wanted["ledger"]["truncated"]["documents"] > 0
     assert alone["images"]["num_images"] == counts.sum() - 2 * dropped
     assert 0.1 < alone["images"]["tower_share"] < 0.9
-    documents = training._documents.lengths
-    text = 3 * training._cost_model(documents).sum()
+    documents = training.data.documents.lengths
+    text = 3 * training.data.cost_model(documents).sum()
     assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
 
@@ -94,7 +94,7 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsy
 
     monkeypatch.setattr(image_rows, "_numbers", never)
     found = trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), max_length=80)
-    assert manifest["tokens"] == found._reader.lengths.sum() and manifest["rows"] == len(ROWS)
+    assert manifest["tokens"] == found.data.reader.lengths.sum() and manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
         other = AutoProcessor.from_pretrained(workplace / "model")
         other.num_additional_image_tokens = 0

@@ -95,7 +95,7 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):
-    (pack,) = shown_packs(run._make_planner(), run._reader, 1)
+    (pack,) = shown_packs(run.data.make_planner(), run.data.reader, 1)
     text = pack_text(pack, run.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]
@@ -222,7 +222,7 @@ def test_every_trained_token_is_drawn(run):
     """Tall bars are the trained tokens of the documents shown, and nothing else."""
     for pack in run.packing_report.sample.packs:
         for document, runs in zip(pack.documents, pack.trained, strict=True):
-            assert sum(end - first for first, end in runs) == run._documents.trained[document]
+            assert sum(end - first for first, end in runs) == run.data.documents.trained[document]
 
 
 def test_a_stream_has_no_picture(run):

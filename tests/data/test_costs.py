@@ -310,7 +310,7 @@ def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
     rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
     run = SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer())
     assert len(run.get_train_dataloader()) == 1
-    assert run._cost_model == make_cost_model(model.config) != LLAMA_7B
+    assert run.data.cost_model == make_cost_model(model.config) != LLAMA_7B
 
 
 def test_a_model_of_other_code_is_counted_by_its_class():

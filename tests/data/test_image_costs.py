@@ -21,6 +21,8 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, TowerCosts
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.reporting.build import make_report
+from trl_packfix.training import trainer as trainer_module
+from trl_packfix.training.objective import Objective
 
 ROWS = rows(12)
 
@@ -149,28 +151,29 @@ def test_the_report_has_the_imbalance_of_both_parts():
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-def test_the_log_counts_the_tower(tmp_path, is_frozen):
+def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
     model = build_model("llava_next")
     vision_tower(model).requires_grad_(not is_frozen)
     settings = {"packing_strategy": "minibatch", "max_steps": 1, "peak_tflops": 1.0, "max_length": 512}
     noted = []
 
-    class Noting(SFTTrainer):
-        def _training_flops(self, lengths):
-            noted.append(super()._training_flops(lengths))
+    class Noting(Objective):
+        def training_flops(self, lengths):
+            noted.append(super().training_flops(lengths))
             return noted[-1]
 
-        def _tower_flops(self, inputs):
-            noted.append(super()._tower_flops(inputs))
+        def tower_flops(self, inputs):
+            noted.append(super().tower_flops(inputs))
             return noted[-1]
 
-    run = Noting(
+    monkeypatch.setattr(trainer_module, "Objective", Noting)
+    run = SFTTrainer(
         model, config(tmp_path, **settings), train_dataset=ROWS, processing_class=build_processor("llava_next")
     )
     run.train()
-    assert run._trained_share == 1.0, "the frozen tower counts as a part of the language model"
-    documents, first = run._documents, run._train_planner.schedule(0).step_documents(0)
-    text = run._cost_model(documents.lengths[first]).sum()
+    assert run.training_objective.trained_share == 1.0, "the frozen tower counts as a part of the language model"
+    documents, first = run.data.documents, run.data.planner.schedule(0).step_documents(0)
+    text = run.data.cost_model(documents.lengths[first]).sum()
     tower = costs_of(model).tower(documents.image_values[first], documents.image_squares[first]).sum()
     assert tower > 0.1 * text
     # Tiles are joined with padding, and a frozen tower has no backward pass.

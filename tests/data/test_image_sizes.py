@@ -105,6 +105,6 @@ def test_an_image_without_its_end_is_found_before_training():
 def test_a_worker_raises_if_a_length_differs(tmp_path):
     args = config(tmp_path, max_length=200, dataloader_num_workers=1, max_steps=1)
     run = SFTTrainer(build_model("llava"), args, train_dataset=ROWS, processing_class=build_processor("llava"))
-    run._reader.lengths = run._reader.lengths + (run._reader.image_counts > 0)
+    run.data.reader.lengths = run.data.reader.lengths + (run.data.reader.image_counts > 0)
     with pytest.raises(ValueError, match=r"(?s)has \d+ tokens, and it had \d+ when it was measured"):
         run.train()

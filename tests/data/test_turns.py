@@ -280,7 +280,7 @@ def test_weights_and_sources_go_to_each_turn(tmp_path):
     data = data.add_column("share", [0.5, 1.0, 2.0, 4.0]).add_column("origin", ["a", "b", "a", "b"])
     run = run_per_turn(tmp_path, data, weight_column="share", source_column="origin", num_train_epochs=1)
     expected = [data[row["id"]]["share"] for row, _ in turns_of(data)]
-    assert run._row_values.weights.tolist() == expected and len(set(expected)) == 4
+    assert run.data.row_values.weights.tolist() == expected and len(set(expected)) == 4
     run.train()
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     labels = [sum(label != -100 for label in by_hand(row, k, TOKENIZERS["qwen3"])[1]) for row, k in turns_of(data)]

@@ -154,14 +154,14 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     logging.set_verbosity_warning()
     _, whole = rows_trained(tmp_path / "off")
     run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
-    assert run.shares_prefixes and run.packed_model.prefixes_are_proved
+    assert run.data.shares_prefixes and run.packed_model.prefixes_are_proved
     assert all(a < b for a, b in zip(shared, whole, strict=True))
     mamba = zoo.build_model("mamba")
     mamba.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
         run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
-    assert not run.shares_prefixes and unshared == whole
+    assert not run.data.shares_prefixes and unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
     assert run.packing_report.prefixes_text().startswith("not shared: these modules are repaired")
 

@@ -299,15 +299,15 @@ def test_batches_and_weights_are_the_same_with_and_without_the_cache(strategy, w
     monkeypatch.setattr(epochs, "MANY", 10)
     run = trainer(tmp_path / "kept", data, **settings)
     run.train()
-    files = [run._train_planner.file("schedule", epoch) for epoch in range(3)]
+    files = [run.data.planner.file("schedule", epoch) for epoch in range(3)]
     assert all(file.exists() for file in files)
     assert np.array_equal(weights(run), weights(alone))
 
-    per_epoch = run._train_planner.num_steps
+    per_epoch = run.data.planner.num_steps
     checkpoint = tmp_path / "kept" / f"checkpoint-{(per_epoch // 4 + 1) * 4}"
     assert per_epoch < int(checkpoint.name.split("-")[1]) < 2 * per_epoch, "not in the middle of epoch two"
     files[2].unlink()  # the first two are read, the third is made
     again = trainer(tmp_path / "kept", data, **settings)
     again.train(resume_from_checkpoint=str(checkpoint))
-    assert strategy == "minibatch" or is_mapped(again._train_planner.first_plan.order)
+    assert strategy == "minibatch" or is_mapped(again.data.planner.first_plan.order)
     assert np.array_equal(weights(again), weights(alone)) and files[2].exists()

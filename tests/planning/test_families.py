@@ -664,7 +664,7 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
         )
         assert max(logged(found, "computed_share")) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
-        savings.estimated_savings(found._train_planner, found._reader)
+        savings.estimated_savings(found.data.planner, found.data.reader)
     assert read
 
 
@@ -675,7 +675,7 @@ def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path
     whole.train()
     per_epoch = whole.state.max_steps // 2
     assert per_epoch > 4 and per_epoch % 5 and np.mean(logged(whole, "computed_share")) < 0.85
-    planner = whole._train_planner
+    planner = whole.data.planner
     assert sorted(planner.schedule(1).order.tolist()) == list(range(40))
     again, _ = trained(tmp_path, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))

@@ -157,7 +157,7 @@ def test_a_good_table_takes_the_way_of_trl_and_a_second_start_tokenises_nothing(
     left, ledgers = [], []
     for _ in range(2):
         run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
-        ledgers.append(run._documents.ledger)
+        ledgers.append(run.data.documents.ledger)
         left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
     assert left[0] == left[1] and len(left[0]) > 1 and ledgers[0] == ledgers[1]
     assert maps[2:] == ["Tokenizing train dataset"] * 2

@@ -9,7 +9,7 @@ from support.equivalence import MODELS, Case, assert_packed_equals_unpacked, err
 from support.rounding import LIMIT, tolerance
 from support.versions import divides_router_loss
 
-from trl_packfix.training.objective import PackedObjective
+from trl_packfix.training.objective import Objective
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +40,13 @@ def test_the_comparison_sees_a_leak(model):
 
 def test_an_error_of_one_in_ten_thousand_fails(monkeypatch):
     """However large rounding is where the suite runs: the tolerance has a limit."""
-    right = PackedObjective._loss
+    right = Objective._loss
 
     def wrong(*given):
         loss, outputs = right(*given)
         return 1.0001 * loss, outputs
 
-    monkeypatch.setattr(PackedObjective, "_loss", wrong)
+    monkeypatch.setattr(Objective, "_loss", wrong)
     with pytest.raises(AssertionError, match="losses|weights"):
         assert_packed_equals_unpacked(Case("llama"))
     assert LIMIT < 1e-4 and tolerance(1.0) == LIMIT and tolerance(0.0) < 2e-6

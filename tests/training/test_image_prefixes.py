@@ -253,10 +253,10 @@ def test_training_that_shares_images_is_unpacked_training(family):
     difference = weight_difference(found, wanted, start)
     shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
     print(f"{family}: {difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}, rows {shares}")
-    assert run.shares_prefixes and difference <= tolerance(rounding)
+    assert run.data.shares_prefixes and difference <= tolerance(rounding)
     assert unshared == [8] * 4 and max(seen) <= 3 and max(shares) < 0.7
     # what `plan` estimates, of the three steps of an epoch; the fourth begins another
-    report = estimated_savings(run._train_planner, run._reader)
+    report = estimated_savings(run.data.planner, run.data.reader)
     assert report.num_packs is None and report.images == sum(seen[:3]) / sum(unshared[:3])
     tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
@@ -284,7 +284,7 @@ def test_where_the_proof_fails_documents_are_packed_whole(monkeypatch):
     said = []
     monkeypatch.setattr(proof.logger, "warning", lambda text, *values: said.append(text % values))
     run, found, seen = trained("llava", **SHARED)
-    assert not run.shares_prefixes and seen == unshared
+    assert not run.data.shares_prefixes and seen == unshared
     assert weight_difference(found, wanted, start) <= tolerance(rounding)
     assert any(text.startswith("Documents are packed whole") for text in said)
     assert run.packing_report.prefixes_text().startswith("not shared: where documents share prefixes, ")
@@ -303,7 +303,7 @@ def test_evaluation_shares_images_with_the_same_loss(tmp_path):
 def test_show_draws_the_runs_that_are_trained(tmp_path):
     run = make(tmp_path, "llava", QUESTIONS, per_device_train_batch_size=8, **SHARED)
     loader = run.get_train_dataloader()
-    (pack,) = shown_packs(run._train_planner, run._reader, num_packs=1)
+    (pack,) = shown_packs(run.data.planner, run.data.reader, num_packs=1)
     batch = next(iter(loader))
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
     assert [each.num_images for each in pack.documents] == [1] * 8

@@ -25,7 +25,7 @@ from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.parts import cut_part
 from trl_packfix.survey.zoo import shrink
 from trl_packfix.training.noise import DocumentNoise
-from trl_packfix.training.objective import PackedObjective
+from trl_packfix.training.objective import check_weighting
 
 
 def halves(num=24, seed=0):
@@ -87,7 +87,7 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
     )
     step = first_step(run)
     ours = gradients(run, run.compute_loss, *step)
-    theirs = gradients(run, super(PackedObjective, run).compute_loss, *step)
+    theirs = gradients(run, super(SFTTrainer, run).compute_loss, *step)
     assert run.compute_loss.__func__ is not trl.SFTTrainer.compute_loss
     assert torch.equal(ours[0], theirs[0]) and ours[0].abs().min() > 0
     assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
@@ -102,7 +102,7 @@ def test_a_loss_function_without_logits_is_refused(tmp_path):
 
 def test_the_comparison_above_is_with_trl(tmp_path):
     run = trainer(tmp_path, halves())
-    assert super(PackedObjective, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
+    assert super(SFTTrainer, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
 
 
 class Waits(TorchDispatchMode):
@@ -226,8 +226,8 @@ def test_losses_without_documents_refuse_their_weights(settings, named, tmp_path
 def test_ranks_that_average_on_their_own_refuse_document_weights():
     given = {"document_weighting": "document", "label_smoothing_factor": 0.0, "loss_type": "nll", "world_size": 2}
     with pytest.raises(ValueError, match=r"average_tokens_across_devices=False` on 2 ranks"):
-        PackedObjective._check_weighting(SimpleNamespace(**given, average_tokens_across_devices=False), None)
-    PackedObjective._check_weighting(SimpleNamespace(**given, average_tokens_across_devices=True), None)
+        check_weighting(SimpleNamespace(**given, average_tokens_across_devices=False), None)
+    check_weighting(SimpleNamespace(**given, average_tokens_across_devices=True), None)
 
 
 def test_an_unknown_weighting_is_refused(tmp_path):
@@ -469,7 +469,7 @@ def test_router_statistic_has_no_padding(padding, tmp_path):
     (batch,), num_items = first_step(run)
     assert (batch["input_ids"][0, -8:] == 0).all(), "no padding"
     both = []
-    for compute_loss in (run.compute_loss, super(PackedObjective, run).compute_loss):
+    for compute_loss in (run.compute_loss, super(SFTTrainer, run).compute_loss):
         loss = compute_loss(run.model, dict(batch), num_items_in_batch=num_items).item()
         outputs = run.model(**batch, fused_lm_head=True)
         both.append(loss - (-outputs.log_probs.sum() / num_items).item())

@@ -220,11 +220,11 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
-    found._count(batch, shared, shared.trained)
-    (sums,) = found._totals_of_training._pending.values()
-    sums = dict(zip(found._totals_of_training.OF_BATCHES, sums.tolist(), strict=True))
+    found.training_objective.count(batch, shared, shared.trained)
+    (sums,) = found.training_objective.totals._pending.values()
+    sums = dict(zip(found.training_objective.totals.OF_BATCHES, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
-    steps = found._training_flops(positions + 1) - found._training_flops(positions)
+    steps = found.training_objective.training_flops(positions + 1) - found.training_objective.training_flops(positions)
     assert sums["flops"] == pytest.approx(steps.item(), rel=1e-12)
     assert sums["computed"] == len(positions) < sums["row_tokens"] == batch["labels"].numel()
     assert sums["tokens"] == shared.lengths.sum().item() > 1.2 * sums["computed"]
@@ -261,7 +261,7 @@ class Refuses(TrainerCallback):
     """What a proof does that fails."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.shares_prefixes = False
+        self.trainer.data.shares_prefixes = False
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -72,7 +72,7 @@ def test_more_epochs_may_be_trained(run, folder):
 def test_true_means_the_newest_whole_checkpoint(run, folder, caplog):
     (folder / "checkpoint-15" / "model.safetensors").write_bytes(b"half")
     again = resume(folder, True)
-    assert again._resumed[0] == str(folder / "checkpoint-10")
+    assert again.restart.resumed[0] == str(folder / "checkpoint-10")
     assert torch.equal(weights(again), weights(run))
     assert "checkpoint-15 is skipped, because its file `model.safetensors` has 4 bytes of" in caplog.text
 
@@ -82,15 +82,15 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     first = trainer(tmp_path, texts(40), **settings)
     first.train(resume_from_checkpoint="newest")
-    assert first._resumed is None and first.state.global_step == 4
+    assert first.restart.resumed is None and first.state.global_step == 4
     again = trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
     again.train(resume_from_checkpoint="newest")
-    assert again._resumed[0].endswith("checkpoint-4") and again.state.global_step == 6
+    assert again.restart.resumed[0].endswith("checkpoint-4") and again.state.global_step == 6
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
         (tmp_path / name / "trainer_state.json").unlink()
     anew = trainer(tmp_path, texts(40), **settings)
     anew.train(resume_from_checkpoint="newest")
-    assert anew._resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
+    assert anew.restart.resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
 @pytest.mark.slow
@@ -165,13 +165,13 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
 
 
 def test_zero_refuses_another_number_of_ranks_whatever_the_documents(run):
-    planner, checkpoint = run._train_planner, Path(run.args.output_dir) / "checkpoint-10"
+    planner, checkpoint = run.data.planner, Path(run.args.output_dir) / "checkpoint-10"
     state = json.loads((checkpoint / FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    check_same_batches("checkpoint-10", state, run._settings, planner)
+    check_same_batches("checkpoint-10", state, run.restart.settings, planner)
     state["engine"] = "deepspeed"
     with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*Set them back"):
-        check_same_batches("checkpoint-10", state, run._settings, planner)
+        check_same_batches("checkpoint-10", state, run.restart.settings, planner)
 
 
 @pytest.mark.slow

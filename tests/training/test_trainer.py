@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -15,22 +16,33 @@ from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
 from support.versions import TRL, trl_trains
+from transformers.integrations import integration_utils
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
 
 # The drop-in
 
-OURS = [cls for cls in SFTTrainer.__mro__ if cls.__module__.startswith("trl_packfix")]
+PARTS = ("data", "training_objective", "evaluation", "restart")
 
 
-def test_the_parts_of_the_trainer_are_one_line():
-    """Each part calls only its own base: it declares no name that only a part below it defines."""
-    names = ["SFTTrainer", "ExactRestart", "ExactEvaluation", "PackedObjective", "PackedLoading"]
-    assert [cls.__name__ for cls in OURS] == names
-    assert all(len(cls.__bases__) == 1 for cls in OURS)
-    declared = {name for cls in OURS for name in vars(cls).get("__annotations__", {}) if name not in vars(cls)}
-    assert declared == {"args", "model", "eval_dataset"}, "attributes of TRL's trainer, narrowed, and no others"
+def test_the_trainer_holds_its_parts():
+    """One class of ours, whose overrides delegate; the names of its parts mean nothing to TRL or transformers."""
+    assert SFTTrainer.__bases__ == (trl.SFTTrainer,)
+    attributes = set(SFTTrainer.__annotations__) - {"args", "model"}
+    assert attributes == {*PARTS, "packing_report", "packed_model"}
+    sources = [inspect.getsource(inspect.getmodule(cls)) for cls in trl.SFTTrainer.__mro__[:-1]]
+    sources += [inspect.getsource(integration_utils)]
+    known = set(re.findall(r"\b(?:self|trainer)\.([a-z_]+)", "".join(sources)))
+    assert {"args", "model", "objective", "state"} <= known and not attributes & known
+
+
+def test_overrides_are_short():
+    """The work is done by the parts, so that a trainer of another kind can hold them, too."""
+    overrides = {name: value for name, value in vars(SFTTrainer).items() if inspect.isfunction(value)}
+    del overrides["__init__"], overrides["_prepare_dataset"]  # the arguments of TRL; the order of the preparation
+    lines = {name: len(inspect.getsource(f).split('"""')[-1].splitlines()) for name, f in overrides.items()}
+    assert len(lines) > 15 and max(lines.values()) <= 15, lines
 
 
 def test_arguments_are_those_of_trl():
@@ -69,12 +81,12 @@ def test_arguments_are_those_of_trl():
 def test_what_is_overridden_has_not_changed_in_trl(method, parameters):
     """The overrides stand on these signatures of TRL and transformers; a change must be looked at, not inherited."""
     assert list(inspect.signature(getattr(trl.SFTTrainer, method)).parameters) == parameters.split()
-    assert method in {name for cls in OURS for name in vars(cls)}
+    assert method in vars(SFTTrainer)
 
 
 def test_nothing_else_is_overridden():
     inherited = {name for cls in trl.SFTTrainer.__mro__ for name in vars(cls)}
-    overridden = {name for cls in OURS for name in vars(cls) if name in inherited and not name.startswith("__")}
+    overridden = {name for name in vars(SFTTrainer) if name in inherited and not name.startswith("__")}
     assert overridden == {
         "_prepare_dataset",
         "get_train_dataloader",
@@ -237,7 +249,7 @@ def test_padding_free_without_packing_means_minibatch(tmp_path):
     assert (run.args.packing, run.args.packing_strategy) == (True, "minibatch")
     # TRL asks for `max_length=None` here; then the longest document is the limit
     longest = trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
-    assert longest._make_planner().max_length == longest._documents.lengths.max()
+    assert longest.data.make_planner().max_length == longest.data.documents.lengths.max()
     longest.train()
 
 

@@ -99,7 +99,7 @@ def test_stock_accumulation_is_another_mean(tmp_path):
 
 def test_tokens_are_counted_and_each_document_is_trained_once(tmp_path):
     run = make(tmp_path, num_train_epochs=1, packing_report=True)
-    lengths = run._documents.lengths
+    lengths = run.data.documents.lengths
     seen = [batch["cu_seq_lens_q"].diff().tolist() for batch in run.get_train_dataloader()]
     assert sorted(sum(seen, [])) == sorted(lengths.tolist()) and len(seen) < len(ROWS) / 2
     run.train()
@@ -137,7 +137,8 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     found = run.predict(held_out)
     assert len(found.predictions) == len(found.label_ids) == 5
     assert (found.label_ids != -100).sum(1).tolist() == [
-        len(run._read(held_out, "x").read(i, 0, n)["labels"]) for i, n in enumerate(run._read(held_out, "x").lengths)
+        len(run.data.read(held_out, "x").read(i, 0, n)["labels"])
+        for i, n in enumerate(run.data.read(held_out, "x").lengths)
     ]
 
 
@@ -158,10 +159,10 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
     plugin = SimpleNamespace(zero_stage=3)
     sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
     with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
-        check_padded_images(sharded, run._reader)
-    check_padded_images(run.accelerator, run._reader)
+        check_padded_images(sharded, run.data.reader)
+    check_padded_images(run.accelerator, run.data.reader)
     plugin.zero_stage = 2
-    check_padded_images(sharded, run._reader)
+    check_padded_images(sharded, run.data.reader)
 
 
 # Adapters and checkpointing
@@ -272,7 +273,7 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
     args = config(tmp_path, max_length=128, max_steps=1, per_device_train_batch_size=4)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
     trainer.train()
-    documents = trainer._documents
+    documents = trainer.data.documents
     answers = sum(max(len(images), 1) for images in dataset["images"])
     assert documents.ledger.kept.trained_tokens == answers + len(dataset), "each answer and its end are trained"
     assert 0 <= train_vision.accuracy(model, processor, dataset.select(range(3))) <= 1

@@ -326,7 +326,7 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
             "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
             f"will train, or remove the column `{name}` if the text alone is to be trained."
         )
-    reader = _trainer(dataset, processor, settings)._reader
+    reader = _trainer(dataset, processor, settings).data.reader
     assert isinstance(reader, ImageRows)
     return reader
 

@@ -1,7 +1,7 @@
 """Callbacks of the trainer: before the first step, and with each checkpoint."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -15,21 +15,18 @@ from ..reporting.report import metrics
 from .progress import shown_proof
 from .proofs import prove_degrees, prove_prefixes
 
-if TYPE_CHECKING:
-    from .evaluation import ExactEvaluation
-
 MUCH_GIB = 0.5  # memory that is worth a line in the report
 
 
 class BeforeTraining(TrainerCallback):
     """Refuses evaluation sets without a trained token before the first step, not at the first evaluation."""
 
-    def __init__(self, trainer: "ExactEvaluation"):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.eval_strategy != "no" or args.eval_on_start:
-            self.trainer.check_evaluation_sets()
+            self.trainer.evaluation.check_evaluation_sets()
 
 
 def backward_note(model: Any, most_documents: int | None) -> str:
@@ -54,7 +51,7 @@ class BeforeFirstStep(TrainerCallback):
         with trainer.compute_loss_context_manager(), shown_proof(args, trainer.packed_model):
             isolation = trainer.packed_model.prove(trainer.model_wrapped)
         report = trainer.packing_report
-        if trainer.shares_prefixes and trainer.packed_model.is_proved:
+        if trainer.data.shares_prefixes and trainer.packed_model.is_proved:
             reason = prove_prefixes(trainer, trainer.model_wrapped)
             if reason is not None and report.prefixes is not None:
                 report = replace(report, prefixes=replace(report.prefixes, refused=reason))
@@ -67,7 +64,7 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
         isolation.raise_if_leaking(args.on_leak)
-        prove_degrees(trainer, trainer._training_degrees)
+        prove_degrees(trainer, trainer.data.degrees)
         # Loggers get these, and the log history writes them to trainer_state.json
         trainer.log(
             {

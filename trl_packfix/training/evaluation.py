@@ -10,7 +10,7 @@ losses. If the user defines the loss, with `compute_loss_func` or with a subclas
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..compat import forget_evaluation
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Documents
@@ -34,10 +33,12 @@ from ..data.row_values import RowValues, read_row_values
 from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
+from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
 from .checks import check_prepared, check_tokenised
+from .config import SFTConfig
 from .images import check_padded_images
-from .objective import PackedObjective
+from .loading import TrainingData
 from .planner import speeds
 from .proofs import prove_degrees, prove_prefixes
 from .totals import source_metrics, sum_dtype, sums_by_source
@@ -111,51 +112,69 @@ class EvaluationTotals:
         return metrics | source_metrics(self.names, by_source)
 
 
-class ExactEvaluation(PackedObjective):
-    """The part of the trainer that evaluates and predicts: every document once, metrics from totals."""
+class Evaluation:
+    """How a trainer evaluates and predicts: every document once, metrics from totals.
 
-    eval_dataset: Any  # a dataset, or several by name
+    Args:
+        trainer: reads its settings, model, accelerator, data and objective; writes TRL's metrics of evaluation.
+        own: our class of trainers. A method that differs from the one of `own` is the user's.
+    """
+
+    _totals: EvaluationTotals
     _has_said_whose_loss = False
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        self._constructed_with.check(self.args, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        table = self._table(dataset)
-        if not self._evaluates_documents(table):
-            if isinstance(table, datasets.Dataset) and isinstance(
-                self._padded_collator, DataCollatorForLanguageModeling
-            ):
-                check_prepared(table, "eval")
-            return super().get_eval_dataloader(eval_dataset)
-        return self._evaluation_loader(table, needs_logits=self.compute_metrics is not None)
+    def __init__(self, trainer: Any, own: type):
+        self.trainer = trainer
+        self._own = own
 
-    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
-        table = self._table(test_dataset)
-        if not self._evaluates_documents(table):
-            return super().get_test_dataloader(test_dataset)
-        return self._evaluation_loader(table, needs_logits=True)
+    @property
+    def args(self) -> SFTConfig:
+        return self.trainer.args
+
+    @property
+    def _data(self) -> TrainingData:
+        return self.trainer.data
+
+    @property
+    def _packed_model(self) -> PackedModel:
+        return self.trainer.packed_model
+
+    def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader | None:
+        """The loader of a set, or None if TRL's is to be used.
+
+        Args:
+            needs_logits: metrics or predictions are computed from logits.
+            prepares: TRL has prepared the set, so it is refused if it is not.
+        """
+        table = self._table(dataset)
+        if self._evaluates_documents(table):
+            return self._evaluation_loader(table, needs_logits)
+        is_text = isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
+        if prepares and is_text and isinstance(table, datasets.Dataset):
+            check_prepared(table, "eval")
+        return None
 
     def _table(self, dataset: Any) -> Any:
         """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
-        if isinstance(dataset, IterableDataset) and self._images is not None:
+        if isinstance(dataset, IterableDataset) and self._data.images is not None:
             raise ValueError(
                 "An evaluation set is an `IterableDataset`, and the training set has images in packs. The documents of "
                 "an evaluation set with images are measured in a table. Load it without streaming."
             )
-        if isinstance(dataset, IterableDataset) and isinstance(self._padded_collator, DataCollatorForLanguageModeling):
+        if isinstance(dataset, IterableDataset) and isinstance(
+            self._data.padded_collator, DataCollatorForLanguageModeling
+        ):
             return read_whole(dataset, self.args.source_column)
         return dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
-        if self._images is not None and isinstance(dataset, datasets.Dataset):
+        if self._data.images is not None and isinstance(dataset, datasets.Dataset):
             return True  # with images or text alone: TRL prepares neither
         return (
             isinstance(dataset, datasets.Dataset)
             and "input_ids" in dataset.column_names
-            and isinstance(self._padded_collator, DataCollatorForLanguageModeling)
+            and isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
         )
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
@@ -166,18 +185,22 @@ class ExactEvaluation(PackedObjective):
             return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Padded batches give the same numbers.
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            with self.packed_model.attending(), self.compute_loss_context_manager():
-                if self.packed_model.isolation is None:
-                    self.packed_model.prove(self.model)
-            if self.shares_prefixes and self.packed_model.is_proved and not self.packed_model.prefixes_are_proved:
-                prove_prefixes(self, self.model)
-        return self.packed_model.is_proved
+        if not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled):
+            with self._packed_model.attending(), self.trainer.compute_loss_context_manager():
+                if self._packed_model.isolation is None:
+                    self._packed_model.prove(self.trainer.model)
+            if (
+                self._data.shares_prefixes
+                and self._packed_model.is_proved
+                and not self._packed_model.prefixes_are_proved
+            ):
+                prove_prefixes(self.trainer, self.trainer.model)
+        return self._packed_model.is_proved
 
     @property
     def _shares_evaluation(self) -> bool:
         """Whether packs of an evaluation share prefixes. A loss of the user has one label per row."""
-        return self.shares_prefixes and self._is_exact
+        return self._data.shares_prefixes and self.is_exact
 
     @property
     def _sorts_evaluation(self) -> bool:
@@ -185,7 +208,7 @@ class ExactEvaluation(PackedObjective):
 
         With packs of several ranks they meet by chance. With images, too: to sort them, all would have to be processed.
         """
-        return self._shares_evaluation and self.args.tokens_per_rank is None and self._images is None
+        return self._shares_evaluation and self.args.tokens_per_rank is None and self._data.images is None
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
@@ -210,13 +233,13 @@ class ExactEvaluation(PackedObjective):
         """
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
-        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+        if self.trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return
-        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
-        for name, dataset in sets.items():
+        given = self.trainer.eval_dataset
+        for name, dataset in (given if isinstance(given, dict) else {None: given}).items():
             if self._evaluates_documents(dataset):
                 self._sources_to_evaluate(dataset)  # refuses a bad column
-                documents = self._evaluation_documents(self._read(dataset, "evaluation"))
+                documents = self._evaluation_documents(self._data.read(dataset, "evaluation"))
                 self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
@@ -247,31 +270,31 @@ class ExactEvaluation(PackedObjective):
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
-        return [name for name in methods if _function(getattr(self, name)) is not getattr(ExactEvaluation, name)]
+        return [name for name in methods if _function(getattr(self.trainer, name)) is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
         args = self.args
-        if self._images is None or "input_ids" in dataset.column_names:
+        if self._data.images is None or "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             packing = args.packing if args.eval_packing is None else args.eval_packing
-            check_tokenised(dataset, "evaluation", self._vocab_size, packing)
-        reader = self._read(dataset, "evaluation")
+            check_tokenised(dataset, "evaluation", self._data.vocab_size, packing)
+        reader = self._data.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset)
-        rows = DocumentDataset(reader, documents, self._tokenizer.pad_token_id, values)
+        rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
-            if self._images is not None:
-                check_padded_images(self.accelerator, reader)
-                collate: Any = self._images.padded_collator(self._tokenizer.pad_token_id)
+            if self._data.images is not None:
+                check_padded_images(self.trainer.accelerator, reader)
+                collate: Any = self._data.images.padded_collator(self.trainer._tokenizer.pad_token_id)
             else:
-                collate = PaddedCollator(self._padded_collator)
-            return self._make_loader(rows, sampler, self._with_row_values(collate, values))
+                collate = PaddedCollator(self._data.padded_collator)
+            return self._data.make_loader(rows, sampler, self._data.with_row_values(collate, values))
         planner = self._evaluation_planner(documents)
-        collate = self._make_packed_collator(args.eval_batch_size, self._shares_evaluation)
-        return self._make_loader(
-            rows, PackedBatchSampler(planner, args.process_index), self._with_row_values(collate, values)
+        collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
+        return self._data.make_loader(
+            rows, PackedBatchSampler(planner, args.process_index), self._data.with_row_values(collate, values)
         )
 
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
@@ -286,125 +309,119 @@ class ExactEvaluation(PackedObjective):
             max_length=max_length,
             world_size=args.world_size,
             shuffle=False,
-            cost_model=self._cost_model,
+            cost_model=self._data.cost_model,
             writes_cache=args.local_process_index == 0,
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
-            degrees=self._training_degrees or None,  # at which the model is proved
+            degrees=self._data.degrees or None,  # at which the model is proved
         )
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column
         return read_row_values(dataset, None, column if column in dataset.column_names else None, "evaluation")
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> tuple[torch.nn.Module, DataLoader]:
-        if forget_evaluation(self.accelerator, self.model):
-            self.model_wrapped = self.model
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+    def run(
+        self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader, loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
-        if prediction_loss_only is None:
-            prediction_loss_only = self.args.prediction_loss_only
+        """Run an evaluation loop, and replace its loss and TRL's metrics by those of the whole set.
+
+        Args:
+            loop: TRL's loop over `dataloader`.
+            loss_only: no predictions are needed.
+            prefix: of the names of the metrics.
+
+        Raises:
+            ValueError: only a loss is computed, and the set has no trained token.
+        """
         # Predictions, metrics and the user's own `prediction_step` do not need a trained token.
         rows = dataloader.dataset
-        if prediction_loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
-            self._check_trained(rows.documents, metric_key_prefix)
-        self._gather_totals()  # `num_tokens` is also logged here
+        if loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
+            self._check_trained(rows.documents, prefix)
+        self.trainer.training_objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
-        self._totals = EvaluationTotals(self.accelerator.device, names)
-        if self._loss_of_user is not None and not self._has_said_whose_loss:
-            self._has_said_whose_loss = True
-            logger.warning(
-                "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
-                "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
-                self._loss_of_user,
-            )
+        self._totals = EvaluationTotals(self.trainer.accelerator.device, names)
+        self._say_whose_loss()
         sampler = getattr(dataloader, "batch_sampler", None)
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self, packs.planner.degrees or ())
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        metrics, loss = self._totals.metrics(self.accelerator), f"{metric_key_prefix}_loss"
+                prove_degrees(self.trainer, packs.planner.degrees or ())
+            output = loop()
+        metrics, loss = self._totals.metrics(self.trainer.accelerator), f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
             for name in [name for name in metrics if "/" in name]:
-                output.metrics[f"{metric_key_prefix}_{name}"] = metrics.pop(name)
+                output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists and adds them to what is logged
-            logged = self._metrics["eval"]
+            logged = self.trainer._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
-            logged["num_tokens"] = [self._total_train_tokens]
-        elif self._is_exact:
+            logged["num_tokens"] = [self.trainer._total_train_tokens]
+        elif self.is_exact:
             output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
         return output
+
+    def _say_whose_loss(self) -> None:
+        if self._loss_of_user is None or self._has_said_whose_loss:
+            return
+        self._has_said_whose_loss = True
+        logger.warning(
+            "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
+            "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
+            self._loss_of_user,
+        )
 
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
         """A context in which the model takes packs. If training is not packed, the model is proved first."""
         if self.args.packing:
-            with self.packed_model.attending():
+            with self._packed_model.attending():
                 yield
             return
-        packed_model = self._make_packed_model()
+        packed_model = self._data.make_packed_model()
         with packed_model.attending():
-            with self.compute_loss_context_manager():
-                packed_model.prove(self.model).raise_if_leaking()
+            with self.trainer.compute_loss_context_manager():
+                packed_model.prove(self.trainer.model).raise_if_leaking()
             yield
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether metrics are computed from totals; otherwise they are TRL's."""
-        return self._loss_of_user is None and (self.packs_images or not self._is_vision_dataset)
+        return self._loss_of_user is None and (self._data.packs_images or not self.trainer._is_vision_dataset)
 
     @property
     def _loss_of_user(self) -> str | None:
         """What the user has defined as the loss, for a message; None if nothing."""
-        if self.compute_loss_func is not None:
+        if self.trainer.compute_loss_func is not None:
             return "`compute_loss_func`"
         methods = self._overridden("compute_loss", "prediction_step")
-        return f"`{type(self).__name__}.{methods[0]}`" if methods else None
+        return f"`{type(self.trainer).__name__}.{methods[0]}`" if methods else None
 
-    def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+    def predict(
+        self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        if not self._is_exact:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        self._check_pack(inputs)
+        """Loss, logits and labels of a batch, which is added to the totals; with `loss_only` the loss alone."""
+        inputs = self.trainer._prepare_inputs(inputs)
+        objective = self.trainer.training_objective
+        objective.check_pack(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)
         targets = layout.targets(inputs["labels"][:, 1:] != IGNORE_INDEX) if "labels" in inputs else None
-        sources = None if targets is None else self._sources_of(targets)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if prediction_loss_only:
+        sources = None if targets is None else objective.sources_of(targets)
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            if loss_only:
                 assert targets is not None
-                if self.aux_loss_enabled:
+                if self.trainer.aux_loss_enabled:
                     inputs["output_router_logits"] = True
-                with self._router_logits(inputs) as router_logits:
+                with objective.router_logits(inputs) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
-                if self.aux_loss_enabled:
+                if self.trainer.aux_loss_enabled:
                     aux_loss = outputs.aux_loss
                     if layout.weighs_rows:
                         # zero on ranks after the first of a group, so the mean over ranks counts it once
-                        aux_loss = layout.degree * self._aux_loss(outputs, layout, targets.trained, router_logits)
-                    aux_loss = self.accelerator.gather(aux_loss).mean().item()
-                    self._metrics["eval"]["aux_loss"].append(aux_loss)
+                        aux_loss = layout.degree * objective.aux_loss(outputs, layout, targets.trained, router_logits)
+                    aux_loss = self.trainer.accelerator.gather(aux_loss).mean().item()
+                    self.trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs, targets, sources).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits

@@ -1,19 +1,18 @@
-"""The part of the trainer that makes batches: documents, planner, loaders, and the model that takes their packs."""
+"""The data of a training run: documents, planner, loaders, and the model that takes their packs."""
 
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset, IterableDataset
-from torch import nn
 from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
 from ..compat import require_gathers
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
+from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.image_collator import PackedImageCollator
 from ..data.image_rows import ImageRows, has_images
@@ -29,7 +28,6 @@ from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
-from ..reporting.report import PackingReport
 from . import checks
 from .config import SFTConfig
 from .images import ImageData, packs_images
@@ -38,47 +36,65 @@ from .planner import make_planner, speeds
 from .progress import shown
 
 
-class PackedLoading(trl.SFTTrainer):
-    """The part of the trainer that makes batches.
+class TrainingData:
+    """The data of a trainer, from its training set to batches.
 
     With packing, a table becomes documents when the trainer is constructed, and packs when training starts. If
-    `train_dataset` was replaced by then, the new one is read first.
+    `train_dataset` was replaced by then, the new one is read first. What datasets were given is checked before the
+    model is loaded. `attach` does what needs the model.
+
+    Args:
+        trainer: reads its settings, model, accelerator, tokenizer and training set; sets its `data_collator`,
+            `packed_model` and `packing_report`.
 
     Attributes:
-        packing_report: what packing did; None until the training loader is made, and without packing.
-        packed_model: what packed batches run on; only with packing.
+        reader: the rows of the training set; with packing of a table.
+        documents: the documents of the training set; with packing of a table.
+        row_values: weights and sources of the rows of the training set.
+        turns: what was counted when conversations were split, with `per_turn`.
+        planner: the planner of the epochs, from when training starts; None for a stream.
+        stream: the packs of a stream, from when training starts.
+        images: what packs need of images; None without.
         packs_images: whether packs have images.
+        padded_collator: the collator of an unpacked run.
         unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
             not a target.
     """
 
-    args: SFTConfig
-    model: nn.Module
-    _shares_prefixes = False
+    reader: TokenReader | ImageRows
+    documents: Documents
+    row_values: RowValues
+    padded_collator: Callable
+    unpacked_counts_first: bool
 
-    def __init__(self, *, model: Any, args: SFTConfig, train_dataset: Any, eval_dataset: Any, **kwargs: Any):
+    def __init__(self, trainer: Any, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
-        self._vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
-        checks.check_prepared_sets(args, train_dataset, eval_dataset, self._vocab_size)
-        self.packing_report: PackingReport | None = None
-        self._images: ImageData | None = None
-        self._turns: TurnCounts | None = None  # of the training set, with `per_turn`
-        self._train_planner: EpochPlanner | None = None
-        self._stream: PackedStream | None = None
+        self.trainer = trainer
+        self.vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, self.vocab_size)
+        self.images: ImageData | None = None
+        self.turns: TurnCounts | None = None
+        self.planner: EpochPlanner | None = None
+        self.stream: PackedStream | None = None
         self.packs_images = packs_images(args, train_dataset)
-        if self.packs_images:
-            args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
-        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
-        args.packing |= self.packs_images
+        self._shares_prefixes = False
+
+    def attach(self) -> None:
+        """Read the training set, and prepare the model for packs. The trainer has its model."""
+        trainer = self.trainer
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
-        self.unpacked_counts_first = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
-        self._padded_collator = self.data_collator  # of an unpacked run
+        self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+        self.padded_collator = trainer.data_collator
         if self.args.packing:
             self._prepare_packing()
         else:
             self._read_training_set()
-        self._constructed_with = checks.Constructed(self.args, self.model)
+        self.constructed_with = checks.Constructed(self.args, trainer.model)
+
+    @property
+    def args(self) -> SFTConfig:
+        return self.trainer.args
 
     # Weights and sources of rows
 
@@ -88,27 +104,20 @@ class PackedLoading(trl.SFTTrainer):
 
     def _read_row_values(self) -> RowValues:
         """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
-        if isinstance(self.train_dataset, IterableDataset):
+        if isinstance(self.trainer.train_dataset, IterableDataset):
             return RowValues()  # a stream is read, and checked, later
-        return read_row_values(self.train_dataset, self.args.weight_column, self.args.source_column, "train")
+        return read_row_values(self.trainer.train_dataset, self.args.weight_column, self.args.source_column, "train")
 
     def _collate_row_values(self) -> Callable:
         """The collator of unpacked rows, which have the two columns themselves."""
-        index = {value: i for i, value in enumerate(self._row_values.column_values)}
+        index = {value: i for i, value in enumerate(self.row_values.column_values)}
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         keys = {key: column for key, column in columns.items() if column is not None}
-        return RowValuesCollator(self._padded_collator, keys, index)
+        return RowValuesCollator(self.padded_collator, keys, index)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        known: list[str] = self._signature_columns or []
-        given = (self.args.weight_column, self.args.source_column)
-        columns: Any = known + [column for column in given if column is not None and column not in known]
-        self._signature_columns = columns
-
-    def _with_row_values(self, collate: Callable, values: RowValues | None = None) -> Callable:
+    def with_row_values(self, collate: Callable, values: RowValues | None = None) -> Callable:
         """`collate`, with the weights and sources that its documents have."""
-        values = values or self._row_values
+        values = values or self.row_values
         has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
         keys = {key: key for key, is_given in has.items() if is_given}
         return RowValuesCollator(collate, keys) if keys else collate
@@ -116,30 +125,30 @@ class PackedLoading(trl.SFTTrainer):
     def _prepare_packing(self) -> None:
         args = self.args
         self._shares_prefixes = args.share_prefixes != "off"
-        checks.check_parallelism(self.accelerator)
-        checks.check_recomputation(args, self.accelerator)
-        checks.check_one_device(self.model)
-        checks.check_quantisation(self.model, args.device.type)
-        self.padding_free = True
-        self._images = ImageData(self._padded_collator, self.model) if self.packs_images else None  # type: ignore[arg-type]
-        self.data_collator = self._make_packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
+        checks.check_parallelism(self.trainer.accelerator)
+        checks.check_recomputation(args, self.trainer.accelerator)
+        checks.check_one_device(self.trainer.model)
+        checks.check_quantisation(self.trainer.model, args.device.type)
+        self.trainer.padding_free = True
+        self.images = ImageData(self.padded_collator, self.trainer.model) if self.packs_images else None  # type: ignore[arg-type]
+        self.trainer.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         self._read_training_set()
-        self.packed_model = self._make_packed_model()
+        self.trainer.packed_model = self.make_packed_model()
 
     # Tables
 
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
-        args, dataset = self.args, self.train_dataset
-        self._row_values = self._read_row_values()
+        args, dataset = self.args, self.trainer.train_dataset
+        self.row_values = self._read_row_values()
         if not args.packing:
             if self._has_row_values:
-                self.data_collator = self._collate_row_values()
+                self.trainer.data_collator = self._collate_row_values()
         elif not isinstance(dataset, IterableDataset):
-            self._reader = self._read(dataset, "train")
-            with shown(args, f"Cutting {len(self._reader):,} rows into documents"):
-                self._documents = cached_documents(
-                    self._reader,
+            self.reader = self.read(dataset, "train")
+            with shown(args, f"Cutting {len(self.reader):,} rows into documents"):
+                self.documents = cached_documents(
+                    self.reader,
                     args.max_length,
                     args.effective_overlong,
                     args.truncation_mode,
@@ -150,69 +159,72 @@ class PackedLoading(trl.SFTTrainer):
 
     def _read_replaced_training_set(self) -> None:
         """Read `train_dataset` if it is not the one that was read before: a user may set it between two trainings."""
-        before, dataset, args = self._dataset_read, self.train_dataset, self.args
+        before, dataset, args = self._dataset_read, self.trainer.train_dataset, self.args
         if dataset is before:
             return
         if args.packing:
-            checks.check_replacement(dataset, before, self._vocab_size)
+            checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
-                self.train_dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
         if self._has_row_values:
-            checks.check_row_columns(args, self.train_dataset, None)
-        self._turns = None
+            checks.check_row_columns(args, self.trainer.train_dataset, None)
+        self.turns = None
         self._read_training_set()
 
-    def _read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
+    def read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
         """The rows of a table: tokens, or images and text, which are measured once."""
-        if self._images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
+        if self.images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
             return TokenReader(dataset)
-        return self._images.rows(dataset, name, self.args, marks=name == "train")
+        return self.images.rows(dataset, name, self.args, marks=name == "train")
 
-    def get_train_dataloader(self) -> DataLoader:
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self._constructed_with.check(self.args, model, trains=True)
+    def start(self) -> None:
+        """Refuse what was changed since construction, and read the training set if it was replaced."""
+        trainer = self.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self.constructed_with.check(self.args, model, trains=True)
         self._read_replaced_training_set()
-        if not self.args.packing:
-            return super().get_train_dataloader()
-        if isinstance(self.train_dataset, IterableDataset):
+
+    def packed_loader(self) -> DataLoader:
+        """The loader of packs of the training set. Plans the first epoch, and makes the report."""
+        if isinstance(self.trainer.train_dataset, IterableDataset):
             return self._make_stream_loader()
-        with shown(self.args, f"Planning packs of {len(self._documents):,} documents") as show:
-            planner = self._train_planner = self._make_planner()
-            show(f"Planned packs of {len(self._documents):,} documents; making the report")
-            self.packing_report = make_report(
-                planner, self.args.effective_overlong, self._reader, self.unpacked_counts_first, self._turns
+        with shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
+            planner = self.planner = self.make_planner()
+            show(f"Planned packs of {len(self.documents):,} documents; making the report")
+            self.trainer.packing_report = make_report(
+                planner, self.args.effective_overlong, self.reader, self.unpacked_counts_first, self.turns
             )
-        dataset = DocumentDataset(self._reader, self._documents, self._tokenizer.pad_token_id, self._row_values)
-        collate = self._with_row_values(self._training_collator)
-        return self._make_loader(dataset, PackedBatchSampler(planner, self.args.process_index), collate)
+        rows = DocumentDataset(self.reader, self.documents, self.trainer._tokenizer.pad_token_id, self.row_values)
+        collate = self.with_row_values(self._training_collator)
+        return self.make_loader(rows, PackedBatchSampler(planner, self.args.process_index), collate)
 
     @property
-    def _training_degrees(self) -> tuple[int, ...]:
+    def degrees(self) -> tuple[int, ...]:
         """How many ranks may share a pack in training; () without sequence parallelism."""
-        packs = self._train_planner or self._stream
+        packs = self.planner or self.stream
         return () if packs is None else packs.degrees or ()
 
-    def _make_planner(self) -> EpochPlanner:
+    def make_planner(self) -> EpochPlanner:
         return make_planner(
             self.args,
-            self._documents,
-            self._cost_model,
+            self.documents,
+            self.cost_model,
             self.args.world_size,
-            checks.synchronisation(self.accelerator),
-            batch_size=self._train_batch_size,  # lowered by `auto_find_batch_size`
+            checks.synchronisation(self.trainer.accelerator),
+            batch_size=self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             writes_cache=self.args.local_process_index == 0,
         )
 
     @cached_property
-    def _cost_model(self) -> CostModel:
-        model = base_model(self.model)
+    def cost_model(self) -> CostModel:
+        model = base_model(self.trainer.model)
         costs = make_cost_model(model.config, type(model))
         tower = vision_tower(model) if self.packs_images else None
         if tower is None:
             return costs
         return with_tower(costs, model.config, type(model), any(p.requires_grad for p in tower.parameters()))
 
-    def _make_loader(
+    def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable
     ) -> DataLoader:
         args = self.args
@@ -220,7 +232,7 @@ class PackedLoading(trl.SFTTrainer):
             dataset,
             sampler,
             collate,
-            self.accelerator.device,
+            self.trainer.accelerator.device,
             num_workers=args.dataloader_num_workers,
             pin_memory=self._pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -230,23 +242,23 @@ class PackedLoading(trl.SFTTrainer):
     @property
     def _training_collator(self) -> Callable:
         if self.args.pad_documents_to_multiple_of is None:
-            return self.data_collator
+            return self.trainer.data_collator
         # lowered by `auto_find_batch_size`
-        return self._make_packed_collator(self._train_batch_size, self.shares_prefixes)
+        return self.packed_collator(self.trainer._train_batch_size, self.shares_prefixes)
 
-    def _make_packed_collator(self, batch_size: int, shares: bool) -> Callable:
+    def packed_collator(self, batch_size: int, shares: bool) -> Callable:
         pack = self._make_row_collator(batch_size, shares)
-        return pack if self._images is None else self._images.packed_collator(self.args, pack, self.accelerator)
+        return pack if self.images is None else self.images.packed_collator(self.args, pack, self.trainer.accelerator)
 
     def _make_row_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
-        args, pad_token_id = self.args, self._tokenizer.pad_token_id
+        args, pad_token_id = self.args, self.trainer._tokenizer.pad_token_id
         if shares:
             return PrefixCollator(
                 args.pad_to_multiple_of,
                 pad_token_id,
                 # A router sees every token, also one on whose output no document is trained
-                keeps_last_rows=self.aux_loss_enabled,
-                compare=None if self._images is None else self._images.process.compare,
+                keeps_last_rows=self.trainer.aux_loss_enabled,
+                compare=None if self.images is None else self.images.process.compare,
             )
         if args.pad_documents_to_multiple_of is None:
             return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
@@ -267,14 +279,14 @@ class PackedLoading(trl.SFTTrainer):
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
         self._shares_prefixes = shares
-        collate: Any = self.data_collator
+        collate: Any = self.trainer.data_collator
         pack = collate.pack if isinstance(collate, PackedImageCollator) else collate
         if isinstance(pack, PrefixCollator):
             pack.shares = shares
 
     @property
     def _pin_memory(self) -> bool:
-        return self.args.dataloader_pin_memory and self.accelerator.device.type != "cpu"
+        return self.args.dataloader_pin_memory and self.trainer.accelerator.device.type != "cpu"
 
     @property
     def _worker_kwargs(self) -> dict[str, Any]:
@@ -289,9 +301,9 @@ class PackedLoading(trl.SFTTrainer):
     def _make_stream_loader(self) -> DataLoader:
         args = self.args
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
-        stream = self._stream = PackedStream(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
+        stream = self.stream = PackedStream(
+            self.trainer.train_dataset,
+            batch_size=self.trainer._train_batch_size,
             max_length=args.max_length,
             accumulation=args.gradient_accumulation_steps,
             rank=args.process_index,
@@ -299,32 +311,32 @@ class PackedLoading(trl.SFTTrainer):
             overlong=args.effective_overlong,
             truncation_mode=args.truncation_mode,
             balance=args.balance,
-            cost_model=self._cost_model,
-            synchronisation=checks.synchronisation(self.accelerator),
-            vocab_size=self._vocab_size,
-            pad_token_id=self._tokenizer.pad_token_id,
+            cost_model=self.cost_model,
+            synchronisation=checks.synchronisation(self.trainer.accelerator),
+            vocab_size=self.vocab_size,
+            pad_token_id=self.trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
         )
-        self.packing_report = make_stream_report(stream, args.max_steps)
+        self.trainer.packing_report = make_stream_report(stream, args.max_steps)
         collate = self._training_collator
         if args.weight_column is not None:
             collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
-        return stream_loader(stream, collate, self.accelerator.device, self._pin_memory)
+        return stream_loader(stream, collate, self.trainer.accelerator.device, self._pin_memory)
 
     # The model
 
-    def _make_packed_model(self) -> PackedModel:
+    def make_packed_model(self) -> PackedModel:
         args = self.args
         hooks = []
         if args.neftune_noise_alpha is not None:
-            hooks.append(DocumentNoise(base_model(self.model), args.neftune_noise_alpha))
+            hooks.append(DocumentNoise(base_model(self.trainer.model), args.neftune_noise_alpha))
         return PackedModel(
-            self.model,
-            self._attention_dtype,
+            self.trainer.model,
+            self.attention_dtype,
             args.device.type,
             args.max_length,
             args.on_leak,
@@ -332,12 +344,12 @@ class PackedLoading(trl.SFTTrainer):
             hooks,
             shares_packs=args.tokens_per_rank is not None,
             shares_prefixes=args.share_prefixes != "off",
-            images=None if self._images is None else self._images.examples,
+            images=None if self.images is None else self.images.examples,
         )
 
     @property
-    def _attention_dtype(self) -> torch.dtype:
+    def attention_dtype(self) -> torch.dtype:
         """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
         if self.args.bf16:
             return torch.bfloat16
-        return torch.float16 if self.args.fp16 else base_model(self.model).dtype
+        return torch.float16 if self.args.fp16 else base_model(self.trainer.model).dtype

@@ -1,4 +1,4 @@
-"""The training loss and its log: the only override of `compute_loss`.
+"""The training loss and its log.
 
 With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
 same, whatever its length (LongAlign, arXiv 2401.18058): the loss is the mean over the documents of the whole optimizer
@@ -47,7 +47,6 @@ from .config import SFTConfig
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import add_token_scores
-from .loading import PackedLoading
 from .routers import gives_router_logits, group_load_balancing
 from .totals import TrainingTotals, sums_by_source
 
@@ -57,11 +56,11 @@ NUM_DUMMY_TOKENS = 2
 class LossIsOurs(TrainerCallback):
     """Refuses, before the first optimizer step, a subclass whose loss does not use settings that need ours."""
 
-    def __init__(self, trainer: "PackedObjective"):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer._totals_of_training.is_scored:
+        if self.trainer.training_objective.totals.is_scored:
             return
         if args.tokens_per_rank is not None:
             raise ValueError(
@@ -95,135 +94,157 @@ def _settings_of_documents(args: Any) -> list[tuple[str, str]]:
     return found
 
 
-class PackedObjective(PackedLoading):
-    """The part of the trainer that computes the training loss and logs it.
+def check_weighting(args: Any, compute_loss_func: Callable | None) -> None:
+    weights = [found for found in _settings_of_documents(args) if "source_column" not in found[0]]
+    if not weights:
+        return
+    setting, remedy = weights[0]
+    reason = None
+    if compute_loss_func is not None:
+        reason = (
+            "`compute_loss_func`",
+            "It gets a whole batch and returns one number, in which documents have no weight",
+        )
+    elif args.label_smoothing_factor > 0 and args.loss_type != "dft":
+        reason = (
+            f"`label_smoothing_factor={args.label_smoothing_factor}`",
+            "The smoothed loss is one number per batch, in which documents have no weight",
+        )
+    elif not args.average_tokens_across_devices and args.world_size > 1:
+        reason = (
+            f"`average_tokens_across_devices=False` on {args.world_size} ranks",
+            "Each rank would take the mean over its own documents, so those on a rank with few would count more",
+        )
+    if reason is not None:
+        raise ValueError(
+            f"{setting} was given with {reason[0]}. {reason[1]}. {remedy}, or leave the other setting at its default."
+        )
 
-    `_total_train_tokens` counts real tokens, without padding and dummies. It is exact at each log and checkpoint.
+
+def _check_logits(args: Any, compute_loss_func: Callable | None) -> None:
+    if compute_loss_func is not None and args.loss_type == "chunked_nll":
+        raise ValueError(
+            '`compute_loss_func` was given with `loss_type="chunked_nll"`, the default of TRL below 1.15. That '
+            'loss computes no logits, which your function needs. Set `loss_type="nll"`.'
+        )
+
+
+class Objective:
+    """The training loss of a trainer, and its log.
+
+    Settings are checked before the model is loaded. `attach` does what needs the model.
+
+    Args:
+        trainer: reads its settings, model, accelerator, loss function and data; sets its `router_aux_loss_coef`,
+            `aux_loss_enabled`, `model_accepts_loss_kwargs` and `neftune_noise_alpha`, and counts its
+            `_total_train_tokens` and `state.num_input_tokens_seen`.
+
+    Attributes:
+        totals: sums over the trained batches. Tokens are real ones, without padding and dummies; exact at each log and
+            checkpoint.
+        values_of_batch: weights and sources of the documents of the current batch.
     """
 
-    def __init__(self, *, args: SFTConfig, compute_loss_func: Callable | None, **kwargs: Any):
-        self._check_weighting(args, compute_loss_func)
-        self._check_logits(args, compute_loss_func)
-        super().__init__(args=args, compute_loss_func=compute_loss_func, **kwargs)
-        self.compute_loss_func = compute_loss_func  # TRL below 1.15 replaces it for `loss_type="dft"`
+    totals: TrainingTotals
+
+    def __init__(self, trainer: Any, args: SFTConfig, compute_loss_func: Callable | None):
+        self.trainer = trainer
+        self.values_of_batch: dict[str, Tensor] = {}
+        self.same_pack = SamePackCheck()
+        self._loss_of_user = compute_loss_func
+        check_weighting(args, compute_loss_func)
+        _check_logits(args, compute_loss_func)
+
+    def attach(self) -> None:
+        """Prepare the model, and count from now on. The trainer has its model and its data."""
+        trainer, args = self.trainer, self.args
+        trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
         self._add_token_scores()
-        self.router_aux_loss_coef = router_loss_coefficient(self)
+        trainer.router_aux_loss_coef = router_loss_coefficient(trainer)
         self._check_router_loss()
-        if _settings_of_documents(args) and not self._owns_objective:
+        if _settings_of_documents(args) and not self.is_ours:
             setting, remedy = _settings_of_documents(args)[0]
             raise ValueError(
-                f"{setting} was given with unpacked images or sequence parallelism (`sp_size` {self.get_sp_size()}). "
-                f"There the loss is TRL's, which counts tokens of all rows together. {remedy}."
+                f"{setting} was given with unpacked images or sequence parallelism (`sp_size` {trainer.get_sp_size()})"
+                f". There the loss is TRL's, which counts tokens of all rows together. {remedy}."
             )
-        self._totals_of_training = TrainingTotals(self._row_values.names, args.share_prefixes != "off")
-        self.add_callback(self._totals_of_training)
-        self._same_pack = SamePackCheck()
-        self.add_callback(self._same_pack)
+        self.totals = TrainingTotals(trainer.data.row_values.names, args.share_prefixes != "off")
+        trainer.add_callback(self.totals)
+        trainer.add_callback(self.same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
-            self.neftune_noise_alpha = None
-        self._values_of_batch: dict[str, Tensor] = {}
+            trainer.neftune_noise_alpha = None
         if _settings_of_documents(args) or args.tokens_per_rank is not None or args.share_prefixes != "off":
-            self.add_callback(LossIsOurs(self))
+            trainer.add_callback(LossIsOurs(trainer))
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
-            self.model_accepts_loss_kwargs = True
-
-    @staticmethod
-    def _check_weighting(args: Any, compute_loss_func: Callable | None) -> None:
-        weights = [found for found in _settings_of_documents(args) if "source_column" not in found[0]]
-        if not weights:
-            return
-        setting, remedy = weights[0]
-        reason = None
-        if compute_loss_func is not None:
-            reason = (
-                "`compute_loss_func`",
-                "It gets a whole batch and returns one number, in which documents have no weight",
-            )
-        elif args.label_smoothing_factor > 0 and args.loss_type != "dft":
-            reason = (
-                f"`label_smoothing_factor={args.label_smoothing_factor}`",
-                "The smoothed loss is one number per batch, in which documents have no weight",
-            )
-        elif not args.average_tokens_across_devices and args.world_size > 1:
-            reason = (
-                f"`average_tokens_across_devices=False` on {args.world_size} ranks",
-                "Each rank would take the mean over its own documents, so those on a rank with few would count more",
-            )
-        if reason is not None:
-            raise ValueError(
-                f"{setting} was given with {reason[0]}. {reason[1]}. {remedy}, or leave the other setting at its "
-                "default."
-            )
-
-    @staticmethod
-    def _check_logits(args: Any, compute_loss_func: Callable | None) -> None:
-        if compute_loss_func is not None and args.loss_type == "chunked_nll":
-            raise ValueError(
-                '`compute_loss_func` was given with `loss_type="chunked_nll"`, the default of TRL below 1.15. That '
-                'loss computes no logits, which your function needs. Set `loss_type="nll"`.'
-            )
+            trainer.model_accepts_loss_kwargs = True
 
     @property
-    def _owns_objective(self) -> bool:
+    def args(self) -> SFTConfig:
+        return self.trainer.args
+
+    @property
+    def is_ours(self) -> bool:
         """False for unpacked images and sequence parallelism: everything stays TRL's."""
-        return (self.packs_images or not self._is_vision_dataset) and self.get_sp_size() == 1
+        return (
+            self.trainer.data.packs_images or not self.trainer._is_vision_dataset
+        ) and self.trainer.get_sp_size() == 1
 
     # The loss
 
     def _add_token_scores(self) -> None:
         if not scores_tokens():
-            add_token_scores(base_model(self.model))
+            add_token_scores(base_model(self.trainer.model))
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._add_token_scores()  # again, because a trainer of TRL may have been built on this model since
-        self._totals_of_training.set_sources(self._row_values.names)  # of a training set that was set since, too
-        return super()._prepare_for_training(*args, **kwargs)
+    def start(self) -> None:
+        """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
+        self._add_token_scores()  # a trainer of TRL may have been built on this model
+        self.totals.set_sources(self.trainer.data.row_values.names)
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # Removed before any `compute_loss`, because a model does not take them. DeepSpeed would round weights to bf16.
-        self._values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
-        return super()._prepare_inputs(inputs)
+    def take_values(self, inputs: dict[str, Any]) -> None:
+        """Take the weights and sources of documents out of a batch.
 
-    def _sources_of(self, targets: Targets) -> Tensor | None:
+        Before any `compute_loss`, because a model does not take them, and DeepSpeed would round weights to bf16.
+        """
+        self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
+
+    def sources_of(self, targets: Targets) -> Tensor | None:
         """The source of each value of `targets.of`; None without sources."""
-        if SOURCES not in self._values_of_batch:
+        if SOURCES not in self.values_of_batch:
             return None
-        return self._values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
+        return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        return_outputs: bool,
+        num_items_in_batch: Tensor | int | None,
     ) -> Tensor | tuple[Tensor, Any]:
-        if not (self.model.training and self._owns_objective):
-            _check_one_document_per_row(inputs)
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self._check_pack(inputs)
+        """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
+        self.check_pack(inputs)
         inputs["use_cache"] = False
-        if self.aux_loss_enabled:
+        if self.trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        with self._router_logits(inputs) as router_logits:
+        with self.router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+            loss = loss * (self.trainer.accelerator.num_processes // self.trainer.get_tp_size())
         layout = layout_of(inputs)
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
-        if self.aux_loss_enabled:
-            aux_loss = self._aux_loss(outputs, layout, targets.trained, router_logits)
-            if not self._is_smoothed and self.compute_loss_func is None:
+        if self.trainer.aux_loss_enabled:
+            aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits)
+            if not self._is_smoothed and self.trainer.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
-                loss = loss + self.router_aux_loss_coef * aux_loss / steps
+                loss = loss + self.trainer.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
         sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
-        self._totals_of_training.add_outputs([*sums, outputs.label_mask.new_ones(())])
-        if (sources := self._sources_of(targets)) is not None:
-            totals, names = self._totals_of_training, self._row_values.names
+        self.totals.add_outputs([*sums, outputs.label_mask.new_ones(())])
+        if (sources := self.sources_of(targets)) is not None:
+            totals, names = self.totals, self.trainer.data.row_values.names
             each = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
             totals.add_sources(sums_by_source(*each, sources, len(names)))
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
@@ -231,25 +252,25 @@ class PackedObjective(PackedLoading):
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
 
-    def _check_pack(self, inputs: dict[str, Any]) -> None:
+    def check_pack(self, inputs: dict[str, Any]) -> None:
         if self.args.packing:
-            self.packed_model.check_attends(inputs)
+            self.trainer.packed_model.check_attends(inputs)
 
     @property
     def _is_smoothed(self) -> bool:
-        return self.label_smoother is not None and self.args.loss_type != "dft"
+        return self.trainer.label_smoother is not None and self.args.loss_type != "dft"
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
-        if self.compute_loss_func is not None or self._is_smoothed:
+        if self.trainer.compute_loss_func is not None or self._is_smoothed:
             # Both need full logits. As in TRL, a second forward computes the metrics.
             outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
             labels = inputs.get("labels")
-            if self.compute_loss_func is not None:
-                loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
+            if self.trainer.compute_loss_func is not None:
+                loss = self.trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
             else:
-                assert self.label_smoother is not None
-                loss = self.label_smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items)
+                assert self.trainer.label_smoother is not None
+                loss = self.trainer.label_smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items)
             with torch.no_grad():
                 return loss, model(**inputs, fused_lm_head=True)
         outputs = model(**inputs, fused_lm_head=True)
@@ -263,7 +284,7 @@ class PackedObjective(PackedLoading):
             per_token_loss = per_token_loss / targets.trained.clamp(min=1)[targets.documents]
             count = (targets.trained > 0).sum()
             num_items = None if num_items is None else self._num_documents
-        weights = self._values_of_batch.get(WEIGHTS)
+        weights = self.values_of_batch.get(WEIGHTS)
         if weights is not None:
             per_token_loss = per_token_loss * weights.to(targets.documents.device)[targets.documents]
             count = self._total_weight(weights, targets.trained)
@@ -277,48 +298,41 @@ class PackedObjective(PackedLoading):
         counts = trained > 0 if self.args.document_weighting == "document" else trained
         return (weights.to(trained.device) * counts).sum()
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, torch.Tensor | int | None]:
-        if self.args.packing and self.state.global_step >= self.state.max_steps:
-            # Resumed after its last step: transformers checks `max_steps` only after a step
-            self.control.should_training_stop = True
-            return [], None
-        self._totals_of_training.start_fetch()
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._same_pack.check(batches)
-        return batches, num_items
-
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+    def count_step(
+        self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list], Any]
+    ) -> Any:
         """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
 
         The other divisors of our loss are stored for this step: the number of documents, and the number of
         micro-batches that have documents.
+
+        Args:
+            count: transformers' count of batches with labels.
         """
-        self._totals_of_training.start_step()
-        batches = [batch for batch in batch_samples if "labels" in batch] if self._owns_objective else []
+        self.totals.start_step()
+        batches = [batch for batch in batch_samples if "labels" in batch] if self.is_ours else []
         if not batches:
-            return super()._get_num_items_in_batch(batch_samples, device)
+            return count(batch_samples)
         own: list[Tensor] = []  # trained tokens of the documents that this rank counts
         for batch in batches:
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
-            self._count(batch, layout, trained)
+            self.count(batch, layout, trained)
             own.append(trained * layout.is_first)
-        if self.aux_loss_enabled:
+        accelerator = self.trainer.accelerator
+        if self.trainer.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
             filled = torch.stack([counts.any() for counts in own]).float().sum().to(device)
-            self._num_statistics = self.accelerator.reduce(filled, reduction="mean")
+            self._num_statistics = accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
             # transformers counts one label per document as if it were a token, so ranks are treated alike
             marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in own]
-            documents = [{"labels": mark, "shift_labels": mark} for mark in marks]
-            self._num_documents = super()._get_num_items_in_batch(documents, device)
+            self._num_documents = count([{"labels": mark, "shift_labels": mark} for mark in marks])
         if self.args.weight_column is not None:
             weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in zip(batches, own, strict=True)]
             weight = torch.stack(weights).sum()
-            self._weight_of_step = self.accelerator.reduce(weight.to(device), reduction="sum") / self.get_tp_size()
-        return super()._get_num_items_in_batch([layout_of(batch).labels(batch) for batch in batch_samples], device)
+            self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self.trainer.get_tp_size()
+        return count([layout_of(batch).labels(batch) for batch in batch_samples])
 
     # Auxiliary terms
 
@@ -328,9 +342,9 @@ class PackedObjective(PackedLoading):
         Raises:
             ValueError: `router_aux_loss_coef` is set for such a model.
         """
-        if not self.aux_loss_enabled:
+        if not self.trainer.aux_loss_enabled:
             return
-        model = base_model(self.model)
+        model = base_model(self.trainer.model)
         text = model.config.get_text_config()
         if gives_router_logits(model):
             if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
@@ -343,31 +357,31 @@ class PackedObjective(PackedLoading):
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
                 "leave it at its default."
             )
-        self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
+        self.trainer.aux_loss_enabled, self.trainer.router_aux_loss_coef = False, 0.0
         text.output_router_logits = False
 
     @contextmanager
-    def _router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
+    def router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        may_pad |= self.packs_images  # a rank without images may have a document that stands in for them
+        may_pad |= self.trainer.data.packs_images  # a rank without images may have a document that stands in for them
         layout = layout_of(inputs)
-        if not (self.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
+        if not (self.trainer.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
             yield caught
             return
 
         def catch(module: nn.Module, args: tuple, output: Any) -> None:
             caught[:] = output.router_logits
 
-        handle = base_model(self.model).base_model.register_forward_hook(catch)
+        handle = base_model(self.trainer.model).base_model.register_forward_hook(catch)
         try:
             yield caught
         finally:
             handle.remove()
 
-    def _aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, router_logits: list[Tensor]) -> Tensor:
+    def aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, router_logits: list[Tensor]) -> Tensor:
         """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
 
         Of a part of a pack: the statistic of the whole pack, with the gradient of this part. Ranks after the first of
@@ -375,7 +389,7 @@ class PackedObjective(PackedLoading):
         """
         if not router_logits:
             return outputs.aux_loss
-        config = base_model(self.model).config.get_text_config()
+        config = base_model(self.trainer.model).config.get_text_config()
         counts = layout.row_counts(trained)
         if layout.degree > 1:
             value = group_load_balancing(
@@ -390,73 +404,65 @@ class PackedObjective(PackedLoading):
 
     # Numbers for the log
 
-    def _count(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
+    def count(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
         sizes = layout.sizes(trained)
-        flops = self._training_flops(sizes.lengths)
+        flops = self.training_flops(sizes.lengths)
         if sizes.saved is not None:
-            flops = flops - self._training_flops(sizes.saved)
+            flops = flops - self.training_flops(sizes.saved)
         once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), flops]
         own, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         sums = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any()]
-        self._totals_of_training.add_batch([*sums, flops + self._tower_flops(inputs)])
+        self.totals.add_batch([*sums, flops + self.tower_flops(inputs)])
 
-    def _training_flops(self, lengths: Tensor) -> Tensor:
+    def training_flops(self, lengths: Tensor) -> Tensor:
         """FLOPs of forward and backward of the text of these documents, (N,); 0 if the cost is not known."""
-        if self._cost_model is LLAMA_7B:
+        if self.trainer.data.cost_model is LLAMA_7B:
             return lengths.new_zeros(())
         exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
-        return training_flops(self._cost_model, exact, self._trained_share).sum()
+        return training_flops(self.trainer.data.cost_model, exact, self.trained_share).sum()
 
-    def _tower_flops(self, inputs: dict[str, Any]) -> Tensor | float:
+    def tower_flops(self, inputs: dict[str, Any]) -> Tensor | float:
         """FLOPs of forward and backward of the images of a batch in the vision tower; 0 if their cost is not known."""
-        if self._cost_model is LLAMA_7B or self._cost_model.tower is None:
+        if self.trainer.data.cost_model is LLAMA_7B or self.trainer.data.cost_model.tower is None:
             return 0.0
         sizes = sequence_sizes(inputs)
         exact = sizes.to(torch.float32 if sizes.device.type == "mps" else torch.float64)
-        return 3 * self._cost_model.tower.flops(exact, exact**2).sum()
+        return 3 * self.trainer.data.cost_model.tower.flops(exact, exact**2).sum()
 
     @cached_property
-    def _trained_share(self) -> float:
-        tower = None if self._cost_model.tower is None else vision_tower(base_model(self.model))
-        return trained_share(self.model, without=tower)
+    def trained_share(self) -> float:
+        tower = None if self.trainer.data.cost_model.tower is None else vision_tower(base_model(self.trainer.model))
+        return trained_share(self.trainer.model, without=tower)
 
     @cached_property
     def _peak_tflops(self) -> float | None:
         if self.args.peak_tflops is not None:
             return self.args.peak_tflops
-        return own_peak_tflops(self.accelerator.device, self._attention_dtype)
+        return own_peak_tflops(self.trainer.accelerator.device, self.trainer.data.attention_dtype)
 
-    def _gather_totals(self) -> None:
+    def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
-        gathered = self._totals_of_training.gather(self.accelerator)
-        self._total_train_tokens += round(gathered["tokens"]) // self.get_tp_size()
+        gathered = self.totals.gather(self.trainer.accelerator)
+        self.trainer._total_train_tokens += round(gathered["tokens"]) // self.trainer.get_tp_size()
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
-        self.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
+        self.trainer.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Do nothing: `_gather_totals` counts.
-
-        transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding.
-        """
-        if not self._owns_objective:
-            super()._track_num_input_tokens(inputs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
+        """Add to `logs` what was trained since the last log. All ranks must call."""
         is_end = "train_runtime" in logs
-        if self._owns_objective and (is_end or ("loss" in logs and start_time is not None)):  # on all ranks
-            self._gather_totals()
-            totals = self._totals_of_training
-            if totals.num_steps:
-                logs |= totals.metrics(self._pack_capacity, self.args.world_size, self._peak_tflops)
-                if not self.aux_loss_enabled:
-                    logs.pop("aux_loss", None)
-                logs["num_tokens"] = self._total_train_tokens
-                totals.start_window()
-            if is_end and logs["train_runtime"]:
-                logs["train_samples_per_second"] = round(totals.num_documents / logs["train_runtime"], 3)
-        super().log(logs, start_time)
+        if not (self.is_ours and (is_end or ("loss" in logs and start_time is not None))):
+            return
+        self.gather_totals()
+        if self.totals.num_steps:
+            logs |= self.totals.metrics(self._pack_capacity, self.args.world_size, self._peak_tflops)
+            if not self.trainer.aux_loss_enabled:
+                logs.pop("aux_loss", None)
+            logs["num_tokens"] = self.trainer._total_train_tokens
+            self.totals.start_window()
+        if is_end and logs["train_runtime"]:
+            logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
 
     @property
     def _pack_capacity(self) -> int | None:
@@ -465,15 +471,11 @@ class PackedObjective(PackedLoading):
             return None
         if self.args.tokens_per_rank is not None:
             return self.args.tokens_per_rank
-        assert self.packing_report is not None  # made with the training loader
-        return self.packing_report.capacity
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._gather_totals()  # a checkpoint between two logs also counts the tokens since the last log
-        super()._save_checkpoint(model, trial)
+        assert self.trainer.packing_report is not None  # made with the training loader
+        return self.trainer.packing_report.capacity
 
 
-def _check_one_document_per_row(inputs: dict[str, Any]) -> None:
+def check_one_document_per_row(inputs: dict[str, Any]) -> None:
     """Refuse shared prefixes where TRL computes the loss: in evaluation mode, which has its own sums."""
     layout = layout_of(inputs)
     if not layout.shares_rows:

@@ -35,7 +35,7 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
             + ("" if args.on_leak == "raise" else ", and without sharing the planned packs do not fit")
             + '. Set `share_prefixes="off"`.'
         )
-    trainer.shares_prefixes = False
+    trainer.data.shares_prefixes = False
     logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
     return reason
 

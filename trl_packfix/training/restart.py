@@ -8,6 +8,7 @@ refused.
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import TrainOutput
 
 from ..attention.models import base_model
 from ..compat import load_renamed_weights
@@ -26,10 +26,8 @@ from ..data.reader import TokenReader
 from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
 from . import checkpoints
-from .callbacks import BeforeFirstStep
 from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
 from .config import SFTConfig
-from .evaluation import ExactEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -122,41 +120,41 @@ def _short(value: Any) -> str:
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
-class ExactRestart(ExactEvaluation):
-    """The part of the trainer that saves the state of a restart, and continues exactly or refuses."""
+class Restart:
+    """What a trainer saves for a restart, and reads at one: it continues exactly or refuses.
 
-    _resumed: tuple[str, dict[str, Any]] | None = None
+    Args:
+        trainer: reads its settings, accelerator, data and objective; sets its `_total_train_tokens`.
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
+    Attributes:
+        resumed: the checkpoint from which this training resumes, and its state; None for a new one.
+        settings: all settings that decide which documents are in which batch.
+    """
 
-        Args:
-            resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest" for
-                the same, or for a new run if there is none.
-            trial, ignore_keys_for_eval: as in transformers.
+    resumed: tuple[str, dict[str, Any]] | None = None
+    settings: dict[str, Any]
 
-        Raises:
-            ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
-        """
-        self._resumed = None
-        if resume_from_checkpoint:
-            resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
-        try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:  # transformers calls no callback for a run that fails
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, BeforeFirstStep):
-                    callback.end()
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._has_other_names = False
+
+    @property
+    def args(self) -> SFTConfig:
+        return self.trainer.args
+
+    @property
+    def _planner(self) -> EpochPlanner | None:
+        return self.trainer.data.planner
+
+    def choose(self, given: str | bool | None) -> str | bool | None:
+        """The checkpoint to resume from, whose state is `resumed` from now on."""
+        self.resumed = None
+        return self._whole_checkpoint(given) if given else given
 
     def _whole_checkpoint(self, given: str | bool) -> str | None:
-        """The checkpoint to load. The main process chooses it for all ranks, and `_resumed` becomes its state."""
+        """The checkpoint to load. The main process chooses it for all ranks, and `resumed` becomes its state."""
         found: list[Any] = [None, None, None, None]
-        if self.is_world_process_zero():
+        if self.trainer.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
                 found = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
@@ -171,8 +169,8 @@ class ExactRestart(ExactEvaluation):
             return None
         self._check_origin(checkpoint, state)
         if state is not None:
-            self._resumed = checkpoint, state
-            self._total_train_tokens = state["num_tokens"]
+            self.resumed = checkpoint, state
+            self.trainer._total_train_tokens = state["num_tokens"]
         return checkpoint
 
     def _check_origin(self, checkpoint: str, state: dict[str, Any] | None) -> None:
@@ -181,7 +179,7 @@ class ExactRestart(ExactEvaluation):
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
                 f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
             )
-        table_or_stream = "stream" if isinstance(self.train_dataset, IterableDataset) else "table"
+        table_or_stream = "stream" if isinstance(self.trainer.train_dataset, IterableDataset) else "table"
         now = f"with packing a {table_or_stream}" if self.args.packing else "without packing"
         before = "without packing, by another trainer or with `save_only_model=True`"
         if state is not None:
@@ -202,7 +200,7 @@ class ExactRestart(ExactEvaluation):
 
     def _loss_settings(self) -> dict[str, Any]:
         """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
-        args, weights = self.args, self._row_values.weights
+        args, weights = self.args, self.trainer.data.row_values.weights
         is_dft = args.loss_type == "dft"
         return {
             "document_weighting": args.document_weighting,
@@ -210,7 +208,7 @@ class ExactRestart(ExactEvaluation):
             WEIGHTS: None if weights is None else hashlib.sha256(weights.astype("<f4").data).hexdigest(),
             "loss_type": "dft" if is_dft else "nll",  # "chunked_nll" is the same loss in less memory
             "label_smoothing_factor": 0.0 if is_dft else args.label_smoothing_factor,
-            "router_aux_loss_coef": self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
+            "router_aux_loss_coef": self.trainer.router_aux_loss_coef if self.trainer.aux_loss_enabled else 0.0,
         }
 
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
@@ -231,74 +229,69 @@ class ExactRestart(ExactEvaluation):
     @property
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
-        return "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else "none"
+        return "deepspeed" if self.trainer.is_deepspeed_enabled else "fsdp" if self.trainer.is_fsdp_enabled else "none"
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def load(self, load: Callable[[], None], checkpoint: str, model: torch.nn.Module | None) -> None:
+        """Load weights. Those that transformers has saved under other names than the model has are read again."""
         self._has_other_names = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load()
         if self._has_other_names:
-            load_renamed_weights(base_model(self.model if model is None else model), resume_from_checkpoint)
+            load_renamed_weights(base_model(self.trainer.model if model is None else model), checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def explains(self, load_result: Any) -> bool:
+        """Whether `load` reads again what transformers would warn of."""
         self._has_other_names = bool(load_result.unexpected_keys)
-        if not self._has_other_names:
-            super()._issue_warnings_after_load(load_result)
+        return self._has_other_names
 
-    def get_train_dataloader(self) -> DataLoader:
-        """The training loader. If the run resumes, its batches and its loss are compared with those of the checkpoint.
+    def check_training_set(self) -> None:
+        """Compare the batches of the first epoch and the loss with those of the checkpoint.
 
         Raises:
             ValueError: they differ.
         """
-        loader = super().get_train_dataloader()
-        planner = self._train_planner
-        if planner is not None:
-            self._settings = settings_of(self.args, planner, self._reader)
-            if self._resumed is not None and not self.args.ignore_data_skip:
-                check_same_batches(*self._resumed, self._settings, planner)
-        if self._resumed is not None:
-            self._check_same_loss(*self._resumed)
-        return loader
+        if self._planner is not None:
+            self.settings = settings_of(self.args, self._planner, self.trainer.data.reader)
+            if self.resumed is not None and not self.args.ignore_data_skip:
+                check_same_batches(*self.resumed, self.settings, self._planner)
+        if self.resumed is not None:
+            self._check_same_loss(*self.resumed)
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> tuple[torch.nn.Module, DataLoader]:
-        # The only method that has both the checkpoint and the loader: a stream continues from the state saved there.
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        stream = getattr(train_dataloader, "dataset", None)
-        if resume_from_checkpoint is not None and isinstance(stream, PackedStream):
-            args, step = self.args, self.state.global_step
-            num_skipped = step % max_steps * args.gradient_accumulation_steps
-            resume(stream, resume_from_checkpoint, step, num_skipped, args.ignore_data_skip)
-        return model, loader
+    def resume_stream(self, checkpoint: str | None, loader: DataLoader, max_steps: int) -> None:
+        """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
+        stream = getattr(loader, "dataset", None)
+        if checkpoint is not None and isinstance(stream, PackedStream):
+            step = self.trainer.state.global_step
+            num_skipped = step % max_steps * self.args.gradient_accumulation_steps
+            resume(stream, checkpoint, step, num_skipped, self.args.ignore_data_skip)
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        if self.args.packing:
-            if self.args.should_save:
-                run_dir = self._get_output_dir(trial)
-                self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.state.global_step}")
-            self.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
-        super()._save_checkpoint(model, trial)
+    def begin_checkpoint(self, trial: Any) -> None:
+        """Mark the folder of the checkpoint of this step as unfinished. All ranks must call."""
+        if not self.args.packing:
+            return
+        if self.args.should_save:
+            run_dir = self.trainer._get_output_dir(trial)
+            self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.trainer.state.global_step}")
+        self.trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        step, planner = self.state.global_step, self._train_planner
+    def end_checkpoint(self, folder: str) -> None:
+        """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
+        step, planner = self.trainer.state.global_step, self._planner
         state = {
             "global_step": step,
-            "num_tokens": self._total_train_tokens,
+            "num_tokens": self.trainer._total_train_tokens,
             "engine": self._engine,
             **self._loss_settings(),
         }
-        stream = getattr(self.callback_handler.train_dataloader, "dataset", None)
+        stream = getattr(self.trainer.callback_handler.train_dataloader, "dataset", None)
         if isinstance(stream, PackedStream):
-            torch.save(stream.state_dict(step), stream_file(output_dir, stream.rank))
+            torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
         elif planner is not None:
             epoch = (step - 1) // planner.num_steps
-            state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self._settings}
+            state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self.settings}
         else:
             return  # without packing, or with a loader that the user made
         # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
         # it deletes older checkpoints. So one checkpoint is whole at every moment.
-        self.accelerator.wait_for_everyone()
+        self.trainer.accelerator.wait_for_everyone()
         if self.args.should_save:
-            checkpoints.save_state(Path(output_dir), state, self._earlier_files)
+            checkpoints.save_state(Path(folder), state, self._earlier_files)

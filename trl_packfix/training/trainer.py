@@ -1,7 +1,12 @@
-"""`SFTTrainer`: its constructor, the preparation of datasets, and the model card. Its bases hold the rest."""
+"""`SFTTrainer`: its constructor, the preparation of datasets, and the methods of TRL that it overrides.
+
+The work is done by the parts that it holds: `data`, `training_objective`, `evaluation` and `restart`. An override says
+which of them is called, and when TRL's own method is.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -9,6 +14,8 @@ import torch
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollator,
     EvalPrediction,
@@ -18,18 +25,24 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import get_config_model_id
 
+from ..compat import forget_evaluation
 from ..data import dataset_checks
 from ..data.reader import mask_columns, without_ignored_mask
 from ..data.spans import drop_untrained
-from ..reporting.report import add_to_card
+from ..isolation.packed_model import PackedModel
+from ..reporting.report import PackingReport, add_to_card
 from . import bad_rows, checks, messages, per_turn
 from .callbacks import BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
+from .evaluation import Evaluation
+from .loading import TrainingData
+from .objective import Objective, check_one_document_per_row
 from .repeats import Repeats
-from .restart import ExactRestart
+from .restart import Restart
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -40,7 +53,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class SFTTrainer(ExactRestart):
+class SFTTrainer(trl.SFTTrainer):
     """
     Drop-in replacement for [`trl.SFTTrainer`]: the same arguments, the same dataset forms, packing that keeps documents
     apart. With `packing=False` and `padding_free=False` it trains to the same parameters.
@@ -57,7 +70,8 @@ class SFTTrainer(ExactRestart):
     All other arguments are those of [`trl.SFTTrainer`]. A `data_collator` is refused with packing.
 
     Attributes:
-        packing_report ([`PackingReport`] or None): what packing did. None until training starts.
+        packing_report ([`PackingReport`] or None): what packing did. None until training starts, and without packing.
+        packed_model: what packed batches run on; only with packing.
 
     Example:
 
@@ -74,6 +88,15 @@ class SFTTrainer(ExactRestart):
     >>> trainer.packing_report.isolation.isolated
     True
     """
+
+    args: SFTConfig
+    model: nn.Module
+    packing_report: PackingReport | None
+    packed_model: PackedModel
+    data: TrainingData
+    training_objective: Objective  # transformers sets `objective` in a search of hyperparameters
+    evaluation: Evaluation
+    restart: Restart
 
     def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
@@ -107,10 +130,17 @@ class SFTTrainer(ExactRestart):
             checks.check_sequence_parallelism(args, model, compute_loss_func)
         dataset_checks.check_rows(train_dataset, "train")
         checks.check_row_columns(args, train_dataset, data_collator)
+        self.packing_report = None
+        self.training_objective = Objective(self, args, compute_loss_func)
+        self.data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.evaluation = Evaluation(self, own=SFTTrainer)
+        self.restart = Restart(self)
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = (
             True  # the first set that TRL prepares; an evaluation set may be named "train", too
         )
+        if self.data.packs_images:
+            args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
 
         super().__init__(
             model=model,
@@ -130,6 +160,9 @@ class SFTTrainer(ExactRestart):
             formatting_func=formatting_func,
         )
 
+        args.packing |= self.data.packs_images
+        self.data.attach()
+        self.training_objective.attach()
         self.add_callback(BeforeTraining(self))
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
@@ -151,7 +184,7 @@ class SFTTrainer(ExactRestart):
         dataset_checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
-                dataset_checks.check_tokenised(dataset, dataset_name, self._vocab_size, packing)
+                dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
                     dataset = without_ignored_mask(dataset, self.completion_only_loss)
                     if len(mask_columns(dataset)) < 2:
@@ -172,7 +205,7 @@ class SFTTrainer(ExactRestart):
             dataset, counts = per_turn.split_turns(
                 dataset, dataset_name, args, processing_class, marks, is_training_set
             )
-            self._turns = counts if is_training_set else self._turns
+            self.data.turns = counts if is_training_set else self.data.turns
         if packing or is_evaluated_as_documents:
             args = copy.copy(args)
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
@@ -189,6 +222,161 @@ class SFTTrainer(ExactRestart):
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        known: list[str] = self._signature_columns or []
+        given = (self.args.weight_column, self.args.source_column)
+        columns: Any = known + [column for column in given if column is not None and column not in known]
+        self._signature_columns = columns
+
+    # Training
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
+
+        Args:
+            resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest" for
+                the same, or for a new run if there is none.
+            trial, ignore_keys_for_eval: as in transformers.
+
+        Raises:
+            ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
+        """
+        resume_from_checkpoint = self.restart.choose(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:  # transformers calls no callback for a run that fails
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, BeforeFirstStep):
+                    callback.end()
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training loader.
+
+        Raises:
+            ValueError: what was changed since construction, or the batches and the loss of the checkpoint from which
+                the run resumes, differ from this run's.
+        """
+        self.data.start()
+        loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
+        self.restart.check_training_set()
+        return loader
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        if forget_evaluation(self.accelerator, self.model):
+            self.model_wrapped = self.model
+        self.training_objective.start()
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # The only method that has both the checkpoint and the loader
+        self.restart.resume_stream(resume_from_checkpoint, train_dataloader, max_steps)
+        return model, loader
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self.training_objective.take_values(inputs)
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        if self.model.training and self.training_objective.is_ours:
+            return self.training_objective.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        check_one_document_per_row(inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        if self.args.packing and self.state.global_step >= self.state.max_steps:
+            # Resumed after its last step: transformers checks `max_steps` only after a step
+            self.control.should_training_stop = True
+            return [], None
+        self.training_objective.totals.start_fetch()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.training_objective.same_pack.check(batches)
+        return batches, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        count = super()._get_num_items_in_batch
+        return self.training_objective.count_step(batch_samples, device, lambda batches: count(batches, device))
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        # The objective counts. transformers gathers over ranks in every micro-batch, and takes a pad token inside a
+        # document for padding.
+        if not self.training_objective.is_ours:
+            super()._track_num_input_tokens(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.training_objective.add_metrics(logs, start_time)
+        super().log(logs, start_time)
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self.data.constructed_with.check(self.args, model)
+        sets: Any = self.eval_dataset  # a dataset, or several by name
+        dataset = sets if eval_dataset is None else eval_dataset
+        dataset = sets[dataset] if isinstance(dataset, str) else dataset
+        loader = self.evaluation.loader(dataset, needs_logits=self.compute_metrics is not None, prepares=True)
+        return super().get_eval_dataloader(eval_dataset) if loader is None else loader
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        loader = self.evaluation.loader(test_dataset, needs_logits=True, prepares=False)
+        return super().get_test_dataloader(test_dataset) if loader is None else loader
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        loop = partial(super().evaluation_loop, dataloader, description, loss_only, ignore_keys, metric_key_prefix)
+        return self.evaluation.run(loop, dataloader, loss_only, metric_key_prefix)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if self.evaluation.is_exact:
+            return self.evaluation.predict(model, inputs, prediction_loss_only)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.restart.begin_checkpoint(trial)
+        self.training_objective.gather_totals()  # tokens since the last log count, too
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.restart.end_checkpoint(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.restart.load(load, resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        if not self.restart.explains(load_result):
+            super()._issue_warnings_after_load(load_result)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
