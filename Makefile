@@ -103,7 +103,7 @@ gpu: $(INSTALLED)
 	PYTHON=$(BIN)/python tests/gpu/run.sh $(ARGS)
 
 sweep: $(INSTALLED)
-	$(BIN)/trl-packfix check --all --output docs $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m sweep --all --output docs $(ARGS)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures.py $(DATA_FLAG)

@@ -46,6 +46,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shared_packs
 from support.models import build_tiny_model
+from sweep import page
 
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.attention.choice import select_attention
@@ -53,7 +54,7 @@ from trl_packfix.attention.exchange import make_groups
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import page, zoo
+from trl_packfix.survey import zoo
 
 TOKENS_PER_RANK = 2048
 

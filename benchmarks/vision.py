@@ -23,11 +23,7 @@ import trl
 from common import describe, make_parser, write_csv
 from support.runs import config
 from support.vision import rows
-from transformers import TrainerCallback
-
-from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey.image_families import (
+from sweep.image_families import (
     FAMILIES,
     FIRST_WORD,
     LAST_WORD,
@@ -35,7 +31,11 @@ from trl_packfix.survey.image_families import (
     build_processor,
     make_examples,
 )
-from trl_packfix.survey.judge import ImageJudge
+from sweep.judge import ImageJudge
+from transformers import TrainerCallback
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.isolation.packed_model import PackedModel
 
 
 def judge(family: str) -> tuple[str, str, str]:

@@ -28,6 +28,8 @@ from flash_attn import strict
 from peft import LoraConfig
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
+from sweep.judge import Judge
+from sweep.model_types import MAX_LENGTH
 from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -38,8 +40,6 @@ from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge
-from trl_packfix.survey.sweep import MAX_LENGTH
 
 
 def believe_in_flash_attn() -> None:

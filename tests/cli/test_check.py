@@ -9,17 +9,19 @@ import pytest
 import torch
 from support.models import build_tiny_model
 from support.versions import current_models
+from sweep import image_families
+from sweep import model_types as sweeping
+from sweep import page as compatibility
+from sweep.__main__ import main as sweep_main
+from sweep.judge import Judge, packed_by_trl
+from sweep.model_types import NOT_TESTED, VERDICTS, Row, all_types, sweep, sweep_type
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import image_families, zoo
-from trl_packfix.survey import page as compatibility
-from trl_packfix.survey import sweep as sweeping
-from trl_packfix.survey.judge import Judge, packed_by_trl
-from trl_packfix.survey.sweep import NOT_TESTED, VERDICTS, Row, all_types, sweep, sweep_type
+from trl_packfix.survey import zoo
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
@@ -234,23 +236,21 @@ def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["no/such/model"], "no/such/model"),
         (["--only", "lama"], "no causal or image-text model type 'lama'"),
         (["--sample", "3"], "`--sample 3` was given. It reads the verdicts in `docs/compatibility.csv`"),
         (["--only", "llama", "--output", "new"], "reads the verdicts in `new/compatibility.csv`"),
     ],
 )
-def test_what_cannot_be_tested_is_exit_code_2(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # as with an installed wheel: this folder is not a clone
-    assert main(["check", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_the_sweep_cannot_do_is_said_before_it_starts(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # not the root of a clone
+    with pytest.raises(ValueError) as error:
+        sweep_main(words)
+    assert message in str(error.value)
 
 
-def test_model_and_sweep_exclude_each_other(capsys):
-    for words in (["check"], ["check", "x", "--all"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        assert stopped.value.code == 2
+def test_a_model_that_does_not_exist_is_exit_code_2(capsys):
+    assert main(["check", "no/such/model"]) == 2
+    assert "no/such/model" in capsys.readouterr().err
 
 
 def test_the_csv_is_plain():

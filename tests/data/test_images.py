@@ -9,6 +9,8 @@ import torch
 from datasets import Dataset, Features, Image, List
 from support.versions import gemma3_leaks
 from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, rows
+from sweep import image_families
+from sweep.judge import EXACT, ImageJudge
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import PackedDataCollator, check_isolation
@@ -19,8 +21,6 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.survey import image_families
-from trl_packfix.survey.judge import EXACT, ImageJudge
 
 NATIVE = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3")
 ROWS = rows(12)

@@ -10,6 +10,7 @@ import torch
 from support.equivalence import Case, assert_packed_equals_unpacked, errors, train
 from support.models import build_tiny_model
 from support.versions import current_models
+from sweep.judge import Judge, packed_by_trl, padded_by_trl
 from transformers import AttentionInterface
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,7 +24,6 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import PADDING, Probe
 from trl_packfix.isolation.thresholds import thresholds
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge, packed_by_trl, padded_by_trl
 
 MINIMAX = "minimax_m3_vl_text"
 

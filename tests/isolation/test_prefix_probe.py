@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import trainer
+from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
@@ -19,7 +20,6 @@ from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import PrefixJudge, with_prefixes
 
 
 def packed_model(model, **settings):

@@ -11,6 +11,7 @@ from support.equivalence import Case, assert_packed_equals_unpacked
 from support.models import build_tiny_model
 from support.runs import texts, trainer
 from support.versions import current_models
+from sweep.judge import Judge
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix import check_isolation
@@ -21,7 +22,6 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.repair import WAYS, RepairedModule, Way
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge
 
 ROWS = "as rows of a padded batch"
 REPAIRS = {

@@ -1,14 +1,14 @@
-"""Rows with images, made offline, for the tiny models of `trl_packfix.survey.image_families`."""
+"""Rows with images, made offline, for the tiny models of `sweep.image_families`."""
 
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
+from sweep.image_families import build_model as build_model
+from sweep.image_families import build_processor as build_processor
 
 from trl_packfix import SFTTrainer
-from trl_packfix.survey.image_families import build_model as build_model
-from trl_packfix.survey.image_families import build_processor as build_processor
 
 from .runs import config
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from support.rounding import LIMIT, weight_difference
 from support.runs import start_weights, texts, trainer, weights
+from sweep.judge import Judge
 
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
-from trl_packfix.survey.judge import Judge
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
 

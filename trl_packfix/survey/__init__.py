@@ -1,1 +1,1 @@
-"""Test packing on every model type of transformers, with tiny random models."""
+"""Tiny random models: of every model type of transformers, and of a given config."""

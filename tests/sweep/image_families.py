@@ -51,9 +51,9 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..data.image_collator import ImageExamples, RopeIndex
-from ..data.image_rows import RowProcessor
-from .zoo import byte_tokenizer, random_model
+from trl_packfix.data.image_collator import ImageExamples, RopeIndex
+from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.survey.zoo import byte_tokenizer, random_model
 
 # ChatML with the placeholder of one image per image in the content
 TEMPLATE = """\
@@ -574,4 +574,4 @@ def why_not(model_type: str) -> str:
         return "transformers names no processor of this type"
     if isinstance(images, dict) and "pil" not in images and not is_torchvision_available():
         return f"{images['torchvision']} needs torchvision, which is not installed"
-    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in trl_packfix/survey/image_families.py"
+    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in tests/sweep/image_families.py"

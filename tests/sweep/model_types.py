@@ -15,9 +15,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..isolation.isolation_report import IsolationReport, finite
-from ..isolation.packed_model import PackedModel
-from . import image_families, zoo
+from trl_packfix.isolation.isolation_report import IsolationReport, finite
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+
+from . import image_families
 from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it

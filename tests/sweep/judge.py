@@ -5,7 +5,7 @@ without padding. The first of these decides; most models give the same on both.
 
 It shares no code with the leak probe. The probe runs a few forwards of one model before training. The judge has a
 second, unchanged copy of the model. It compares everything that training uses, including the backward pass, on
-documents that neither the probe nor a repair has seen. `trl-packfix check --all` and the tests use it to check the
+documents that neither the probe nor a repair has seen. `make sweep` and the tests use it to check the
 results of the probe.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..data.collator import IGNORE_INDEX, PackedDataCollator
-from ..data.image_collator import ImageExamples
-from ..data.prefix_collator import PrefixCollator
-from ..layout import layout_of
+from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
+from trl_packfix.data.image_collator import ImageExamples
+from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.layout import layout_of
 
 TOLERANCE = 1e-4  # relative, in fp32
 EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result

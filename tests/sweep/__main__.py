@@ -1,0 +1,81 @@
+"""`make sweep`: judge packed training on model types of the installed transformers, as tiny random models.
+
+PYTHONPATH=tests python -m sweep --all --output docs   # every type, about an hour on two cores
+PYTHONPATH=tests python -m sweep --only llama,mamba
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from . import page as compatibility
+from .model_types import all_types, sweep
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m sweep", description="Judge packed training on model types.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="every type: packed training against each document alone")
+    which.add_argument("--only", metavar="TYPES", help="these model types only, separated by commas")
+    which.add_argument(
+        "--sample", type=int, metavar="N", help="N types, some of each verdict in docs/compatibility.csv"
+    )
+    parser.add_argument(
+        "--on-leak", choices=("repair", "raise", "unpack"), default="repair", help="as in SFTConfig (default: repair)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="write compatibility.md and compatibility.csv there; without --all, update the rows of these types",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    """Exit code 0 if no type leaks silently, 1 if one does."""
+    args = parse(words)
+
+    if args.output and not args.all:
+        remedy = f"Run `python -m sweep --all --output {args.output}` first, or omit `--output`."
+        _check_table(Path(args.output) / compatibility.TABLE, f"--output {args.output}", remedy)
+    chosen = all_types()
+    if args.only:
+        chosen = compatibility.only(chosen, args.only.split(","))
+    elif args.sample:
+        remedy = "Run the command in a clone of the repository, or set `--only` or `--all` instead."
+        _check_table(Path("docs", compatibility.TABLE), f"--sample {args.sample}", remedy)
+        chosen = [(row.model_type, row.kind) for row in compatibility.sample(compatibility.read("docs"), args.sample)]
+    rows = []
+    for row in sweep(chosen, args.on_leak, args.workers, args.time_limit):
+        rows.append(row)
+        if not args.json:
+            print(compatibility.line(row), flush=True)
+    if args.json:
+        print(json.dumps([row.to_dict() for row in rows], indent=2))
+    else:
+        print(compatibility.summary(rows))
+    if args.output:
+        rows = compatibility.with_shared(args.output, rows)
+        compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
+    return 1 if any(row.false_negatives for row in rows) else 0
+
+
+def _check_table(table: Path, flag: str, remedy: str) -> None:
+    """Refuse a flag that reads a table of verdicts, before the sweep, if the table does not exist.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if not table.is_file():
+        raise ValueError(f"`{flag}` was given. It reads the verdicts in `{table}`, and there is no such file. {remedy}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
