@@ -180,15 +180,16 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
 
 
-def test_the_reading_order_names_modules_of_every_wing():
-    text = (ROOT / "docs" / "design.md").read_text()
-    order = text[text.index("## Reading order") : text.index("## Where is a setting refused?")]
-    package, wing, wings = ROOT / "trl_packfix", "", set()
-    for folder, name in re.findall(r"`(?:(\w+)/)?(\w+\.py)`", order):
-        wing = folder or wing
-        assert (package / wing / name).is_file(), f"{wing}/{name}"
-        wings.add(wing)
-    assert wings >= {"planning", "attention", "data", "isolation", "training"}
+WINGS = sorted(path.parent for path in (ROOT / "trl_packfix").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.name)
+def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
+    text = (wing / "README.md").read_text()
+    named, there = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text)), {path.name for path in wing.glob("*.py")}
+    others = {"layout.py"} | ({"__init__.py"} if wing.name == "cli" else set())
+    assert there - {"__init__.py"} <= named <= there | others
+    assert "**Extend.**" in text and len(WINGS) == 8
 
 
 PUBLIC_ONLY = [page for page in PAGES if page.name not in ("rules.md", "api.md", "design.md", "compatibility.md")]
