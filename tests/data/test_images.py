@@ -15,8 +15,9 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
+from trl_packfix.data.image_collator import ImageExamples, PackedImages, PaddedImageCollator, RopeIndex
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure
+from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel
@@ -214,7 +215,7 @@ def test_positions_are_those_of_each_document_alone():
     found = read("qwen2_5_vl")
     documents = [found.read(row, 0, found.lengths[row]) for row in range(6)]
     examples = examples_of("qwen2_5_vl", model)
-    batch = PackedImageCollator(PackedDataCollator(8), examples.layout, examples._collate.rope_index)(documents)
+    batch = PackCollator(PackedDataCollator(8), examples.images)(documents)
     assert batch["position_ids"].shape == (4, 1, batch["input_ids"].shape[1]) and batch["input_ids"].shape[1] % 8 == 0
     start, spatial = 0, 0
     for document in documents:
@@ -235,13 +236,14 @@ def test_positions_are_those_of_each_document_alone():
 def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
     found = read("llava")
     examples = ImageExamples(processor_of("llava"))
-    collate = PackedImageCollator(PackedDataCollator(), examples.layout, placeholder=examples.placeholder())
+    images = PackedImages(examples.layout, placeholder=examples.placeholder())
+    collate = PackCollator(PackedDataCollator(), images)
     texts = [found.read(row, 0, found.lengths[row]) for row in np.flatnonzero(found.image_stops == 0)]
-    alone = replace(collate, placeholder=None)(texts)
+    alone = PackCollator(PackedDataCollator(), examples.images)(texts)
     batch = collate(texts)
     assert "pixel_values" not in alone and len(batch["pixel_values"]) == 1
     added = batch["input_ids"].shape[1] - alone["input_ids"].shape[1]
-    assert added == len(collate.placeholder["input_ids"]) and (batch["labels"][0, -added:] == -100).all()
+    assert added == len(images.placeholder["input_ids"]) and (batch["labels"][0, -added:] == -100).all()
     mixed = found.read(
         int(np.flatnonzero(found.image_stops)[0]), 0, found.lengths[np.flatnonzero(found.image_stops)[0]]
     )
@@ -286,7 +288,7 @@ def test_positions_over_the_whole_row_are_found():
     model = build_model("qwen2_5_vl")
     examples = examples_of("qwen2_5_vl", model)
     assert check_isolation(model, 512, images=examples).equal
-    examples._collate = replace(examples._collate, rope_index=None)
+    examples.images = replace(examples.images, rope_index=None)
     report = check_isolation(model, 512, images=examples)
     assert not (report.isolated and report.equal)
 

@@ -1,5 +1,7 @@
 """A packed batch cut into the parts that the ranks of a group hold."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.parts import PER_TOKEN, cut_part
+from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.parts import PER_TOKEN, PartOf, cut_part
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT
 
 
@@ -78,3 +82,23 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     assert {id(own.of.following), id(own.of.trained)} <= {id(tensor) for tensor in pinned}
     assert torch.equal(found.of.trained, own.of.trained) and found.of.trained is not own.of.trained
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
+
+
+@pytest.mark.parametrize("kind", [PackedDataCollator, PrefixCollator])
+@pytest.mark.parametrize("multiple, degree", [(None, 4), (5, 4)])
+def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
+    """In one place, whatever makes the rows: padded again behind it, runs and images would lie in other rows."""
+    found = [{"input_ids": [*range(5, 26), last, last + 1]} for last in (30, 40, 50)]
+    collate = PackCollator(kind(multiple))
+    whole = kind(math.lcm(multiple or 1, degree))(found)
+    num_rows = whole["input_ids"].shape[1]
+    assert (
+        num_rows % degree == 0 and num_rows % (multiple or 1) == 0 and collate(found)["input_ids"].shape[1] < num_rows
+    )
+    parts = [collate(PartOf(found, degree, index)) for index in range(degree)]
+    for name in ("input_ids", "position_ids", "seq_idx"):
+        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
+    for part in parts:
+        assert torch.equal(part["cu_seq_lens_k"], whole["cu_seq_lens_k"]) and part["layout"].shares_rows == (
+            kind is PrefixCollator
+        )

@@ -20,6 +20,7 @@ from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, PartOf, document_loader
 from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
@@ -362,7 +363,7 @@ def loaders(table, workers=0, **kwargs):
         document_loader(
             DocumentDataset(reader, documents),
             PackedBatchSampler(planner(documents, 4, 16, accumulation=2, **kwargs), rank),
-            PackedDataCollator(),
+            PackCollator(PackedDataCollator()),
             None,
             num_workers=workers if rank == 1 else 0,
         )

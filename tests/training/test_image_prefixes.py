@@ -17,8 +17,9 @@ from support.vision import PICTURES, QUESTIONS, SGD, build_model, build_processo
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention.forwards import packed_forwards
-from trl_packfix.data.image_collator import ImageExamples, PackedImageCollator, RopeIndex
+from trl_packfix.data.image_collator import ImageExamples, PackedImages, RopeIndex
 from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
@@ -39,9 +40,8 @@ def examples_of(family: str) -> ImageExamples:
     return ImageExamples(process, rope_index=rope_index)
 
 
-def sharing(examples: ImageExamples, **more) -> PackedImageCollator:
-    pack = PrefixCollator(min_shared=1, compare=examples.process.compare, **more)
-    return replace(examples._collate, pack=pack)
+def sharing(examples: ImageExamples, **more) -> PackCollator:
+    return PackCollator(PrefixCollator(min_shared=1, compare=examples.process.compare, **more), examples.images)
 
 
 def by_placeholder(process: RowProcessor, documents) -> list[Compared]:
@@ -86,7 +86,7 @@ def test_every_document_has_its_own_images(found, multiple):
         rows = layout.predicting(i)
         assert torch.equal(batch["input_ids"][0, rows], ids[:-1])
         assert [shown[row] for row in rows] == images_of_rows(examples, ids, document.get("pixel_values"))[:-1]
-    for i, first, has_images in collate.pack.collate(documents)[1]:
+    for i, first, has_images in collate.rows.collate(documents)[1]:
         start, stop = examples.process.image_span(documents[i])
         assert not start < first < stop and has_images == (first <= start or start == stop == 0 == first)
 
@@ -120,7 +120,8 @@ def test_an_image_for_the_tower_alone_counts_nothing():
     examples = examples_of("llava")
     texts = [examples.joined([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
     collate = sharing(examples)
-    added = replace(collate, placeholder=examples.placeholder())(texts)
+    images = replace(examples.images, placeholder=examples.placeholder())
+    added = replace(collate, images=images)(texts)
     assert len(added["pixel_values"]) == 1
     found, wanted = (
         layout_of(batch).sizes(layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained)
@@ -148,27 +149,25 @@ def test_documents_that_share_images_are_what_they_are_alone(family):
     assert found.max_gradient == 0 and 0 < found.max_difference < found.tolerance < 1e-4
 
 
-def in_order_of_documents(self, documents):
+def in_order_of_documents(self, documents, runs, position_ids):
     """The fault: each image once, and in the order of the documents, not of the rows."""
-    if not isinstance(self.pack, PrefixCollator):
-        return right(self, documents)
-    batch, (_, runs) = right(self, documents), self.pack.collate(documents)
+    entries = right(self, documents, runs, position_ids)
     own = [documents[i] for i in sorted(run.document for run in runs if run.has_images)]
     for name in self.layout.images:
         parts = [each[name] for each in own if name in each]
         if parts:
-            batch[name] = self.layout.join(name, parts)
-    return batch
+            entries[name] = self.layout.join(name, parts)
+    return entries
 
 
-right = PackedImageCollator.__call__
+right = PackedImages.__call__
 
 
 def plant(monkeypatch, fault: str) -> None:
     if fault == "compared by placeholder":
         monkeypatch.setattr(RowProcessor, "compare", by_placeholder)
     else:
-        monkeypatch.setattr(PackedImageCollator, "__call__", in_order_of_documents)
+        monkeypatch.setattr(PackedImages, "__call__", in_order_of_documents)
 
 
 FAULTS = ("compared by placeholder", "scattered to the wrong rows")

@@ -160,15 +160,15 @@ def test_metrics_are_those_of_documents():
 
 def changes_batches(monkeypatch, change):
     """Let `change` spoil what the collator says of each pack that shares."""
-    collate = PrefixCollator.__call__
+    collate = PrefixCollator.collate
 
-    def wrong(self, documents):
-        batch = collate(self, documents)
+    def wrong(self, documents, degree=1):
+        batch, runs = collate(self, documents, degree)
         if LAYOUT in batch:
             batch[LAYOUT] = change(batch[LAYOUT])
-        return batch
+        return batch, runs
 
-    monkeypatch.setattr(PrefixCollator, "__call__", wrong)
+    monkeypatch.setattr(PrefixCollator, "collate", wrong)
 
 
 def each_row_once(shared):
@@ -205,11 +205,11 @@ def test_with_a_router_statistic_of_rows_it_shows(monkeypatch):
 @scores_tokens
 def test_with_last_rows_dropped_under_a_router_it_shows():
     def drop(found):
-        assert found.data_collator.keeps_last_rows
-        found.data_collator.keeps_last_rows = False
+        assert found.data_collator.rows.keeps_last_rows
+        found.data_collator.rows.keeps_last_rows = False
 
     assert error("mixtral", plant=drop) > 20 * tolerance(rounding("mixtral"))
-    assert not run("llama", max_steps=1)[0].data_collator.keeps_last_rows
+    assert not run("llama", max_steps=1)[0].data_collator.rows.keeps_last_rows
 
 
 # What is counted
@@ -425,7 +425,7 @@ def test_a_loss_function_is_refused(tmp_path):
 
 
 def test_without_sharing_the_collator_is_the_packed_one(tmp_path):
-    assert type(trainer(tmp_path, DOCUMENTS).data_collator) is PackedDataCollator
+    assert type(trainer(tmp_path, DOCUMENTS).data_collator.rows) is PackedDataCollator
 
 
 def test_padding_may_be_more_than_sharing_saves():

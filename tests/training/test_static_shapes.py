@@ -7,6 +7,7 @@ from support.runs import start_weights, texts, trainer, weights
 from sweep.judge import Judge
 
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
 
@@ -129,4 +130,4 @@ def test_noise_is_that_of_the_documents(on_leak, tmp_path):
 def test_off_changes_nothing(tmp_path):
     run = trainer(tmp_path, texts())
     assert run.get_train_dataloader().collate_fn is run.data_collator
-    assert run.data_collator == PackedDataCollator(None, run.processing_class.pad_token_id)
+    assert run.data_collator == PackCollator(PackedDataCollator(None, run.processing_class.pad_token_id))

@@ -1,9 +1,10 @@
 """Documents -> one packed batch. Only here the first label of a document becomes -100."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,17 @@ from . import boundaries
 IGNORE_INDEX = -100
 MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
 READ = frozenset(("input_ids", "labels"))
+
+
+class Run(NamedTuple):
+    """Rows of a pack: the tokens of `document` from the token `first` on.
+
+    `has_images` is False if the images of the document, if it has any, are before it.
+    """
+
+    document: int
+    first: int
+    has_images: bool
 
 
 @dataclass
@@ -56,10 +68,14 @@ class PackedDataCollator:
     max_length: int | None = None
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self.collate(documents)[0]
+
+    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
+        """The batch, and its runs: here the documents. T is a multiple of `degree`, too."""
         tokens, labels = self._read(documents)
         lengths = [len(ids) for ids in tokens]
         num_tokens = sum(lengths)
-        padding = -num_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        padding = self._padding(num_tokens, degree)
         longest = max(lengths)
         if padding:
             longest_padding = padding if self.max_length is None else max(longest, self.max_length)
@@ -81,7 +97,7 @@ class PackedDataCollator:
 
         cu_seq_lens = torch.from_numpy(bounds)
         max_length = max(longest, self.max_length or 0)
-        return {
+        batch = {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(targets)[None],
             "position_ids": torch.from_numpy(boundaries.position_ids(lengths))[None],
@@ -92,6 +108,10 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
             "use_cache": False,
         }
+        return batch, [Run(i, 0, True) for i in range(len(documents))]
+
+    def _padding(self, num_tokens: int, degree: int) -> int:
+        return -num_tokens % math.lcm(self.pad_to_multiple_of or 1, degree)
 
     @staticmethod
     def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray], list[npt.NDArray]]:

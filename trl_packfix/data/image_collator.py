@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .collator import IGNORE_INDEX, READ, PackedDataCollator
+from .collator import IGNORE_INDEX, READ, PackedDataCollator, Run
 from .image_rows import RowProcessor
-from .prefix_collator import PrefixCollator, Run
+from .pack_collator import PackCollator
+from .parts import PartOf
+from .prefix_collator import PrefixCollator
 
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
@@ -64,7 +66,7 @@ class ImageExamples:
         self.processor, self.text_field = process.processor, text_field
         self._random = np.random.default_rng(0)
         self.layout = self._learn_layout()
-        self._collate = PackedImageCollator(PackedDataCollator(), self.layout, rope_index)
+        self.images = PackedImages(self.layout, rope_index)
 
     def image(self, width: int, height: int) -> "Image.Image":
         """Random pixels."""
@@ -102,15 +104,21 @@ class ImageExamples:
                 document[name] = self.layout.join(name, found)
         return document
 
-    def packed(self, documents: Sequence[dict[str, Any]], shares: bool = False) -> dict[str, Any]:
+    def packed(
+        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, index: int | None = None
+    ) -> dict[str, Any]:
         """The batch of documents in one pack, as in training, without labels.
 
-        With `shares` documents share every common beginning.
+        With `shares` documents share every common beginning. The pack is one for `degree` ranks: the part with this
+        index, or the whole pack without one.
         """
-        pack = PrefixCollator(min_shared=1, compare=self.process.compare) if shares else PackedDataCollator()
-        batch = replace(self._collate, pack=pack)(documents)
-        del batch["labels"]
-        return batch
+        multiple = degree if index is None else None
+        rows = PackedDataCollator(multiple)
+        if shares:
+            rows = PrefixCollator(multiple, min_shared=1, compare=self.process.compare)
+        part = PartOf(list(documents), 1, 0) if index is None else PartOf(list(documents), degree, index)
+        batch = PackCollator(rows, self.images)(part)
+        return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:
         """The batch of one document in unpacked training, without labels."""
@@ -225,53 +233,51 @@ class RopeIndex:
         return positions[:, 0]
 
 
-@dataclass
-class PackedImageCollator:
-    """A packed batch of documents with images: that of `pack`, which reads their tokens and labels, and their images.
+@dataclass(frozen=True)
+class PackedImages:
+    """What the batch of a pack has because its documents have images.
 
-    The batch also has what the processor returns for the images, joined over documents. On models with M-RoPE
-    `position_ids` have the shape (4, 1, T): the position of each token in its document, by which documents are told
-    apart, then time, height and width. Images in a beginning that documents share are there once.
+    That is what the processor returns for the images, joined over documents. On models with M-RoPE `position_ids` have
+    the shape (4, 1, T): the position of each token in its document, by which documents are told apart, then time,
+    height and width. Images in a beginning that documents share are there once.
 
     Args:
-        pack: makes the rows, with padding; a `PrefixCollator` must have `compare`.
         layout: how the outputs of the processor are joined.
         rope_index: the positions of models with M-RoPE; None for others.
         placeholder: a document with an image and without trained tokens. It is added to packs without any image, so
             that every rank calls the vision tower; None adds nothing.
     """
 
-    pack: PackedDataCollator
     layout: ImageLayout
     rope_index: RopeIndex | None = None
     placeholder: dict[str, Any] | None = None
 
-    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if self.placeholder is not None and not any(self.layout.images.keys() & each.keys() for each in documents):
-            documents = [*documents, self.placeholder]
-        if isinstance(self.pack, PrefixCollator):
-            batch, runs = self.pack.collate(documents)
-        else:
-            batch, runs = self.pack(documents), [Run(i, 0, True) for i in range(len(documents))]
-        num_tokens = batch["input_ids"].shape[1]
+    def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The documents of a pack, of which at least one has an image if there is a placeholder."""
+        if self.placeholder is None or any(self.layout.images.keys() & each.keys() for each in documents):
+            return documents
+        return [*documents, self.placeholder]
+
+    def __call__(self, documents: list[dict[str, Any]], runs: list[Run], position_ids: Tensor) -> dict[str, Any]:
+        """The entries of the batch of these runs; `position_ids` are those of the text, (1, T)."""
+        entries = {}
         for name in self.layout.tokens:
             if any(name in each for each in documents):
-                row = torch.zeros(1, num_tokens, dtype=torch.int64)
+                row = torch.zeros(position_ids.shape, dtype=torch.int64)
                 start = 0
                 for i, first, _ in runs:
                     stop = start + len(documents[i]["input_ids"]) - first
                     if name in documents[i]:
                         row[:, start:stop] = documents[i][name][:, first:]
                     start = stop
-                batch[name] = row
+                entries[name] = row
         with_images = [documents[run.document] for run in runs if run.has_images]
         for name in self.layout.images:
             parts = [each[name] for each in with_images if name in each]
             if parts:
-                batch[name] = self.layout.join(name, parts)
+                entries[name] = self.layout.join(name, parts)
         if self.rope_index is not None:
-            text = batch["position_ids"]
             positions = [self.rope_index(documents[i])[:, first:] for i, first, _ in runs]
-            rest = text[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
-            batch["position_ids"] = torch.cat([text[None], torch.cat([*positions, rest], dim=1)[:, None]])
-        return batch
+            rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
+            entries["position_ids"] = torch.cat([position_ids[None], torch.cat([*positions, rest], dim=1)[:, None]])
+        return entries

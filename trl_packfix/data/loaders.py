@@ -5,7 +5,6 @@ caller's collator makes the batch. The sampler yields the batches of one rank al
 loader again: see `unsharded_loader`.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -33,9 +32,9 @@ from .dataset_checks import (
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
-from .parts import PartOf, cut_part
+from .parts import PartOf
 from .reader import Rows, TokenReader
-from .row_values import RowValues, RowValuesCollator
+from .row_values import RowValues
 from .sorted_set import SortedSet
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
@@ -133,27 +132,6 @@ class PaddedBatchSampler:
 
 
 @dataclass
-class PartCollator:
-    """Collates the documents of whole packs, and cuts from each the part that this rank holds."""
-
-    collate: Any  # a PackedDataCollator: no other is accepted with packing
-
-    def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
-        if not isinstance(documents, PartOf):
-            return self.collate(documents)
-        multiple = math.lcm(self.collate.pad_to_multiple_of or 1, documents.degree)
-        batch = replace(self.collate, pad_to_multiple_of=multiple)(documents.documents)
-        return cut_part(batch, documents.degree, documents.index)
-
-
-def on_parts(collate: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """A collator of packs that also takes those of which this rank holds a part."""
-    if isinstance(collate, RowValuesCollator):
-        return replace(collate, collate=PartCollator(collate.collate))
-    return PartCollator(collate)
-
-
-@dataclass
 class PaddedCollator:
     """TRL's collator for rows of the reader, converted to int64: it keeps their dtype, but losses need int64 labels."""
 
@@ -166,13 +144,11 @@ class PaddedCollator:
 def document_loader(
     dataset: DocumentDataset,
     batch_sampler: PackedBatchSampler | PaddedBatchSampler,
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    collate: Callable[[Any], dict[str, Any]],
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
-    """Batches of the documents whose indices the sampler yields."""
-    if isinstance(batch_sampler, PackedBatchSampler) and batch_sampler.planner.tokens_per_rank is not None:
-        collate = on_parts(collate)
+    """Batches of the documents whose indices the sampler yields; of parts of packs, `collate` is a `PackCollator`."""
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
     return unsharded_loader(

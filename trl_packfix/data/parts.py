@@ -16,6 +16,7 @@ from .collator import IGNORE_INDEX
 
 # Entries of a packed batch with one value per token, (1, T). The boundaries stay those of the whole pack.
 PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")
+SAMPLED = 16  # of so many numbers of an image one enters the checksum
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,15 @@ class PartOf:
     index: int
 
 
-def cut_part(batch: dict[str, Any], degree: int, index: int) -> dict[str, Any]:
+def cut_part(batch: dict[str, Any], degree: int, index: int, has_images: bool = False) -> dict[str, Any]:
     """The part of a packed batch of T tokens that the member `index` of a group of `degree` ranks holds.
 
     `input_ids`, `labels`, `position_ids` and `seq_idx` become (1, T / degree). `shift_labels` of the same shape is
     added: the label of the next token, which may lie in the next part. `cu_seq_lens_q/k` and `max_length_q/k` stay
     those of the whole pack. "layout" holds the rest, a `Part`. With degree 1 the batch is returned as it is.
+
+    An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
+    the model is cut there (`attention/decoder_inputs.py`).
 
     Raises:
         ValueError: T is not a multiple of `degree`.
@@ -61,7 +65,10 @@ def cut_part(batch: dict[str, Any], degree: int, index: int) -> dict[str, Any]:
     checksum = 0
     for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.content()):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
-    part = {name: batch[name][:, rows].contiguous() for name in PER_TOKEN}
+    if "pixel_values" in batch:
+        checksum = zlib.crc32(batch["pixel_values"].flatten()[::SAMPLED].contiguous().numpy().data, checksum)
+    names = ("labels",) if has_images else PER_TOKEN
+    part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
     part[LAYOUT] = Part(layout.cut(rows, shifted != IGNORE_INDEX), num_tokens, checksum, degree, index)
     return batch | part

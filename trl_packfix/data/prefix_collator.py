@@ -13,6 +13,7 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
     num_documents  2 2 1 1 | 1 1 1           of each row, those with a trained token
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor
 from ..layout import LAYOUT, Runs
 from ..planning.families import MIN_SHARED, share_order
 from . import boundaries
-from .collator import IGNORE_INDEX, PackedDataCollator
+from .collator import IGNORE_INDEX, PackedDataCollator, Run
 
 
 class Compared(NamedTuple):
@@ -43,17 +44,6 @@ class Compared(NamedTuple):
 
 
 Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
-
-
-class Run(NamedTuple):
-    """Rows of a pack: the tokens of `document` from the token `first` on.
-
-    `has_images` is False if the images of the document, if it has any, are before it.
-    """
-
-    document: int
-    first: int
-    has_images: bool
 
 
 @dataclass
@@ -91,17 +81,13 @@ class PrefixCollator(PackedDataCollator):
     shares: bool = True
     compare: Compare | None = None
 
-    def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self.collate(documents)[0]
-
-    def collate(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[Run]]:
-        """The batch, and its runs."""
+    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
         if self.shares:
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)
             if any(shared):
-                return self._collate(tokens, labels, order, shared, compared)
-        return super().__call__(documents), [Run(i, 0, True) for i in range(len(documents))]
+                return self._collate(tokens, labels, order, shared, compared, degree)
+        return super().collate(documents, degree)
 
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
@@ -135,12 +121,13 @@ class PrefixCollator(PackedDataCollator):
         order: list[int],
         shared: list[int],
         compared: list[Compared],
+        degree: int,
     ) -> tuple[dict[str, Any], list[Run]]:
         """`order`, `shared` and `compared` as `_order` gives them."""
         runs_of: list[Run] = []
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         most = int(lengths.sum())
-        targets = np.full(most + (self.pad_to_multiple_of or 1), IGNORE_INDEX, dtype=np.int64)
+        targets = np.full(most + math.lcm(self.pad_to_multiple_of or 1, degree), IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(most, dtype=np.int64)
         shared_of = np.zeros(len(tokens), dtype=np.int64)
         runs: list[npt.NDArray] = []
@@ -169,7 +156,7 @@ class PrefixCollator(PackedDataCollator):
             target_rows.append(at)
             first += own
         num_rows = first
-        padding = -num_rows % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        padding = self._padding(num_rows, degree)
         q_lengths, k_lengths = [len(run) for run in runs], [len(rows) for rows in keys]
         if padding:
             runs.append(np.full(padding, self.pad_token_id, dtype=np.int64))

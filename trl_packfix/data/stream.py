@@ -29,7 +29,7 @@ from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .loaders import dummy_document, on_parts, unsharded_loader
+from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
 from .row_values import WEIGHTS
 from .spans import Overlong, refuse_no_documents
@@ -416,7 +416,6 @@ def stream_loader(
     stream: PackedStream, collate: Callable[[Any], dict[str, Any]], device: torch.device | None, pin_memory: bool
 ) -> DataLoaderShard:
     """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes."""
-    collate = collate if stream.parallel is None else on_parts(collate)
     loader = DataLoader(
         stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
     )

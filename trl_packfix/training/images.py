@@ -1,5 +1,6 @@
 """Images in packs, for the trainer: what is refused before work starts, and what the trainer is made of."""
 
+from dataclasses import replace
 from typing import Any
 
 from accelerate.utils import DistributedType
@@ -10,8 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.collator import PackedDataCollator
-from ..data.image_collator import ImageExamples, PackedImageCollator, PaddedImageCollator, RopeIndex
+from ..data.image_collator import ImageExamples, PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_rows import IMAGES, ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
 from .config import SFTConfig
@@ -95,7 +95,6 @@ class ImageData:
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
         self.examples = ImageExamples(self.process, collate.dataset_text_field, rope_index)
-        self._rope_index = rope_index
 
     def rows(self, dataset: Dataset, name: str, args: SFTConfig, marks: bool) -> ImageRows:
         """The documents of a dataset. The main process measures them, the others read the cache.
@@ -110,20 +109,12 @@ class ImageData:
             )
         return ImageRows(dataset, self.process, measures)
 
-    def packed_collator(self, args: SFTConfig, pack: PackedDataCollator, accelerator: Any) -> PackedImageCollator:
-        """The collator of packs, whose rows `pack` makes.
-
-        It adds an image to packs without one if ranks would wait for each other otherwise.
-        """
+    def of_packs(self, args: SFTConfig, accelerator: Any) -> PackedImages:
+        """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
         needs_image = accelerator.num_processes > 1 and not (
             accelerator.distributed_type in DDP and args.ddp_find_unused_parameters
         )
-        return PackedImageCollator(
-            pack,
-            self.examples.layout,
-            self._rope_index,
-            placeholder=self.examples.placeholder() if needs_image else None,
-        )
+        return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def padded_collator(self, pad_token_id: int) -> PaddedImageCollator:
         """The collator of padded evaluation."""

@@ -14,10 +14,10 @@ from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.image_collator import PackedImageCollator
 from ..data.image_rows import ImageRows, has_images
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
+from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
@@ -246,9 +246,9 @@ class TrainingData:
         # lowered by `auto_find_batch_size`
         return self.packed_collator(self.trainer._train_batch_size, self.shares_prefixes)
 
-    def packed_collator(self, batch_size: int, shares: bool) -> Callable:
-        pack = self._make_row_collator(batch_size, shares)
-        return pack if self.images is None else self.images.packed_collator(self.args, pack, self.trainer.accelerator)
+    def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
+        images = None if self.images is None else self.images.of_packs(self.args, self.trainer.accelerator)
+        return PackCollator(self._make_row_collator(batch_size, shares), images)
 
     def _make_row_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
         args, pad_token_id = self.args, self.trainer._tokenizer.pad_token_id
@@ -280,9 +280,8 @@ class TrainingData:
     def shares_prefixes(self, shares: bool) -> None:
         self._shares_prefixes = shares
         collate: Any = self.trainer.data_collator
-        pack = collate.pack if isinstance(collate, PackedImageCollator) else collate
-        if isinstance(pack, PrefixCollator):
-            pack.shares = shares
+        if isinstance(collate, PackCollator) and isinstance(collate.rows, PrefixCollator):
+            collate.rows.shares = shares
 
     @property
     def _pin_memory(self) -> bool:

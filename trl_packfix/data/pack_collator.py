@@ -1,0 +1,38 @@
+"""Documents -> the batch of a pack that a rank computes: tokens, common beginnings, images, and the part of the rank.
+
+Only the rows pad, in one place: T is a multiple of the setting and of the number of ranks that share the pack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .collator import PackedDataCollator
+from .parts import PartOf, cut_part
+
+if TYPE_CHECKING:
+    from .image_collator import PackedImages
+
+
+@dataclass
+class PackCollator:
+    """The collator of the trainer's packs.
+
+    Args:
+        rows: makes the rows from tokens and labels, with padding; a `PrefixCollator` shares common beginnings.
+        images: adds what the model needs of images; None for text.
+    """
+
+    rows: PackedDataCollator
+    images: "PackedImages | None" = None
+
+    def __call__(self, pack: Sequence[dict[str, Any]] | PartOf) -> dict[str, Any]:
+        """The batch of a whole pack, or of the part of it that this rank holds."""
+        part = pack if isinstance(pack, PartOf) else PartOf(list(pack), 1, 0)
+        if self.images is None:
+            batch, _ = self.rows.collate(part.documents, part.degree)
+            return cut_part(batch, part.degree, part.index)
+        documents = self.images.with_placeholder(part.documents)
+        batch, runs = self.rows.collate(documents, part.degree)
+        batch |= self.images(documents, runs, batch["position_ids"])
+        return cut_part(batch, part.degree, part.index, has_images=True)
