@@ -44,12 +44,12 @@ from rich.console import Console
 from rich.table import Table
 
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.planning.packs import PackPlan
 from trl_packfix.planning.schedule import Schedule, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
+from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
 CAPACITIES = (8192, 32768, 65536)
@@ -85,7 +85,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     num_steps = plan.num_packs // slots
 
     def made(balance: str, synchronisation: str) -> Schedule:
-        settings = StepSettings(
+        bins = Bins(
             capacity=capacity,
             accumulation=ACCUMULATION,
             world_size=world_size,
@@ -93,7 +93,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
             synchronisation=synchronisation,
             drop_last=True,
         )
-        return schedule_packs(plan, lengths, num_steps, settings)
+        return schedule_packs(plan, Units(lengths, LLAMA_7B), num_steps, bins)
 
     as_they_come = made("none", "micro")
     row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
@@ -101,9 +101,9 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     for kind in ("micro", "step"):
         seconds, schedule = cpu_seconds(lambda kind=kind: made("step", kind))
         row[f"{kind}_us_per_document"] = seconds / len(schedule.order) * 1e6
-        row[f"{kind}_random"] = imbalance(as_they_come, lengths, LLAMA_7B, kind)
-        row[kind] = imbalance(schedule, lengths, LLAMA_7B, kind)
-        row[f"{kind}_bound"] = imbalance_bound(schedule, lengths, LLAMA_7B, capacity, kind)
+        row[f"{kind}_random"] = imbalance(as_they_come, LLAMA_7B(lengths), kind)
+        row[kind] = imbalance(schedule, LLAMA_7B(lengths), kind)
+        row[f"{kind}_bound"] = imbalance_bound(schedule, Units(lengths, LLAMA_7B), capacity, kind)
     row |= trl_random(lengths, capacity, world_size)
     if len(as_they_come.step_documents(0)) <= MOST_FOR_REBALANCE[name]:
         row |= rebalanced(as_they_come, lengths, capacity)
@@ -196,13 +196,12 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     schedules = {
         balance: schedule_packs(
             plan,
-            lengths,
+            Units(lengths, costs),
             num_steps,
-            StepSettings(
+            Bins(
                 capacity=capacity,
                 accumulation=ACCUMULATION,
                 world_size=2,
-                cost_model=costs,
                 balance=balance,
                 drop_last=True,
             ),
@@ -250,8 +249,8 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
             if turn:  # the first turn is a warm-up
                 rows.append({"balance": balance, "round": turn, "steps": num_steps, "capacity": capacity} | row)
     if rank == 0:
-        modelled = {name: imbalance(schedule, lengths, costs, "micro") for name, schedule in schedules.items()}
-        bound = imbalance_bound(schedules["none"], lengths, costs, capacity, "micro")
+        modelled = {name: imbalance(schedule, costs(lengths), "micro") for name, schedule in schedules.items()}
+        bound = imbalance_bound(schedules["none"], Units(lengths, costs), capacity, "micro")
         for row in rows:
             row |= {"modelled_imbalance": modelled[row["balance"]], "modelled_bound": bound}
             row["documents"] = len(schedules[row["balance"]].order)

@@ -120,7 +120,7 @@ def balance(size: str, mix: str, ranks: int) -> Row:
     image_costs, lengths_of = ours.image_costs, given.lengths
 
     def of(planner: EpochPlanner) -> float:
-        return imbalance(planner.schedule(0), lengths_of, costs, "micro", ours.costs)
+        return imbalance(planner.schedule(0), ours.units().costs(), "micro")
 
     schedule = ours.schedule(0)
     share = image_costs.sum() / (image_costs.sum() + costs(lengths_of).sum())
@@ -128,9 +128,9 @@ def balance(size: str, mix: str, ranks: int) -> Row:
         of(plan(given, "none")),
         of(plan(text)),
         of(ours),
-        imbalance_bound(schedule, lengths_of, costs, 8192, "micro", ours.costs),
-        imbalance(schedule, lengths_of, costs, "micro"),
-        imbalance(schedule, lengths_of, costs, "micro", image_costs),
+        imbalance_bound(schedule, ours.units(), 8192, "micro"),
+        imbalance(schedule, costs(lengths_of), "micro"),
+        imbalance(schedule, image_costs, "micro"),
     ]
     print(f"| {size}, {mix} | {ranks} | {share:.0%} |", " | ".join(f"{each:.3f}" for each in found), "|", flush=True)
     names = ("as_they_come", "by_tokens", "by_both", "bound", "language", "images")

@@ -40,7 +40,6 @@ from rich.table import Table
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.planning.arrays import Int64Array
-from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import (
     FILL,
@@ -51,6 +50,7 @@ from trl_packfix.planning.degrees import (
     possible_degrees,
     smallest_degree,
 )
+from trl_packfix.planning.units import Bins, Units
 
 K = 1024
 LLAMA_70B = CostModel(  # Llama 3 70B
@@ -79,16 +79,16 @@ def step_lengths(longest: int, tokens: int, seed: int) -> Int64Array:
     return lengths if len(lengths) else np.array([longest])
 
 
-def divided(lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel) -> DividedStep | None:
-    step = Step(np.arange(len(lengths)), lengths, settings, parallel)
-    return step.divided(step.documents, settings.accumulation)
+def divided(units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep | None:
+    step = Step(np.arange(len(units)), units, bins, parallel)
+    return step.divided(step.members, bins.accumulation)
 
 
 def exchange_seconds(found: DividedStep, step: Step) -> float:
     """Seconds in the exchange, the mean over ranks."""
-    world_size, total, packs = step.settings.world_size, 0.0, iter(found.packs)
+    world_size, total, packs = step.bins.world_size, 0.0, iter(found.packs)
     for degree in found.degrees:
-        tokens = np.array([step.lengths[next(packs)].sum() for _ in range(world_size // degree)])
+        tokens = np.array([step.units.rows[next(packs)].sum() for _ in range(world_size // degree)])
         total += float(step.times.seconds(np.zeros(len(tokens)), tokens, degree).mean())
     return total
 
@@ -104,16 +104,15 @@ def case(
         return None
     lengths = step_lengths(longest, int(FILL * accumulation * world_size * tokens_per_rank), seed)
     needed = smallest_degree(int(lengths.max()), tokens_per_rank)
-    settings = StepSettings(
-        capacity=needed * tokens_per_rank, accumulation=accumulation, world_size=world_size, cost_model=cost_model
-    )
+    units = Units(lengths, cost_model)
+    bins = Bins(capacity=needed * tokens_per_rank, accumulation=accumulation, world_size=world_size)
     parallel = SequenceParallel(tokens_per_rank=tokens_per_rank, smallest=needed, degrees=degrees, speeds=speeds)
-    step = Step(np.arange(len(lengths)), lengths, settings, parallel)
-    seconds, chosen = cpu_seconds(lambda: divided(lengths, settings, parallel))
+    step = Step(np.arange(len(lengths)), units, bins, parallel)
+    seconds, chosen = cpu_seconds(lambda: divided(units, bins, parallel))
     one = {
         degree: found
         for degree in degrees
-        if degree >= needed and (found := divided(lengths, settings, replace(parallel, degrees=(degree,)))) is not None
+        if degree >= needed and (found := divided(units, bins, replace(parallel, degrees=(degree,)))) is not None
     }
     assert chosen is not None and one
     smallest, best = one[min(one)], min(one.values(), key=lambda found: found.seconds)
@@ -147,9 +146,9 @@ def several_degrees(step: Step, found: DividedStep) -> float:
     """Seconds of the same micro-steps, each with the best groups of several degrees that a search finds."""
     total, packs = 0.0, iter(found.packs)
     for degree in found.degrees:
-        own = [next(packs) for _ in range(step.settings.world_size // degree)]
+        own = [next(packs) for _ in range(step.bins.world_size // degree)]
         documents = np.concatenate(own)
-        documents = documents[np.argsort(-step.lengths[documents], kind="stable")]
+        documents = documents[np.argsort(-step.units.rows[documents], kind="stable")]
         tries = [_with_giants(step, documents, limit, base) for limit in LIMITS for base in (1, 2, 4, 8)]
         total += min([step.grouped(own, degree).seconds, *(seconds for seconds in tries if seconds is not None)])
     return total
@@ -158,12 +157,12 @@ def several_degrees(step: Step, found: DividedStep) -> float:
 def _with_giants(step: Step, documents: Int64Array, limit: float, base: int) -> float | None:
     """Groups of `base` ranks, and for each document that would outlast `limit` x the mean there the smallest that does
     not; every document to the group that ends first."""
-    world_size, tokens_per_rank, times = step.settings.world_size, step.parallel.tokens_per_rank, step.times
+    world_size, tokens_per_rank, times = step.bins.world_size, step.parallel.tokens_per_rank, step.times
     if world_size % base:
         return None
-    lengths = step.lengths[documents]
+    lengths = step.units.rows[documents]
     alone = {  # seconds of each document in a group of this degree, without latency
-        degree: times.seconds(times.costs(degree)(lengths), lengths, degree) - times.exchange(degree)[1]
+        degree: times.seconds(step.units.costs(degree)[documents], lengths, degree) - times.exchange(degree)[1]
         for degree in step.parallel.degrees
         if degree >= base
     }

@@ -110,7 +110,7 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
         row |= {"documents/step": len(documents) / planner.num_steps}
         row |= {"families/step": row["documents/step"]}
         if setting == "family":
-            pieces, step = planner.pieces_of(0), slot[schedule.order] // PACKS_PER_STEP
+            pieces, step = planner.units(), slot[schedule.order] // PACKS_PER_STEP
             families = len(np.unique(step * len(documents) + pieces.family[schedule.order]))
             row |= {"pieces": len(pieces), "families": pieces.num_families}
             row |= {"families/step": families / planner.num_steps}

@@ -110,10 +110,10 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
     assert 0.3 < images.sum() / (images.sum() + costs(lengths).sum()) < 0.7, "one of the parts hardly counts"
 
     def waiting(planner):
-        return imbalance(planner.schedule(0), lengths, costs, synchronisation, ours.costs) - 1
+        return imbalance(planner.schedule(0), ours.units().costs(), synchronisation) - 1
 
     assert waiting(ours) < 0.6 * waiting(by_tokens)
-    bound = imbalance_bound(ours.schedule(0), lengths, costs, 2048, synchronisation, ours.costs)
+    bound = imbalance_bound(ours.schedule(0), ours.units(), 2048, synchronisation)
     assert 1 <= bound <= 1 + waiting(ours)
     tokens = [sum(lengths[batch[batch >= 0]]) for rank in range(4) for batch in ours.schedule(0).micro_batches(rank)]
     assert max(tokens) <= 2048 and sorted(ours.schedule(0).order) == list(range(len(documents)))

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.exchanges import Slots
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound, rank_costs
 from trl_packfix.planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
+from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
 
@@ -33,13 +33,12 @@ def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LL
     return {
         kind: schedule_packs(
             plan,
-            lengths,
+            Units(lengths, model),
             steps,
-            StepSettings(
+            Bins(
                 capacity=plan.capacity,
                 accumulation=accumulation,
                 world_size=world_size,
-                cost_model=model,
                 balance=kind[0],
                 synchronisation=kind[1],
                 drop_last=drop_last,
@@ -55,9 +54,10 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
     slots = 64 * ACCUMULATION
     lengths = long_mix(int(2.1 * slots * capacity / long_mix(20_000, capacity).mean()), capacity)
     made = schedules(lengths, capacity, 64, drop_last=True)
-    ours = {kind: imbalance(schedule, lengths, LLAMA_7B, kind[1]) for kind, schedule in made.items()}
+    ours = {kind: imbalance(schedule, LLAMA_7B(lengths), kind[1]) for kind, schedule in made.items()}
     bound = {
-        kind: imbalance_bound(made["none", "micro"], lengths, LLAMA_7B, capacity, kind) for kind in ("micro", "step")
+        kind: imbalance_bound(made["none", "micro"], Units(lengths, LLAMA_7B), capacity, kind)
+        for kind in ("micro", "step")
     }
     assert ours["step", "micro"] <= min(target, bound["micro"] + 0.005), "further from the bound than measured (0.003)"
     assert ours["step", "step"] <= bound["step"] + 0.008, "further from the bound than measured (0.006)"
@@ -137,10 +137,10 @@ def test_steps_keep_their_documents_and_no_slot_is_above_the_capacity(lengths, w
             assert sorted(schedule.step_documents(step)) == sorted(as_they_come.step_documents(step))
         tokens = np.diff(np.concatenate([[0], np.cumsum(lengths[schedule.order])])[schedule.offsets])
         assert tokens.max() <= 64
-        ours = imbalance(schedule, lengths, model, synchronisation)
-        assert 1 - 1e-9 <= imbalance_bound(schedule, lengths, model, 64, synchronisation) <= ours + 1e-9
+        ours = imbalance(schedule, model(lengths), synchronisation)
+        assert 1 - 1e-9 <= imbalance_bound(schedule, Units(lengths, model), 64, synchronisation) <= ours + 1e-9
         if balance == "step":
-            assert ours <= imbalance(as_they_come, lengths, model, synchronisation) + 1e-9
+            assert ours <= imbalance(as_they_come, model(lengths), synchronisation) + 1e-9
         slots = np.diff(schedule.offsets).reshape(schedule.num_steps, -1)
         for sizes in slots:  # an empty rank only where documents are too few
             assert (sizes > 0).all() or sizes.max() == 1
@@ -186,14 +186,14 @@ def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
     offsets = np.array([0] + [len(lengths)] * slots)
     one_step = Schedule(np.arange(len(lengths)), offsets, micro, ranks)
     for synchronisation, least in best.items():
-        bound = imbalance_bound(one_step, lengths, model, capacity, synchronisation, total)
+        bound = imbalance_bound(one_step, Units(lengths, model, images), capacity, synchronisation)
         assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 
 def bound_of(lengths, micro, ranks, capacity, synchronisation, model):
     """In units of cost."""
     schedule = Schedule(np.arange(len(lengths)), np.array([0] + [len(lengths)] * micro * ranks), micro, ranks)
-    bound = imbalance_bound(schedule, np.array(lengths), model, capacity, synchronisation)
+    bound = imbalance_bound(schedule, Units(np.array(lengths), model), capacity, synchronisation)
     return bound * model(lengths).sum() / ranks
 
 
@@ -228,14 +228,14 @@ def test_minibatches_are_balanced_within_their_steps():
     model = CostModel(1.0, 0.01)
     made = {
         balance: schedule_minibatches(
-            lengths,
+            Units(lengths, model),
             np.arange(512),
             8,
-            StepSettings(capacity=8 * 900, accumulation=4, world_size=4, cost_model=model, balance=balance),
+            Bins(capacity=8 * 900, accumulation=4, world_size=4, balance=balance),
         )
         for balance in ("step", "none")
     }
-    ratio = {balance: imbalance(schedule, lengths, model, "micro") for balance, schedule in made.items()}
+    ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in made.items()}
     assert ratio["none"] > 1.05 and ratio["step"] < 1 + (ratio["none"] - 1) / 2
     for step in range(4):
         documents = [sorted(schedule.step_documents(step)) for schedule in made.values()]
@@ -247,6 +247,6 @@ def test_imbalance_by_hand():
     lengths = np.array([4, 2, 1, 3, 2, 2, 2])
     schedule = Schedule(np.arange(7), np.array([0, 1, 2, 3, 4, 5, 6, 6, 7]), 2, 2)
     model = CostModel(1.0, 0.0)
-    assert rank_costs(schedule, lengths, model).tolist() == [[[4, 2], [1, 3]], [[2, 2], [0, 2]]]
-    assert imbalance(schedule, lengths, model, "micro") == (4 + 3 + 2 + 2) / 8
-    assert imbalance(schedule, lengths, model, "step") == (5 + 4) / 8
+    assert rank_costs(schedule, model(lengths)).tolist() == [[[4, 2], [1, 3]], [[2, 2], [0, 2]]]
+    assert imbalance(schedule, model(lengths), "micro") == (4 + 3 + 2 + 2) / 8
+    assert imbalance(schedule, model(lengths), "step") == (5 + 4) / 8

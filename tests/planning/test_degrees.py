@@ -24,7 +24,6 @@ from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
-from trl_packfix.planning.balance import StepSettings
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import (
     GroupTimes,
@@ -38,6 +37,7 @@ from trl_packfix.planning.degrees import (
 )
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.checks import check_sequence_parallelism
 from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
@@ -154,15 +154,15 @@ def test_exchanged_degrees_are_found_out():
 def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, speeds, epoch):
     world_size, tokens = world
     run = planner(lengths, world_size, tokens, accumulation=accumulation, speeds=speeds)
-    schedule, all_lengths = run.schedule(epoch), run.documents.lengths
-    time = modelled_time(schedule, all_lengths, run.steps, run.parallel)
+    schedule = run.schedule(epoch)
+    time = modelled_time(schedule, run.units(), run.bins, run.parallel)
     seconds = time.seconds.sum()
     assert time.bound <= seconds * (1 + 1e-9)
     documents = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [Step(each, all_lengths, run.steps, run.parallel) for each in documents]
+    steps = [Step(each, run.units(), run.bins, run.parallel) for each in documents]
     possible = possible_degrees(64, tokens, world_size, 8) if epoch == 0 else run.degrees
     for degree in possible:
-        divided = [step.one_degree(step.documents, degree, accumulation) for step in steps]
+        divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
             assert seconds <= sum(each.seconds for each in divided) * (1 + 1e-9), degree
 
@@ -173,7 +173,7 @@ def test_faster_than_any_one_degree_where_lengths_differ():
     seconds = {}
     for degrees in (None, (1,), (2,), (4,)):
         run = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
-        time = modelled_time(run.schedule(0), run.documents.lengths, run.steps, run.parallel)
+        time = modelled_time(run.schedule(0), run.units(), run.bins, run.parallel)
         seconds[degrees] = time.seconds.sum()
     assert set(run.schedule(0).degrees.tolist()) == {4}
     assert seconds[None] < 0.9 * seconds[(4,)]
@@ -198,9 +198,9 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(lengths, acc
 def test_no_division_is_below_the_bound(lengths, accumulation, choices):
     """Any documents to any groups, also of several degrees in one micro-step."""
     lengths, draw = np.sort(lengths)[::-1], itertools.cycle(choices)
-    step_settings = StepSettings(capacity=16, accumulation=accumulation, world_size=4, cost_model=MODEL)
+    bins = Bins(capacity=16, accumulation=accumulation, world_size=4)
     parallel = SequenceParallel(tokens_per_rank=4, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
-    step = Step(np.arange(len(lengths)), lengths, step_settings, parallel)
+    step = Step(np.arange(len(lengths)), Units(lengths, MODEL), bins, parallel)
     kinds = [(1, 1, 1, 1), (2, 1, 1), (2, 2), (4,)]
     groups = [degree for _ in range(accumulation) for degree in kinds[next(draw) % 4]]
     room, packs = [4 * degree for degree in groups], [[] for _ in groups]
@@ -213,7 +213,7 @@ def test_no_division_is_below_the_bound(lengths, accumulation, choices):
         room[group] -= length
     seconds, ranks, longest = 0.0, 0, 0.0
     for degree, pack in zip(groups, packs, strict=True):
-        cost = step.times.costs(degree)(pack).sum(keepdims=True)
+        cost = MODEL.shared_by(degree)(pack).sum(keepdims=True)
         longest = max(longest, float(step.times.seconds(cost, np.array([sum(pack)]), degree)[0]))
         ranks += degree
         if ranks == 4:
@@ -223,10 +223,10 @@ def test_no_division_is_below_the_bound(lengths, accumulation, choices):
 
 def test_short_documents_pay_no_exchange_and_a_giant_is_spread():
     lengths = np.array([64] + [2] * 96)
-    step_settings = StepSettings(capacity=64, accumulation=4, world_size=4, cost_model=MODEL)
+    bins = Bins(capacity=64, accumulation=4, world_size=4)
     parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
     packs = [np.array([0]), *np.split(np.arange(1, 97), 3)]
-    found = divide_step(packs, lengths, step_settings, parallel)
+    found = divide_step(packs, Units(lengths, MODEL), bins, parallel)
     assert found.degrees == [4, 1, 1, 1]
     assert found.packs[0].tolist() == [0]
 
@@ -251,9 +251,9 @@ def test_the_exchange_sends_what_ulysses_sends():
 
 def test_heads_that_do_not_divide_take_longer():
     odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(Heads(1, 28, 4, 128, 128),))
-    costs = GroupTimes(odd).costs(8)
+    costs = odd.shared_by(8)
     assert costs.per_token == 3.0 and costs.per_pair == pytest.approx(8.0) and costs.windows[0][1] == pytest.approx(8.0)
-    assert GroupTimes(odd).costs(4) == odd
+    assert odd.shared_by(4) == odd
 
 
 def test_heads_are_read_from_the_config():
@@ -268,7 +268,7 @@ def test_heads_are_read_from_the_config():
 def test_costs_of_ranks_are_even_shares_of_their_pack():
     lengths = [*np.random.default_rng(0).integers(1, 12, 60).tolist(), 60]
     run = planner(lengths, 4, 16, accumulation=2)
-    schedule, costs = run.schedule(0), rank_costs(run.schedule(0), run.documents.lengths, MODEL)
+    schedule, costs = run.schedule(0), rank_costs(run.schedule(0), run.units().costs())
     assert costs.sum() == pytest.approx(MODEL(lengths).sum())
     for row, degree in zip(costs.reshape(-1, 4), schedule.degrees.tolist(), strict=True):
         assert (row.reshape(-1, degree) == row.reshape(-1, degree)[:, :1]).all()

@@ -130,16 +130,18 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
     capacity = int(lengths.max()) + spare
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, COSTS, capacity)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
-    assert pieces.order[pieces.offsets[:-1]].tolist() == sorted(pieces.order[pieces.offsets[:-1]].tolist())
+    firsts = np.minimum.reduceat(pieces.order, pieces.offsets[:-1])
+    assert (np.diff(firsts) > 0).all()
     for i, (first, stop) in enumerate(pairwise(pieces.offsets)):
         members = pieces.order[first:stop]
-        assert (np.diff(members) > 0).all() and len(set(pieces.family[members].tolist())) == 1
+        assert len(set(pieces.family[members].tolist())) == 1
         order, shared = share_order([documents[j] for j in members])
+        assert order == [*range(len(members))], "not sorted by tokens"
         own = [(int(lengths[members[j]]), s) for j, s in zip(order, shared, strict=True)]
         assert pieces.rows[i] == sum(n - s for n, s in own) <= capacity
         # position p costs what the first p + 1 tokens cost beyond the first p
         steps = np.diff(COSTS(np.arange(lengths.max() + 1)))
-        assert pieces.costs[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
+        assert pieces.costs()[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
         assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= KEYS_PER_CAPACITY * capacity
         assert len(members) == 1 or lengths[members].sum() - len(members) <= TARGETS_PER_CAPACITY * capacity
         for (before, _), (n, s) in pairwise(own):
@@ -150,8 +152,8 @@ def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
     documents = [np.append(np.arange(60), i) for i in range(3)]
     pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), COSTS, 200)
     assert len(pieces) == 1 and pieces.rows.tolist() == [61 + 2 * 2]
-    assert pieces.costs[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
-    assert pieces.costs[0] < 0.5 * COSTS([61] * 3).sum()
+    assert pieces.costs()[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
+    assert pieces.costs()[0] < 0.5 * COSTS([61] * 3).sum()
 
 
 def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
@@ -190,7 +192,7 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     assert all(len(each) == len(set(each)) for each in tokens)
     given = rng.permutation(len(pieces))
-    order = pieces.with_copies_apart(given)
+    order = pieces.visited(given)
     assert sorted(order.tolist()) == sorted(given.tolist())
     if len(set(map(tuple, documents))) == len(documents):
         assert order.tolist() == given.tolist()
@@ -238,7 +240,7 @@ def test_many_equal_documents_are_many_updates():
     assert targets.max() <= TARGETS_PER_CAPACITY * capacity and plan.num_steps == num * length // 500
     # in the steps of the unpacked run copies may meet: that run has them in one step, too
     fixed = EpochPlanner(documents, "minibatch", 4, capacity, 8, share_prefixes="family")
-    assert len(fixed.pieces_of(0)) < num / 20
+    assert len(fixed.units()) < num / 20
 
 
 def test_a_system_prompt_does_not_make_one_family():
@@ -323,7 +325,7 @@ def test_every_document_once_in_packs_within_the_capacity(
         batches.append([[i for i in batch if i >= 0] for batch in sampler])
     assert len({len(each) for each in batches}) == 1
     seen = [i for each in batches for batch in each for i in batch]
-    schedule, pieces = ranks[0].schedule(epoch), ranks[0].pieces_of(epoch)
+    schedule, pieces = ranks[0].schedule(epoch), ranks[0].units(epoch)
     assert len(seen) == len(set(seen)) == len(documents) - schedule.num_skipped
     assert schedule.num_skipped == 0 or given["drop_last"]
     planned, offsets = pieces.of(schedule.order, schedule.offsets)
@@ -398,24 +400,23 @@ def test_balance_knows_the_cost_of_pieces():
         plan = EpochPlanner(
             documents, "stream", 16, 256, 1, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
         )
-        pieces = plan.pieces
+        pieces = plan.units()
         for first, stop in pairwise(pieces.offsets):
             order, shared = share_order([tokens[i] for i in pieces.order[first:stop]])
             for place, s in zip(order, shared, strict=True):
                 i = pieces.order[first + place]
                 exact[i] = quadratic([len(tokens[i])])[0] - quadratic([s])[0]
         if name == "rows":
-            vars(plan)["pieces"] = replace(pieces, costs=quadratic(pieces.rows))
+            by_rows = vars(plan)["_pieces"] = replace(pieces)
+            by_rows._costs[1] = quadratic(pieces.rows)
         schedule = plan.schedule(0)
-        waiting[name] = imbalance(schedule, documents.lengths, quadratic, "micro", exact) - 1
+        waiting[name] = imbalance(schedule, exact, "micro") - 1
         order, offsets = pieces.of(schedule.order, schedule.offsets)
         units = replace(schedule, order=order, offsets=offsets)
-        assert imbalance(units, pieces.rows, quadratic, "micro", pieces.costs) - 1 == pytest.approx(waiting[name])
+        assert imbalance(units, pieces.costs(), "micro") - 1 == pytest.approx(waiting[name])
         by_document = pieces.costs_of_documents()
-        assert imbalance(schedule, documents.lengths, quadratic, "micro", by_document) - 1 == pytest.approx(
-            waiting[name]
-        )
-        bound = imbalance_bound(units, pieces.rows, quadratic, plan.capacity, "micro", pieces.costs)
+        assert imbalance(schedule, by_document, "micro") - 1 == pytest.approx(waiting[name])
+        bound = imbalance_bound(units, pieces, plan.capacity, "micro")
         assert 0 <= bound - 1 <= waiting[name] + 1e-9
     assert waiting["costs"] < 0.5 * waiting["rows"] < 0.5 * waiting["not balanced"]
 
@@ -499,7 +500,7 @@ def line(found):
 
 def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
     found, plan = report("family")
-    schedule, pieces = plan.schedule(0), plan.pieces_of(0)
+    schedule, pieces = plan.schedule(0), plan.units()
     packs = [schedule.order[a:b] for a, b in pairwise(schedule.offsets) if b > a]
     share = sum(rows_of(TOKENS, pack) for pack in packs) / DOCUMENTS.lengths.sum()
     per_step = [len(set(pieces.family[schedule.step_documents(i)].tolist())) for i in range(schedule.num_steps)]
@@ -511,9 +512,7 @@ def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
     )
     assert "families (unpacked: 8 documents)" in dict(found.lines())["against unpacked"]
     assert found.to_dict()["prefixes"]["rows"] == found.prefixes.rows
-    assert found.imbalance == pytest.approx(
-        imbalance(schedule, DOCUMENTS.lengths, LLAMA_7B, "micro", pieces.costs_of_documents())
-    )
+    assert found.imbalance == pytest.approx(imbalance(schedule, pieces.costs_of_documents(), "micro"))
 
 
 def test_a_step_with_few_families_is_told_what_to_raise():
@@ -531,9 +530,9 @@ def test_the_report_says_what_another_setting_would_save(name):
     share = sum(rows_of(TOKENS, pack) for pack in packs) / DOCUMENTS.lengths.sum()
     assert len(packs) <= savings.NUM_PACKS and found.prefixes.in_packs == pytest.approx(share)
     family = report("family", batch_size=4)[1]
-    planned = family.pieces.rows.sum() / DOCUMENTS.lengths.sum()
+    planned = family.units().rows.sum() / DOCUMENTS.lengths.sum()
     assert found.prefixes.in_families == pytest.approx(planned)
-    families = f'"family" {planned:.2f} ({len(TOKENS):,} documents in {family.pieces.num_families} families)'
+    families = f'"family" {planned:.2f} ({len(TOKENS):,} documents in {family.units().num_families} families)'
     assert line(found) == (
         f'not shared; share_prefixes would compute: "pack" {share:.2f} of the tokens, {families}'
         if name == "off"
@@ -553,7 +552,7 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     assert "(estimated from 4 packs)" in line(found)
     assert "(100 documents in " in line(found) and "neighbours in the table, as an estimate)" in line(found)
     assert found.prefixes.in_families == pytest.approx(
-        report("family")[1].pieces.rows.sum() / DOCUMENTS.lengths.sum(), abs=0.1
+        report("family")[1].units().rows.sum() / DOCUMENTS.lengths.sum(), abs=0.1
     )
 
 

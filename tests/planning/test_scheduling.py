@@ -10,9 +10,9 @@ from trl_packfix.data.epochs import EpochPlanner, unpacked_order
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
-from trl_packfix.planning.balance import StepSettings
-from trl_packfix.planning.costs import CostModel
+from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.schedule import EMPTY, schedule_minibatches
+from trl_packfix.planning.units import Bins, Units
 
 STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
 ATTENTION_DOMINATES = CostModel(per_token=1, per_pair=1 / 6)
@@ -117,7 +117,9 @@ def test_minibatch_steps_hold_the_documents_of_the_unpacked_run(lengths, batch_s
 
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
-    schedule = schedule_minibatches(lengths, np.arange(32), 4, StepSettings(capacity=400, accumulation=4, world_size=2))
+    schedule = schedule_minibatches(
+        Units(lengths, LLAMA_7B), np.arange(32), 4, Bins(capacity=400, accumulation=4, world_size=2)
+    )
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank
     assert sizes.tolist() == [[13, 13], [1, 1], [1, 1], [1, 1]]

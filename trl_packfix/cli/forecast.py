@@ -14,9 +14,9 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows, TokenReader
 from ..data.spans import make_documents
 from ..data.token_order import token_order
-from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
+from ..planning.units import Synchronisation
 from ..reporting.build import make_report
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
@@ -97,8 +97,8 @@ def forecasts(
         if not planner.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
         # only of the documents that the epoch reaches, like the imbalance
-        reached, costs = planner.schedule(0).order, planner.costs
-        flops = float((cost_model(documents.lengths[reached]) if costs is None else costs[reached]).sum())
+        costs = cost_model(documents.lengths) + (0 if planner.image_costs is None else planner.image_costs)
+        flops = float(costs[planner.schedule(0).order].sum())
         computed = 1.0 if report.prefixes is None else report.prefixes.flops
         assert computed is not None, "the estimate has it"
         flops *= FORWARD_AND_BACKWARD * computed

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ..planning.arrays import Float64Array, Int64Array
-from ..planning.balance import Balance, StepSettings, Synchronisation
-from ..planning.costs import LLAMA_7B, CostModel, document_costs
+from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.packs import PackPlan, plan_blocks, reordered
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
+from ..planning.units import Balance, Bins, Synchronisation, Units
 from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_cached_packs
 from .documents import Documents
 
@@ -84,7 +84,7 @@ class EpochPlanner:
             unit = f"{len(self.documents)} documents"
         else:
             packs = self._read_or_compute("plan", 0, self._plan)
-            self.first_plan = PackPlan(packs.order, packs.offsets, self._lengths, self.capacity)
+            self.first_plan = PackPlan(packs.order, packs.offsets, self.units().rows, self.capacity)
             self.num_steps = num_optimizer_steps(
                 self.first_plan.num_packs, self.accumulation, self._num_groups, self.drop_last
             )
@@ -116,24 +116,15 @@ class EpochPlanner:
         return self.cost_model.tower(values, squares)
 
     @property
-    def costs(self) -> Float64Array | None:
-        """Modelled cost of each document, shape (N,), where its length alone does not tell; else None."""
-        if self.image_costs is None:
-            return None
-        return document_costs(self.documents.lengths, self.cost_model, self.image_costs)
-
-    @property
-    def steps(self) -> StepSettings:
-        """How every optimizer step is divided."""
-        return StepSettings(
+    def bins(self) -> Bins:
+        """The slots of every optimizer step."""
+        return Bins(
             capacity=self.capacity,
             accumulation=self.accumulation,
             world_size=self.world_size,
-            cost_model=self.cost_model,
             balance=self.balance,
             synchronisation=self.synchronisation,
             drop_last=self.drop_last,
-            costs=self.pieces.costs if self.shares_families and not self._traits.keeps_steps else self.costs,
         )
 
     @property
@@ -142,15 +133,25 @@ class EpochPlanner:
         return self.share_prefixes == "family"
 
     @cached_property
-    def pieces(self) -> Pieces:
-        """What is planned as one, with `share_prefixes="family"`; for `minibatch` see `pieces_of`."""
+    def _documents_alone(self) -> Units:
+        return Units(self.documents.lengths, self.cost_model, self.image_costs)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
         assert self.documents.tokens is not None
         return self._make_pieces(self.documents.tokens, splits_copies=True)
 
-    @property
-    def _lengths(self) -> Int64Array:
-        """Rows of what is planned: of each document, or of each piece."""
-        return self.pieces.rows if self.shares_families else self.documents.lengths
+    def units(self, epoch: int = 0) -> Units:
+        """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
+
+        With `minibatch` these are families of the documents of each step, so every epoch has others.
+        """
+        if not self.shares_families:
+            return self._documents_alone
+        if not self._traits.keeps_steps:
+            return self._pieces
+        assert self.documents.tokens is not None
+        return self._make_pieces(self.documents.tokens.within(self._unpacked_steps(epoch)), splits_copies=False)
 
     @property
     def parallel(self) -> SequenceParallel:
@@ -223,8 +224,8 @@ class EpochPlanner:
         num_degrees = 0
         if self.tokens_per_rank is not None and kind == "schedule":
             num_degrees = self.num_steps * self.accumulation
-        num_documents = len(self.pieces) if kind == "plan" and self.shares_families else len(self.documents)
-        packs = None if file is None else read_cached_packs(file, num_documents, num_degrees)
+        num_packed = len(self.units()) if kind == "plan" else len(self.documents)
+        packs = None if file is None else read_cached_packs(file, num_packed, num_degrees)
         if packs is None:
             packs = _packs(make(epoch))
             if file is not None and self.writes_cache:
@@ -232,8 +233,9 @@ class EpochPlanner:
         return packs
 
     def _plan(self, epoch: int) -> PackPlan:
-        lengths = self._lengths
-        if self.tokens_per_rank is not None:  # a longer document is alone in its pack, which may be full
+        units = self.units()
+        lengths = units.rows
+        if self.tokens_per_rank is not None:  # a longer unit is alone in its pack, which may be full
             lengths = np.minimum(lengths, self._planned_capacity)
         rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
         if self._traits.plan is None:
@@ -241,39 +243,28 @@ class EpochPlanner:
             return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
         order = np.arange(len(lengths))
         if self.shuffle:
-            order = np.random.default_rng((self.seed, epoch)).permutation(len(lengths))
-            if self.shares_families:
-                order = self.pieces.with_copies_apart(order)
+            order = units.visited(np.random.default_rng((self.seed, epoch)).permutation(len(lengths)))
         return self._traits.plan(lengths, self._planned_capacity, order, rng)
 
     def _schedule(self, epoch: int) -> Schedule:
-        if not self.shares_families:
-            return self._schedule_units(epoch)
-        pieces = self.pieces_of(epoch)
-        schedule = self._schedule_pieces(epoch, pieces) if self._traits.keeps_steps else self._schedule_units(epoch)
-        rng = np.random.default_rng((self.seed, epoch, len(pieces))) if self.shuffle else None
-        order, offsets = pieces.documents(schedule.order, schedule.offsets, rng)
-        num_skipped = len(self.documents) - len(order)
-        return replace(schedule, order=order, offsets=offsets, num_skipped=num_skipped)
-
-    def pieces_of(self, epoch: int) -> Pieces:
-        """The pieces of an epoch; with `minibatch` they are those of its steps."""
-        if not self._traits.keeps_steps:
-            return self.pieces
-        assert self.documents.tokens is not None
-        tokens = self.documents.tokens.within(self._unpacked_steps(epoch))
-        return self._make_pieces(tokens, splits_copies=False)
+        units = self.units(epoch)
+        schedule = self._minibatches(units, epoch) if self._traits.keeps_steps else self._schedule_plan(units, epoch)
+        rng = np.random.default_rng((self.seed, epoch, len(units))) if self.shuffle else None
+        order, offsets = units.documents(schedule.order, schedule.offsets, rng)
+        return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
     def _make_pieces(self, tokens: TokenOrder, splits_copies: bool) -> Pieces:
         documents = self.documents
         return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, self.capacity, splits_copies)
 
-    def _schedule_pieces(self, epoch: int, pieces: Pieces) -> Schedule:
-        """The schedule of the pieces of `minibatch`."""
-        step = self._unpacked_steps(epoch)[pieces.order[pieces.offsets[:-1]]]
+    def _minibatches(self, units: Units, epoch: int) -> Schedule:
+        """The schedule of the units of `minibatch`: a step has the documents of the unpacked run."""
+        if not isinstance(units, Pieces):
+            return schedule_minibatches(units, self._unpacked_order(epoch), self.batch_size, self.bins)
+        step = self._unpacked_steps(epoch)[units.order[units.offsets[:-1]]]
         by_step = np.argsort(step, kind="stable")
         bounds = np.searchsorted(step[by_step], np.arange(self.num_steps + 1))
-        return schedule_steps(pieces.rows, by_step, bounds, replace(self.steps, costs=pieces.costs))
+        return schedule_steps(units, by_step, bounds, self.bins)
 
     def _unpacked_steps(self, epoch: int) -> Int64Array:
         """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it."""
@@ -287,20 +278,17 @@ class EpochPlanner:
         num = len(self.documents)
         return unpacked_order(num, self.seed, epoch) if self.shuffle else np.arange(num)
 
-    def _schedule_units(self, epoch: int) -> Schedule:
-        """The schedule of what is planned, documents or pieces."""
-        lengths = self._lengths
-        if self._traits.keeps_steps:
-            return schedule_minibatches(lengths, self._unpacked_order(epoch), self.batch_size, self.steps)
+    def _schedule_plan(self, units: Units, epoch: int) -> Schedule:
+        """The schedule of the packs of a plan."""
         assert self.first_plan is not None  # every strategy except `minibatch` has one
         plan = self.first_plan if epoch == 0 else self._plan(epoch)
         if plan.num_packs > self.num_steps * self.accumulation * self._num_groups and not self.drop_last:
             # The Trainer computed the number of steps from the first plan. A plan that needs more cannot be used.
             plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
         if self.tokens_per_rank is None:
-            return schedule_packs(plan, lengths, self.num_steps, self.steps)
+            return schedule_packs(plan, units, self.num_steps, self.bins)
         parallel = self.parallel if epoch else replace(self.parallel, degrees=self._first_degrees)
-        return schedule_groups(plan, lengths, self.num_steps, self.steps, parallel)
+        return schedule_groups(plan, units, self.num_steps, self.bins, parallel)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:

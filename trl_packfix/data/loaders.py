@@ -16,10 +16,10 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
-from ..planning.balance import Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
+from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .dataset_checks import (

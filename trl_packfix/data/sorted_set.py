@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..planning.arrays import Int64Array
-from ..planning.balance import StepSettings
+from ..planning.costs import LLAMA_7B
 from ..planning.families import KEYS_PER_CAPACITY, shared_by_neighbours
 from ..planning.packs import PackPlan
 from ..planning.schedule import Schedule, schedule_packs
+from ..planning.units import Bins, Units
 from .documents import Documents
 
 
@@ -47,8 +48,9 @@ def plan_sorted(documents: Documents, capacity: int, world_size: int) -> SortedS
     assert tokens is not None, "documents are not sorted by their tokens"
     shared = shared_by_neighbours(tokens.common, lengths[tokens.order])
     plan = pack_sorted(lengths, tokens.order, shared, capacity)
-    settings = StepSettings(capacity=capacity, world_size=world_size, balance="none")
-    return SortedSet(schedule_packs(plan, lengths, -(-plan.num_packs // world_size), settings))
+    bins = Bins(capacity=capacity, world_size=world_size, balance="none")
+    units = Units(lengths, LLAMA_7B)  # costs do not count
+    return SortedSet(schedule_packs(plan, units, -(-plan.num_packs // world_size), bins))
 
 
 def pack_sorted(lengths: Int64Array, order: Int64Array, shared: Int64Array, capacity: int) -> PackPlan:

@@ -21,12 +21,12 @@ from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.balance import Balance, StepSettings, Synchronisation
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
 from ..planning.exact_fill import pack_arrivals
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
+from ..planning.units import Balance, Bins, Synchronisation, Units
 from .collator import IGNORE_INDEX
 from .documents import Ledger
 from .loaders import dummy_document, unsharded_loader
@@ -275,18 +275,20 @@ class PackedStream(torch.utils.data.IterableDataset):
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
-        settings = StepSettings(
-            capacity=self.capacity,
-            accumulation=self.accumulation,
-            world_size=self.share.count,
-            cost_model=self.cost_model,
-            balance=self.balance,
-            synchronisation=self.synchronisation,
+        units, bins = (
+            Units(lengths, self.cost_model),
+            Bins(
+                capacity=self.capacity,
+                accumulation=self.accumulation,
+                world_size=self.share.count,
+                balance=self.balance,
+                synchronisation=self.synchronisation,
+            ),
         )
         if self.parallel is None:
-            schedule = schedule_packs(plan, lengths, 1, settings)
+            schedule = schedule_packs(plan, units, 1, bins)
         else:
-            schedule = schedule_groups(plan, lengths, 1, settings, self.parallel)
+            schedule = schedule_groups(plan, units, 1, bins, self.parallel)
             assert schedule.degrees is not None
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)

@@ -8,95 +8,55 @@ Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
 
 import heapq
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .costs import LLAMA_7B, CostModel
 from .dealing import Deal
+from .units import Bins, Units
 
-Balance = Literal["step", "none"]
-Synchronisation = Literal["micro", "step"]
-
-FEW = 4  # documents per slot; below this they are not dealt again, since they hardly ever fit another way
+FEW = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
 GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """How the optimizer steps of a run are divided; the same for every step.
+def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
+    """The units of `packs` in S packs with the least modelled waiting time, in slot order.
 
-    Attributes:
-        capacity: most tokens of a pack.
-        accumulation: G, micro-batches per optimizer step and rank.
-        world_size: W, data-parallel ranks.
-        cost_model: modelled cost of a document.
-        balance: "step" deals the documents of a step by cost, so that ranks finish together; "none" keeps the packs.
-        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
-        drop_last: leave out the last incomplete step.
-        costs: modelled cost of each document, shape (N,), where its length alone does not tell; None: `cost_model`.
-    """
-
-    capacity: int
-    accumulation: int = 1
-    world_size: int = 1
-    cost_model: CostModel = LLAMA_7B
-    balance: Balance = "step"
-    synchronisation: Synchronisation = "micro"
-    drop_last: bool = False
-    costs: Float64Array | None = field(default=None, compare=False)
-
-    def costs_of(self, documents: Int64Array, lengths: Int64Array) -> Float64Array:
-        """Modelled cost of each of `documents`; `lengths` are those of all documents."""
-        return self.cost_model(lengths[documents]) if self.costs is None else self.costs[documents]
-
-    @property
-    def num_slots(self) -> int:
-        """S, micro-batches per optimizer step over all ranks."""
-        return self.accumulation * self.world_size
-
-
-def balanced(packs: list[Int64Array], lengths: Int64Array, settings: StepSettings) -> list[Int64Array]:
-    """The documents of `packs` in S packs with the least modelled waiting time, in slot order.
-
-    If dealing the documents again does not help, the packs are returned as they are, in the best order: documents that
-    fill their packs exactly cannot always be dealt another way, least of all a few long ones.
+    If dealing the units again does not help, the packs are returned as they are, in the best order: units that fill
+    their packs exactly cannot always be dealt another way, least of all a few long ones.
 
     Args:
-        packs: at most S, none above the capacity; indices into `lengths`.
-        lengths: tokens of each document of the dataset.
+        packs: units, at most S packs of them, none above the capacity.
 
+    >>> from .costs import CostModel
     >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]
-    >>> lengths = np.array([60, 40, 50, 50, 100, 100])
-    >>> quadratic = CostModel(per_token=1.0, per_pair=1.0)
-    >>> settings = StepSettings(capacity=100, accumulation=2, world_size=2, cost_model=quadratic)
-    >>> [pack.tolist() for pack in balanced(packs, lengths, settings)]  # the two dearest packs share a micro-step
+    >>> units = Units(np.array([60, 40, 50, 50, 100, 100]), CostModel(per_token=1.0, per_pair=1.0))
+    >>> bins = Bins(capacity=100, accumulation=2, world_size=2)
+    >>> [pack.tolist() for pack in balanced(packs, units, bins)]  # the two dearest packs share a micro-step
     [[4], [5], [0, 1], [2, 3]]
     """
-    slots, accumulation, world_size = settings.num_slots, settings.accumulation, settings.world_size
+    slots, accumulation, world_size = bins.num_slots, bins.accumulation, bins.world_size
     packs = packs + [np.zeros(0, np.int64)] * (slots - len(packs))
     if world_size == 1:
         return packs
-    by_rank = settings.synchronisation == "step" and accumulation > 1
-    documents = np.concatenate(packs)
-    cost = settings.costs_of(documents, lengths)
+    by_rank = bins.synchronisation == "step" and accumulation > 1
+    members = np.concatenate(packs)
+    cost = units.costs(bins.degree)[members]
     sizes = np.array([len(pack) for pack in packs])
     pack_costs = _sums(cost, sizes)
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)
     order = _placed(pack_costs, accumulation, world_size, by_rank)
     if (better := _waiting(pack_costs[order].reshape(accumulation, world_size), by_rank)) < waiting:
         placed, waiting = order, better
-    if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(documents) < FEW * slots:
+    if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
         return [packs[i] for i in placed]
-    deal = Deal(lengths[documents], cost, settings.cost_model.per_token, settings.capacity, world_size, slots)
+    deal = Deal(units.rows[members], cost, units.cost_model.per_token, bins.capacity, world_size, slots)
     dealt = deal.packs(by_rank)
     if dealt is not None:
         costs = np.array([cost[pack].sum() for pack in dealt])
         order = np.arange(slots) if by_rank else np.argsort(-costs, kind="stable")
         if _waiting(costs[order].reshape(-1, world_size), by_rank) < waiting:
-            return [documents[dealt[i]] for i in order]
+            return [members[dealt[i]] for i in order]
     return [packs[i] for i in placed]
 
 

@@ -10,7 +10,7 @@ all patches see each other.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +93,21 @@ class CostModel:
         """Attention heads of the layer with the fewest; None if they are not known."""
         return min((each.heads for each in self.attention), default=None)
 
+    def shared_by(self, degree: int) -> "CostModel":
+        """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.
+
+        Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
+        """
+        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in self.attention), default=1.0)
+        if unevenness == 1:
+            return self
+        return replace(
+            self,
+            per_pair=self.per_pair * unevenness,
+            windows=tuple((window, pair * unevenness) for window, pair in self.windows),
+            chunks=tuple((chunk, pair * unevenness) for chunk, pair in self.chunks),
+        )
+
     def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
         """FLOPs of each document, shape (N,)."""
         cost: Float64Array = self.flops(np.asarray(lengths, dtype=np.float64))
@@ -107,12 +122,6 @@ class CostModel:
             whole = n // chunk
             cost = cost + per_pair * (whole * _pairs(chunk) + _pairs(n - whole * chunk))
         return cost
-
-
-def document_costs(lengths: npt.ArrayLike, cost_model: CostModel, image_costs: Float64Array | None) -> Float64Array:
-    """FLOPs of documents, in the language model and in the vision tower, shape (N,)."""
-    costs = cost_model(lengths)
-    return costs if image_costs is None else costs + image_costs
 
 
 def _pairs(n: Any) -> Any:

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import StepSettings, balanced
+from .balance import balanced
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
 from .packs import PackPlan
 from .schedule import Schedule, packs_of_steps
+from .units import Bins, Units
 
 FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
 
@@ -67,22 +68,6 @@ class GroupTimes:
     cost_model: CostModel
     speeds: Speeds = field(default_factory=Speeds)
 
-    def costs(self, degree: int) -> CostModel:
-        """FLOPs of a document, as if each rank of the group had as many heads as the one with most.
-
-        Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
-        """
-        model = self.cost_model
-        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in model.attention), default=1.0)
-        if unevenness == 1:
-            return model
-        return replace(
-            model,
-            per_pair=model.per_pair * unevenness,
-            windows=tuple((window, pair * unevenness) for window, pair in model.windows),
-            chunks=tuple((chunk, pair * unevenness) for chunk, pair in model.chunks),
-        )
-
     def exchange(self, degree: int) -> tuple[float, float]:
         """Seconds of the exchanges of a micro-step: (for each token of a rank, whatever the tokens).
 
@@ -103,7 +88,7 @@ class GroupTimes:
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
-        """Seconds of groups with packs of these costs, in FLOPs by `costs(degree)`, and tokens, shape (N,)."""
+        """Seconds of groups with packs of these costs, in FLOPs of all its ranks, and rows, shape (N,)."""
         per_token, fixed = self.exchange(degree)
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
 
@@ -163,7 +148,7 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class DividedStep:
-    """The documents of one optimizer step in groups of ranks.
+    """The units of one optimizer step in groups of ranks.
 
     Attributes:
         seconds: modelled time, the sum over micro-steps of their longest group.
@@ -176,62 +161,58 @@ class DividedStep:
     packs: list[Int64Array]
 
 
-def schedule_groups(
-    plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings, parallel: SequenceParallel
-) -> Schedule:
+def schedule_groups(plan: PackPlan, units: Units, num_steps: int, bins: Bins, parallel: SequenceParallel) -> Schedule:
     """`schedule_packs` with sequence parallelism: the slots of `num_steps` steps, and the degree of each micro-step.
 
     Args:
-        plan: packs for groups of S ranks, at most `num_steps * G * W / S` of them unless `drop_last`.
-        settings: the world size is W.
+        plan: packs of units for groups of S ranks, at most `num_steps * G * W / S` of them unless `drop_last`.
+        bins: the world size is W.
 
+    >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([8, 4, 3]), capacity=8)
-    >>> settings = StepSettings(capacity=8, world_size=2, accumulation=2)
+    >>> units, bins = Units(plan.lengths, LLAMA_7B), Bins(capacity=8, world_size=2, accumulation=2)
     >>> parallel = SequenceParallel(tokens_per_rank=4, smallest=2, degrees=(1, 2))
-    >>> schedule = schedule_groups(plan, plan.lengths, 1, settings, parallel)
+    >>> schedule = schedule_groups(plan, units, 1, bins, parallel)
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """
-    planned = replace(settings, world_size=settings.world_size // parallel.smallest)
-    steps, num_skipped = packs_of_steps(plan, lengths, num_steps, planned)
+    planned = replace(bins, world_size=bins.world_size // parallel.smallest)
+    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, planned)
     sizes: list[Int64Array] = []
     order: list[Int64Array] = []
     degrees: list[int] = []
     for packs in steps:
-        divided = divide_step(packs, lengths, settings, parallel)
+        divided = divide_step(packs, units, bins, parallel)
         degrees += divided.degrees
         order += divided.packs
-        sizes.append(_slot_sizes(divided, settings))
+        sizes.append(_slot_sizes(divided, bins))
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    world_size, accumulation = settings.world_size, settings.accumulation
+    world_size, accumulation = bins.world_size, bins.accumulation
     return Schedule(np.concatenate(order), offsets, accumulation, world_size, num_skipped, np.array(degrees))
 
 
-def _slot_sizes(divided: DividedStep, settings: StepSettings) -> Int64Array:
+def _slot_sizes(divided: DividedStep, bins: Bins) -> Int64Array:
     """Documents of every slot: those of a group are in the slot of its first rank."""
-    sizes = np.zeros((settings.accumulation, settings.world_size), np.int64)
+    sizes = np.zeros((bins.accumulation, bins.world_size), np.int64)
     packs = iter(divided.packs)
     for row, degree in zip(sizes, divided.degrees, strict=True):
-        row[::degree] = [len(next(packs)) for _ in range(0, settings.world_size, degree)]
+        row[::degree] = [len(next(packs)) for _ in range(0, bins.world_size, degree)]
     return sizes.ravel()
 
 
-def divide_step(
-    packs: list[Int64Array], lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
-) -> DividedStep:
-    """The documents of one optimizer step in groups with the least modelled time that is found.
+def divide_step(packs: list[Int64Array], units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep:
+    """The units of one optimizer step in groups with the least modelled time that is found.
 
     Args:
-        packs: the step's documents in packs for groups of S ranks, at most G * W / S of them.
-        lengths: tokens of each document of the dataset, shape (N,).
+        packs: the step's units in packs for groups of S ranks, at most G * W / S of them.
     """
-    step = Step(np.concatenate(packs), lengths, settings, parallel)
-    degree, accumulation = parallel.smallest, settings.accumulation
-    packs = packs + [np.zeros(0, np.int64)] * (settings.num_slots // degree - len(packs))
-    if settings.balance == "none":
+    step = Step(np.concatenate(packs), units, bins, parallel)
+    degree, accumulation = parallel.smallest, bins.accumulation
+    packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
+    if bins.balance == "none":
         return step.grouped(packs, degree)
-    found = step.divided(step.documents, accumulation)
-    if found is None or step.first_packs(step.documents, degree, accumulation) is None:
+    found = step.divided(step.members, accumulation)
+    if found is None or step.first_packs(step.members, degree, accumulation) is None:
         planned = step.grouped(step.balanced(packs, degree, accumulation), degree)  # these packs always fit
         if found is None or planned.seconds < found.seconds:
             found = planned
@@ -239,25 +220,25 @@ def divide_step(
 
 
 class Step:
-    """The documents of one optimizer step, longest first, while they are divided into micro-steps and groups."""
+    """The units of one optimizer step, longest first, while they are divided into micro-steps and groups."""
 
-    def __init__(self, documents: Int64Array, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel):
-        self.documents = documents[np.argsort(-lengths[documents], kind="stable")]
-        self.lengths = lengths
-        self.settings = settings
+    def __init__(self, members: Int64Array, units: Units, bins: Bins, parallel: SequenceParallel):
+        self.members = members[np.argsort(-units.rows[members], kind="stable")]
+        self.units = units
+        self.bins = bins
         self.parallel = parallel
-        self.times = GroupTimes(settings.cost_model, parallel.speeds)
+        self.times = GroupTimes(units.cost_model, parallel.speeds)
 
-    def divided(self, documents: Int64Array, num: int) -> DividedStep | None:
-        """The best of: one degree for these documents in `num` micro-steps, or halves of them, divided in the same way.
+    def divided(self, members: Int64Array, num: int) -> DividedStep | None:
+        """The best of: one degree for these units in `num` micro-steps, or halves of them, divided in the same way.
 
         The longer half of the tokens gets the first half of the micro-steps. None if no division is found.
         """
         halves: list[DividedStep | None] = []
-        if num > 1 and len(documents):
+        if num > 1 and len(members):
             first = num // 2
-            split = self._split(documents, first, num)
-            halves = [self.divided(documents[:split], first), self.divided(documents[split:], num - first)]
+            split = self._split(members, first, num)
+            halves = [self.divided(members[:split], first), self.divided(members[split:], num - first)]
         found = [half for half in halves if half is not None]
         joined = None
         if len(found) == 2:
@@ -266,92 +247,92 @@ class Step:
                 found[0].degrees + found[1].degrees,
                 found[0].packs + found[1].packs,
             )
-        return self.best_degree(documents, num, joined)
+        return self.best_degree(members, num, joined)
 
-    def _split(self, documents: Int64Array, first: int, num: int) -> int:
-        """How many of the documents go to the first micro-steps: their share of the tokens, and at least one."""
-        ends = np.cumsum(self.lengths[documents])
+    def _split(self, members: Int64Array, first: int, num: int) -> int:
+        """How many of the units go to the first micro-steps: their share of the rows, and at least one."""
+        ends = np.cumsum(self.units.rows[members])
         split = int(np.searchsorted(ends, ends[-1] * first / num, side="right"))
         return max(split, 1)
 
     def best_degree(
-        self, documents: Int64Array, accumulation: int, best: DividedStep | None = None
+        self, members: Int64Array, accumulation: int, best: DividedStep | None = None
     ) -> DividedStep | None:
-        """The best single degree for these documents in so many micro-steps, if it takes less time than `best`.
+        """The best single degree for these units in so many micro-steps, if it takes less time than `best`.
 
         Degrees are tried in the order of a lower bound of their time, until none can be better.
         """
-        if not len(documents):
-            # One degree is as good as another for a micro-step without documents.
+        if not len(members):
+            # One degree is as good as another for a micro-step without units.
             degree = self.parallel.degrees[0]
-            return best or self.grouped([documents] * (self.settings.world_size // degree * accumulation), degree)
-        bounds = sorted((self._lower_bound(documents, degree), degree) for degree in self.parallel.degrees)
+            return best or self.grouped([members] * (self.bins.world_size // degree * accumulation), degree)
+        bounds = sorted((self._lower_bound(members, degree), degree) for degree in self.parallel.degrees)
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
                 break
-            found = self.one_degree(documents, degree, accumulation)
+            found = self.one_degree(members, degree, accumulation)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         return best
 
-    def _lower_bound(self, documents: Int64Array, degree: int) -> float:
-        """Seconds below which no division of these documents with this degree is."""
-        lengths = self.lengths[documents]
-        costs = self.times.costs(degree)(lengths)
-        even = self.times.seconds(costs.sum(keepdims=True), lengths.sum(keepdims=True), degree)
-        longest = self.times.seconds(costs[:1], lengths[:1], degree)
-        return float(max(even[0] * degree / self.settings.world_size, longest[0]))
+    def _lower_bound(self, members: Int64Array, degree: int) -> float:
+        """Seconds below which no division of these units with this degree is."""
+        rows, costs = self.units.rows[members], self.units.costs(degree)[members]
+        even = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
+        longest = self.times.seconds(costs, rows, degree).max()
+        return float(max(even[0] * degree / self.bins.world_size, longest))
 
-    def one_degree(self, documents: Int64Array, degree: int, accumulation: int) -> DividedStep | None:
-        """The documents in groups of one degree, in so many micro-steps; None if no such packs are found."""
-        packs = self.first_packs(documents, degree, accumulation)
+    def one_degree(self, members: Int64Array, degree: int, accumulation: int) -> DividedStep | None:
+        """The units in groups of one degree, in so many micro-steps; None if no such packs are found."""
+        packs = self.first_packs(members, degree, accumulation)
         return None if packs is None else self.grouped(self.balanced(packs, degree, accumulation), degree)
 
-    def first_packs(self, documents: Int64Array, degree: int, accumulation: int) -> list[Int64Array] | None:
-        """The documents in packs for groups of one degree, before they are balanced; None if none are found."""
-        lengths, capacity = self.lengths, degree * self.parallel.tokens_per_rank
-        num = self.settings.world_size // degree * accumulation
-        if lengths[documents[0]] > capacity:
+    def first_packs(self, members: Int64Array, degree: int, accumulation: int) -> list[Int64Array] | None:
+        """The units in packs for groups of one degree, before they are balanced; None if none are found."""
+        rows, capacity = self.units.rows[members], degree * self.parallel.tokens_per_rank
+        num = self.bins.world_size // degree * accumulation
+        if rows[0] > capacity:
             return None
-        packs = _least_loaded(documents, lengths, self.times.costs(degree), num, capacity)
-        return packs or _tightest(documents, lengths, num, capacity)
+        places = _least_loaded(rows, self.units.costs(degree)[members], num, capacity)
+        places = places or _tightest(rows, num, capacity)
+        return None if places is None else [members[pack] for pack in places]
 
     def balanced(self, packs: list[Int64Array], degree: int, accumulation: int) -> list[Int64Array]:
-        """The documents of these packs dealt to the groups of so many micro-steps, see `balance.py`."""
-        settings = replace(
-            self.settings,
+        """The units of these packs dealt to the groups of so many micro-steps, see `balance.py`."""
+        bins = replace(
+            self.bins,
             capacity=degree * self.parallel.tokens_per_rank,
             accumulation=accumulation,
-            world_size=self.settings.world_size // degree,
-            cost_model=self.times.costs(degree),
+            world_size=self.bins.world_size // degree,
+            degree=degree,
             synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
-        return balanced(packs, self.lengths, settings)
+        return balanced(packs, self.units, bins)
 
     def grouped(self, packs: list[Int64Array], degree: int) -> DividedStep:
         """Packs of groups of one degree, micro-step after micro-step, with their modelled time."""
-        model = self.times.costs(degree)
-        costs = np.array([model(self.lengths[pack]).sum() for pack in packs])
-        tokens = np.array([self.lengths[pack].sum() for pack in packs])
-        seconds = self.times.seconds(costs, tokens, degree).reshape(-1, self.settings.world_size // degree).max(axis=1)
+        of_units = self.units.costs(degree)
+        costs = np.array([of_units[pack].sum() for pack in packs])
+        rows = np.array([self.units.rows[pack].sum() for pack in packs])
+        seconds = self.times.seconds(costs, rows, degree).reshape(-1, self.bins.world_size // degree).max(axis=1)
         return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
 
     def bound(self) -> float:
         """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
 
-        All ranks work all the time, documents longer than C pay the exchange of their smallest group, and the longest
-        takes what it takes alone at its best degree.
+        All ranks work all the time, units longer than C pay the exchange of their smallest group, and each takes at
+        least what it takes alone at its best degree.
         """
-        lengths, tokens_per_rank = self.lengths[self.documents], self.parallel.tokens_per_rank
-        ranks_seconds = float(self.times.seconds(self.settings.cost_model(lengths), lengths, 1).sum())
-        long = lengths[lengths > tokens_per_rank]
+        rows, tokens_per_rank = self.units.rows[self.members], self.parallel.tokens_per_rank
+        ranks_seconds = float(self.times.seconds(self.units.costs()[self.members], rows, 1).sum())
+        long = rows[rows > tokens_per_rank]
         ranks_seconds += sum(n * self.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
-        longest = min(
-            float(self.times.seconds(self.times.costs(degree)(lengths[:1]), lengths[:1], degree)[0])
-            for degree in {self.parallel.smallest, *self.parallel.degrees}
-            if degree * tokens_per_rank >= lengths[0]
-        )
-        return max(ranks_seconds / self.settings.world_size, longest)
+        alone = np.full(len(rows), np.inf)
+        for degree in {self.parallel.smallest, *self.parallel.degrees}:
+            fits = rows <= degree * tokens_per_rank
+            seconds = self.times.seconds(self.units.costs(degree)[self.members], rows, degree)
+            alone[fits] = np.minimum(alone, seconds)[fits]
+        return max(ranks_seconds / self.bins.world_size, float(alone.max()))
 
 
 @dataclass(frozen=True)
@@ -369,44 +350,40 @@ class ModelledTime:
     bound: float
 
 
-def modelled_time(
-    schedule: Schedule, lengths: Int64Array, settings: StepSettings, parallel: SequenceParallel
-) -> ModelledTime:
-    """What a schedule takes, and the least that one with the same steps could take."""
+def modelled_time(schedule: Schedule, units: Units, bins: Bins, parallel: SequenceParallel) -> ModelledTime:
+    """What a schedule of units takes, and the least that one with the same steps could take."""
     assert schedule.degrees is not None
-    times = GroupTimes(settings.cost_model, parallel.speeds)
+    times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
-    tokens = _slot_sums(schedule, lengths)
+    tokens = _slot_sums(schedule, units.rows)
     for degree in np.unique(schedule.degrees).tolist():
         rows, leaders = np.flatnonzero(schedule.degrees == degree), slice(None, None, degree)
-        costs = _slot_sums(schedule, times.costs(degree)(lengths))
+        costs = _slot_sums(schedule, units.costs(degree))
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
-    steps = (Step(schedule.step_documents(i), lengths, settings, parallel) for i in range(schedule.num_steps))
+    steps = (Step(schedule.step_documents(i), units, bins, parallel) for i in range(schedule.num_steps))
     return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
 
 
 def _slot_sums(schedule: Schedule, values: Int64Array | Float64Array) -> Float64Array:
-    """Sums over the documents of every slot, shape (S*G, W)."""
+    """Sums over the units of every slot, shape (S*G, W)."""
     total = np.concatenate([[0.0], np.cumsum(values[schedule.order])])
     return np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
 
 
-def _least_loaded(
-    longest_first: Int64Array, lengths: Int64Array, cost_model: CostModel, num: int, capacity: int
-) -> list[Int64Array] | None:
-    """Each document to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere."""
+def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, capacity: int) -> list[Int64Array] | None:
+    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
+
+    Units are given longest first, and are their places in `rows` and `costs`.
+    """
     packs: list[list[int]] = [[] for _ in range(num)]
     room = [capacity] * num
     heap = [(0.0, i) for i in range(num)]
-    too_full: list[tuple[int, float, int]] = []  # most room first: documents get shorter, so they come back
-    tokens = lengths[longest_first]
-    if tokens.sum() > num * capacity:
+    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
+    if rows.sum() > num * capacity:
         return None
-    for document, length, cost in zip(
-        longest_first.tolist(), tokens.tolist(), cost_model(tokens).tolist(), strict=True
-    ):
+    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
         while too_full and -too_full[0][0] >= length:
             heapq.heappush(heap, heapq.heappop(too_full)[1:])
         while heap and room[heap[0][1]] < length:
@@ -415,15 +392,15 @@ def _least_loaded(
         if not heap:
             return None
         load, i = heap[0]
-        packs[i].append(document)
+        packs[i].append(unit)
         room[i] -= length
         heapq.heapreplace(heap, (load + cost, i))
     return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
-def _tightest(longest_first: Int64Array, lengths: Int64Array, num: int, capacity: int) -> list[Int64Array] | None:
-    """Packs of best-fit decreasing, if there are at most `num`."""
-    members, sizes = best_fit_decreasing(lengths[longest_first], capacity)
+def _tightest(rows: Int64Array, num: int, capacity: int) -> list[Int64Array] | None:
+    """Packs of best-fit decreasing, if there are at most `num`; units are their places in `rows`."""
+    members, sizes = best_fit_decreasing(rows, capacity)
     if len(sizes) > num:
         return None
-    return np.split(longest_first[members], np.cumsum(sizes)[:-1])
+    return np.split(members, np.cumsum(sizes)[:-1])

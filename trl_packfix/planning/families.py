@@ -18,6 +18,7 @@ second copies make families of their own, the third ones too, and so on.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from .arrays import Float64Array, Int64Array
 from .costs import CostModel
+from .units import Units
 
 SharePrefixes = Literal["off", "pack", "family"]
 
@@ -194,15 +196,16 @@ def _differ(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     return (native[1:] != native[:-1]).any(axis=1)
 
 
-@dataclass(frozen=True, eq=False)
-class Pieces:
-    """N documents in P pieces, which are planned as documents are.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pieces(Units):
+    """N documents in P pieces, the units. A pack may have fewer rows than its pieces: two of them may begin alike.
 
     Attributes:
-        order: documents, piece after piece, in ascending order within each; pieces by their first document; shape (N,).
+        order: documents, piece after piece, sorted by their tokens within each; pieces by their smallest document;
+            shape (N,).
         offsets: piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,).
-        rows: of each piece, shape (P,). A pack may have fewer: two of its pieces may begin alike.
-        costs: modelled cost of each piece, shape (P,).
+        lengths, shared: tokens of the documents in `order`, and the rows that each shares with the one before it, both
+            (N,).
         family: family of each document, by its number, shape (N,); pieces of one family were cut from each other.
         original: for a piece of copies, the piece that has the first ones, else the piece itself, shape (P,).
         distance: where a piece is visited behind its original, as a share of the epoch, shape (P,).
@@ -210,58 +213,57 @@ class Pieces:
 
     order: Int64Array
     offsets: Int64Array
-    rows: Int64Array
-    costs: Float64Array
+    lengths: Int64Array
+    shared: Int64Array
     family: Int64Array
     original: Int64Array
     distance: Float64Array
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def num_families(self) -> int:
         return len(np.unique(self.family[self.order]))
 
+    def _language_costs(self, cost_model: CostModel) -> Float64Array:
+        """What is new in each document costs what it costs behind the rows that the document shares."""
+        return np.add.reduceat(cost_model(self.lengths) - cost_model(self.shared), self.offsets[:-1])
+
+    @cached_property
+    def _ascending(self) -> Int64Array:
+        """The documents, piece after piece, in ascending order within each, shape (N,)."""
+        return self.order[np.lexsort((self.order, self._piece))]
+
+    @property
+    def _piece(self) -> Int64Array:
+        """Number of the piece of each document in `order`, shape (N,)."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
     def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The inverse of `documents`: the pieces that these documents are, and `offsets` into the pieces."""
         number = np.empty(len(self.family), dtype=np.int64)
-        number[self.order] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        number[self.order] = self._piece
         piece = number[documents]
         begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
         return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
 
-    def with_copies_apart(self, order: Int64Array) -> Int64Array:
-        """An order of the pieces in which those of the same documents are far from each other.
-
-        Args:
-            order: pieces in random order, shape (P,). If there are no copies, it is the result.
-        """
+    def visited(self, order: Int64Array) -> Int64Array:
+        """A random order, changed so that pieces of the same documents are far from each other; shape (P,)."""
         place = np.empty(len(self))
         place[order] = np.arange(len(self)) / max(len(self), 1)
         return np.argsort((place[self.original] + self.distance) % 1, kind="stable")
 
     def costs_of_documents(self) -> Float64Array:
-        """The cost of each piece at its first document and 0 at the others, by number, for sums over packs."""
         costs = np.zeros(len(self.family))
-        costs[self.order[self.offsets[:-1]]] = self.costs
+        costs[self._ascending[self.offsets[:-1]]] = self.costs()
         return costs
 
     def documents(
-        self, pieces: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
+        self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        """The documents of `pieces`, and `offsets` into `pieces` as offsets into these documents.
-
-        Args:
-            rng: draws the order within each piece; None: ascending.
-        """
-        order = self.order
+        order = self._ascending
         if rng is not None:
-            piece = np.repeat(np.arange(len(self)), np.diff(self.offsets))
-            order = order[np.lexsort((rng.random(len(order)), piece))]
-        sizes = np.diff(self.offsets)[pieces]
+            order = order[np.lexsort((rng.random(len(order)), self._piece))]
+        sizes = np.diff(self.offsets)[units]
         ends = np.concatenate([[0], np.cumsum(sizes)])
-        at = np.arange(ends[-1]) + np.repeat(self.offsets[pieces] - ends[:-1], sizes)
+        at = np.arange(ends[-1]) + np.repeat(self.offsets[units] - ends[:-1], sizes)
         return order[at], ends[offsets]
 
 
@@ -304,22 +306,23 @@ def make_pieces(
     begins[_cuts(size, shared, trained[tokens.order], begins, capacity)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
-    costs = cost_model(size) - cost_model(shared)
-    # numbered by their first document
+    # numbered by their smallest document
     by_first = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
     number = np.empty(len(starts), dtype=np.int64)
     number[by_first] = np.arange(len(starts))
-    order = tokens.order[np.lexsort((tokens.order, number[np.cumsum(begins) - 1]))]
+    places = np.argsort(number[np.cumsum(begins) - 1], kind="stable")
     sizes = np.diff(np.append(starts, len(size)))[by_first]
     original, distance = _distances(tokens.order[starts], starts, families, copy, family[first_copy])
     return Pieces(
-        order,
-        np.concatenate([[0], np.cumsum(sizes)]),
         np.add.reduceat(size - shared, starts)[by_first],
-        np.add.reduceat(costs, starts)[by_first],
-        family,
-        number[original][by_first],
-        distance[by_first],
+        cost_model,
+        order=tokens.order[places],
+        offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        lengths=size[places],
+        shared=shared[places],
+        family=family,
+        original=number[original][by_first],
+        distance=distance[by_first],
     )
 
 

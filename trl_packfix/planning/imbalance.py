@@ -11,24 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Float64Array, Int64Array
-from .balance import Synchronisation
-from .costs import CostModel
 from .schedule import Schedule
+from .units import Synchronisation, Units
 
 PRICES = 32  # prices of a token that the bound tries
 GROUPS = 64  # most documents considered to share a rank; where more do, they are short and even
 
 
-def rank_costs(
-    schedule: Schedule, lengths: Int64Array, cost_model: CostModel, costs: Float64Array | None = None
-) -> Float64Array:
+def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
     """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost.
 
     Args:
-        costs: of each document, shape (N,), where its length alone does not tell; None: those of `cost_model`.
+        costs: of each unit that the schedule has, by number.
     """
-    each = cost_model(lengths[schedule.order]) if costs is None else costs[schedule.order]
-    total = np.concatenate([[0.0], np.cumsum(each)])
+    total = np.concatenate([[0.0], np.cumsum(costs[schedule.order])])
     packs = np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
     if schedule.degrees is not None:
         degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
@@ -36,45 +32,30 @@ def rank_costs(
     return packs.reshape(-1, schedule.accumulation, schedule.world_size)
 
 
-def imbalance(
-    schedule: Schedule,
-    lengths: Int64Array,
-    cost_model: CostModel,
-    synchronisation: Synchronisation,
-    costs: Float64Array | None = None,
-) -> float:
+def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchronisation) -> float:
     """The imbalance as defined above; 1.0 with one rank.
 
     Args:
-        lengths: tokens of each document of the dataset, shape (N,).
         costs: as in `rank_costs`.
 
     >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
-    >>> imbalance(schedule, np.array([4, 2, 1, 3]), CostModel(per_token=1.0, per_pair=0.0), "micro")
+    >>> imbalance(schedule, np.array([4.0, 2.0, 1.0, 3.0]), "micro")
     1.4
     """
     if schedule.world_size == 1:
         return 1.0
-    packs = rank_costs(schedule, lengths, cost_model, costs)
+    packs = rank_costs(schedule, costs)
     if synchronisation == "step":
         packs = packs.sum(axis=1)
     return float(packs.max(axis=-1).sum() / packs.mean(axis=-1).sum())
 
 
-def imbalance_bound(
-    schedule: Schedule,
-    lengths: Int64Array,
-    cost_model: CostModel,
-    capacity: int,
-    synchronisation: Synchronisation,
-    costs: Float64Array | None = None,
-) -> float:
+def imbalance_bound(schedule: Schedule, units: Units, capacity: int, synchronisation: Synchronisation) -> float:
     """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it.
 
     Args:
-        lengths: tokens of each document of the dataset, shape (N,).
-        capacity: most tokens of a micro-batch.
-        costs: as in `rank_costs`.
+        schedule: of these units.
+        capacity: most rows of a micro-batch.
     """
     micro, ranks = schedule.accumulation, schedule.world_size
     if ranks == 1:
@@ -82,8 +63,7 @@ def imbalance_bound(
     least, mean = 0.0, 0.0
     for step in range(schedule.num_steps):
         of_step = schedule.step_documents(step)
-        each = cost_model(lengths[of_step]) if costs is None else costs[of_step]
-        documents = _Bounds(lengths[of_step], each, micro, ranks, capacity)
+        documents = _Bounds(units.rows[of_step], units.costs()[of_step], micro, ranks, capacity)
         mean += documents.total / ranks
         least += documents.longest_rank() if synchronisation == "step" else documents.longest_micro_steps()
     return least / mean

@@ -17,8 +17,9 @@ from itertools import pairwise
 import numpy as np
 
 from .arrays import Int64Array
-from .balance import StepSettings, balanced
+from .balance import balanced
 from .packs import PackPlan, plan_bfd
+from .units import Bins, Units
 
 EMPTY = -1
 """Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
@@ -78,104 +79,103 @@ def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, drop
     return num_packs // slots if drop_last else -(-num_packs // slots)
 
 
-def schedule_packs(plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings) -> Schedule:
+def schedule_packs(plan: PackPlan, units: Units, num_steps: int, bins: Bins) -> Schedule:
     """Packs in visiting order -> slots of exactly `num_steps` optimizer steps.
 
     Where a step has fewer packs than slots, its largest packs are split between slots; where it has fewer documents
     than slots, the remaining slots stay empty. Nothing is duplicated and, unless `drop_last` is set, nothing left out.
 
     Args:
-        plan: the packs; at most `num_steps * num_slots` of them unless `drop_last`.
-        lengths: tokens of each document, shape (N,).
+        plan: packs of these units; at most `num_steps * num_slots` of them unless `drop_last`.
 
+    >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
-    >>> schedule = schedule_packs(plan, plan.lengths, 1, StepSettings(capacity=5, world_size=2))
+    >>> schedule = schedule_packs(plan, Units(plan.lengths, LLAMA_7B), 1, Bins(capacity=5, world_size=2))
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
-    steps, num_skipped = packs_of_steps(plan, lengths, num_steps, settings)
+    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins)
     filled: list[Int64Array] = []
     for step in steps:
-        if settings.balance == "step":
-            step = balanced(step, lengths, settings)
-        filled += step + [np.zeros(0, np.int64)] * (settings.num_slots - len(step))
-    return _schedule(filled, settings, num_skipped)
+        if bins.balance == "step":
+            step = balanced(step, units, bins)
+        filled += step + [np.zeros(0, np.int64)] * (bins.num_slots - len(step))
+    return _schedule(filled, bins, num_skipped)
 
 
 def packs_of_steps(
-    plan: PackPlan, lengths: Int64Array, num_steps: int, settings: StepSettings
+    plan: PackPlan, rows: Int64Array, num_steps: int, bins: Bins
 ) -> tuple[Iterator[list[Int64Array]], int]:
     """The packs of each optimizer step, at most `num_slots`, and the number of documents that no step reaches."""
-    slots = settings.num_slots
+    slots = bins.num_slots
     packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
     skipped = packs[num_steps * slots :]
-    assert settings.drop_last or not skipped, "more packs than slots"
+    assert bins.drop_last or not skipped, "more packs than slots"
     packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
         # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
-        packs = _split_up_to(packs, lengths, num_steps)
+        packs = _split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
-    steps = (_split_up_to(packs[first:last], lengths, slots) for first, last in pairwise(bounds))
+    steps = (_split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
     return steps, sum(len(pack) for pack in skipped)
 
 
-def schedule_minibatches(lengths: Int64Array, order: Int64Array, batch_size: int, settings: StepSettings) -> Schedule:
+def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, bins: Bins) -> Schedule:
     """Every optimizer step has the documents of the unpacked run, the next B*G*W of `order`.
 
     They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
     step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
 
     Args:
-        lengths: tokens of each document, at most `capacity / batch_size`, shape (N,).
+        units: documents of at most `capacity / batch_size` tokens.
         order: visiting order of the documents, shape (N,).
         batch_size: B, documents per micro-batch of the unpacked run.
 
-    >>> lengths, settings = np.array([4, 1, 2, 3]), StepSettings(capacity=8, accumulation=2)
-    >>> schedule = schedule_minibatches(lengths, np.array([3, 2, 1, 0]), 2, settings)
+    >>> from .costs import LLAMA_7B
+    >>> units, bins = Units(np.array([4, 1, 2, 3]), LLAMA_7B), Bins(capacity=8, accumulation=2)
+    >>> schedule = schedule_minibatches(units, np.array([3, 2, 1, 0]), 2, bins)
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
     """
-    accumulation, world_size = settings.accumulation, settings.world_size
-    per_step = batch_size * settings.num_slots
-    num_steps = num_optimizer_steps(len(order), batch_size * accumulation, world_size, settings.drop_last)
+    per_step = batch_size * bins.num_slots
+    num_steps = num_optimizer_steps(len(order), batch_size * bins.accumulation, bins.world_size, bins.drop_last)
     bounds = np.minimum(np.arange(num_steps + 1) * per_step, len(order))
-    return schedule_steps(lengths, order, bounds, settings)
+    return schedule_steps(units, order, bounds, bins)
 
 
-def schedule_steps(lengths: Int64Array, order: Int64Array, bounds: Int64Array, settings: StepSettings) -> Schedule:
-    """Step i has the documents `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
+def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, bins: Bins) -> Schedule:
+    """Step i has the units `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
 
     A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
     (`prefixes.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
     (k + 1) / 2 * capacity / B rows.
     """
-    world_size = settings.world_size
     filled: list[Int64Array] = []
     for first, last in pairwise(bounds.tolist()):
-        documents = order[first:last]
-        if settings.num_slots == 1:  # no choice to make, and there may be a million such steps
-            filled.append(documents)
+        of_step = order[first:last]
+        if bins.num_slots == 1:  # no choice to make, and there may be a million such steps
+            filled.append(of_step)
             continue
-        packs = _few_packs(documents, lengths, settings)
-        if settings.balance == "step":
-            packs = balanced(packs, lengths, replace(settings, accumulation=len(packs) // world_size))
-        filled += _spread(packs, lengths, settings.num_slots)
-    return _schedule(filled, settings, len(order) - int(bounds[-1]))
+        packs = _few_packs(of_step, units.rows, bins)
+        if bins.balance == "step":
+            packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
+        filled += _spread(packs, units.rows, bins.num_slots)
+    return _schedule(filled, bins, len(order) - int(bounds[-1]))
 
 
-def _few_packs(documents: Int64Array, lengths: Int64Array, settings: StepSettings) -> list[Int64Array]:
+def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
     """As few packs as best-fit decreasing needs, rounded up to a multiple of the ranks; even tokens where they fit."""
     longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
-    plan = plan_bfd(lengths[longest_first], settings.capacity, None)
+    plan = plan_bfd(lengths[longest_first], bins.capacity, None)
     # Every closed pack of m documents or pieces holds at least B documents. The next one, no longer than any of them,
     # did not fit, so they have more than m / (m + 1) * capacity rows and 2 m B / (m + 1) - m >= B - 1 documents if
     # m < B. If m >= B, they are B documents anyway.
-    assert plan.num_packs <= settings.num_slots
-    num = -(-plan.num_packs // settings.world_size) * settings.world_size
+    assert plan.num_packs <= bins.num_slots
+    num = -(-plan.num_packs // bins.world_size) * bins.world_size
     packs = _longest_processing_time(longest_first, lengths, num)
-    if max(int(lengths[pack].sum()) for pack in packs) > settings.capacity:
+    if max(int(lengths[pack].sum()) for pack in packs) > bins.capacity:
         none = longest_first[:0]
         return [*np.split(longest_first[plan.order], plan.offsets[1:-1]), *[none] * (num - plan.num_packs)]
     return [np.array(pack, dtype=np.int64) for pack in packs]
@@ -228,8 +228,8 @@ def _split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list
     return packs
 
 
-def _schedule(filled: list[Int64Array], settings: StepSettings, num_skipped: int) -> Schedule:
+def _schedule(filled: list[Int64Array], bins: Bins, num_skipped: int) -> Schedule:
     offsets = np.zeros(len(filled) + 1, dtype=np.int64)
     np.cumsum([len(slot) for slot in filled], out=offsets[1:])
     order = np.concatenate(filled) if filled else np.zeros(0, np.int64)
-    return Schedule(order, offsets, settings.accumulation, settings.world_size, num_skipped)
+    return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped)

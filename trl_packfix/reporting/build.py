@@ -10,6 +10,8 @@ from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
+from ..planning.schedule import Schedule
+from ..planning.units import Units
 from .report import Groups, PackedImages, PackingReport, SharedPacks
 from .sample import length_histogram, plan_sample
 from .savings import planned_savings
@@ -33,18 +35,15 @@ def make_report(
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
-    # what is balanced: documents, or with share_prefixes="family" pieces of several
-    units, unit_lengths, unit_costs = schedule, lengths, planner.costs
-    if planner.shares_families:
-        pieces = planner.pieces_of(0)
-        order, offsets = pieces.of(schedule.order, schedule.offsets)
-        units, unit_lengths, unit_costs = replace(schedule, order=order, offsets=offsets), pieces.rows, pieces.costs
+    units = planner.units()
+    order, offsets = units.of(schedule.order, schedule.offsets)
+    of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
     plan = planner.first_plan
     packed_rows = reader.seq_lengths()
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    shared = None if planner.tokens_per_rank is None else _shared_packs(planner)
+    shared = None if planner.tokens_per_rank is None else _shared_packs(planner, units, of_units)
     # Ranks that share packs wait for each other in every layer.
     synchronisation = "micro" if shared else planner.synchronisation
     trained = int(documents.trained.sum())
@@ -74,10 +73,8 @@ def make_report(
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
-        imbalance=imbalance(units, unit_lengths, planner.cost_model, synchronisation, unit_costs),
-        imbalance_bound=None
-        if shared
-        else imbalance_bound(units, unit_lengths, planner.cost_model, planner.capacity, synchronisation, unit_costs),
+        imbalance=imbalance(of_units, units.costs(), synchronisation),
+        imbalance_bound=None if shared else imbalance_bound(of_units, units, planner.capacity, synchronisation),
         prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
@@ -92,28 +89,28 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     """The images of the first epoch; None for rows without."""
     if reader.image_counts is None:
         return None
-    schedule, lengths, costs = planner.schedule(0), planner.documents.lengths, planner.image_costs
+    schedule, costs = planner.schedule(0), planner.image_costs
+    language = planner.cost_model(planner.documents.lengths)
     counts = reader.image_counts[planner.documents.row]
     total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
     packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
     found = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
     if costs is None or not costs.any():
         return found
-    share = costs.sum() / (costs.sum() + planner.cost_model(lengths).sum())
+    share = costs.sum() / (costs.sum() + language.sum())
     return replace(
         found,
         tower_share=float(share),
-        tower_imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation, costs),
-        language_imbalance=imbalance(schedule, lengths, planner.cost_model, planner.synchronisation),
+        tower_imbalance=imbalance(schedule, costs, planner.synchronisation),
+        language_imbalance=imbalance(schedule, language, planner.synchronisation),
     )
 
 
-def _shared_packs(planner: EpochPlanner) -> SharedPacks:
-    """What sequence parallelism does in the first epoch."""
-    schedule, lengths = planner.schedule(0), planner.documents.lengths
+def _shared_packs(planner: EpochPlanner, units: Units, schedule: Schedule) -> SharedPacks:
+    """What sequence parallelism does in the first epoch, of which this is the schedule of units."""
     assert planner.tokens_per_rank is not None and schedule.degrees is not None
-    time = modelled_time(schedule, lengths, planner.steps, planner.parallel)
-    total = np.concatenate([[0], np.cumsum(lengths[schedule.order])])
+    time = modelled_time(schedule, units, planner.bins, planner.parallel)
+    total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
     packs = np.diff(total[schedule.offsets]).reshape(-1, planner.world_size)
     degrees, counts = np.unique(schedule.degrees, return_counts=True)
     return SharedPacks(

@@ -171,8 +171,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
     degrees = None if schedule.degrees is None else schedule.degrees[: (len(offsets) - 1) // world_size]
     first = replace(schedule, order=schedule.order[: offsets[-1]], offsets=offsets, degrees=degrees)
-    of_documents = planner.pieces_of(0).costs_of_documents() if planner.shares_families else planner.costs
-    costs = rank_costs(first, documents.lengths, planner.cost_model, of_documents)
+    costs = rank_costs(first, planner.units().costs_of_documents())
     return PlanSample(
         [
             PackSample(

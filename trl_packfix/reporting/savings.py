@@ -18,7 +18,7 @@ from ..data.reader import TokenReader
 from ..data.token_order import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
-from ..planning.families import SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
+from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
@@ -133,7 +133,8 @@ def _of_families(planner: EpochPlanner) -> PrefixSavings:
     slot = np.full(len(planner.documents), -1)
     slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
     rows, flops = _shares(planner, tokens.within(slot))
-    pieces = planner.pieces_of(0)
+    pieces = planner.units()
+    assert isinstance(pieces, Pieces)
     # a family is counted in each step that has documents of it
     step = slot[schedule.order] // (planner.accumulation * planner.world_size)
     families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))

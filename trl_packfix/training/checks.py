@@ -14,9 +14,9 @@ from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
 from ..data.image_rows import has_images
 from ..data.row_values import read_row_values
-from ..planning.balance import Synchronisation
 from ..planning.degrees import possible_degrees
 from ..planning.strategies import STRATEGIES
+from ..planning.units import Synchronisation
 from . import images
 from .config import SFTConfig
 

@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
-from ..planning.balance import Balance
 from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
+from ..planning.units import Balance
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]

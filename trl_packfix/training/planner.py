@@ -4,9 +4,9 @@ from typing import Any
 
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..planning.balance import Synchronisation
 from ..planning.costs import CostModel
 from ..planning.degrees import Speeds
+from ..planning.units import Synchronisation
 from .config import SFTConfig
 
 

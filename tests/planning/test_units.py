@@ -1,0 +1,161 @@
+"""Units in bins: each unit once, no bin above its capacity, all costs counted, as many micro-batches on every rank.
+
+Documents, documents with images and families are planned by the same functions, also on groups of ranks.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packfix.planning.costs import CostModel, Heads
+from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups
+from trl_packfix.planning.families import make_pieces, shared_by_neighbours, sort_by_tokens
+from trl_packfix.planning.imbalance import rank_costs
+from trl_packfix.planning.packs import plan_bfd
+from trl_packfix.planning.schedule import num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.units import Bins, Units
+
+MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 6, 2, 64, 64),))  # 6 heads: uneven on 4 ranks
+KINDS = ("documents", "images", "families")
+
+
+def tokens_of(num: int, seed: int) -> list[np.ndarray]:
+    """Documents of 5 to 60 tokens, most of which begin as others do."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, 9, rng.integers(20, 40)) for _ in range(3)]
+    return [
+        np.concatenate([stems[i % 3] if i % 4 else stems[0][:0], rng.integers(0, 9, rng.integers(5, 20))])
+        for i in range(num)
+    ]
+
+
+def units_of(kind: str, tokens: list[np.ndarray], room: int = 64) -> Units:
+    lengths = np.array([len(each) for each in tokens])
+    if kind == "documents":
+        return Units(lengths, MODEL)
+    if kind == "images":
+        return Units(lengths, MODEL, np.random.default_rng(len(tokens)).integers(0, 3, len(tokens)) * 1e14)
+
+    def read(chosen, first, width):
+        found = np.full((len(chosen), width), 2**32 - 1, dtype=">u4")
+        for row, i in enumerate(chosen.tolist()):
+            found[row, : len(tokens[i][first:])] = tokens[i][first : first + width]
+        return found
+
+    return make_pieces(sort_by_tokens(lengths, read), lengths, lengths - 1, MODEL, room)
+
+
+def check(schedule, units: Units, num_documents: int, capacity: int, degrees: np.ndarray) -> None:
+    """What holds for any schedule that leaves nothing out; `degrees` are those of the micro-steps."""
+    assert sorted(schedule.order.tolist()) == list(range(len(units)))
+    rows = np.add.reduceat(np.append(units.rows[schedule.order], 0), schedule.offsets[:-1])
+    rows[np.diff(schedule.offsets) == 0] = 0
+    assert (rows.reshape(len(degrees), -1) <= capacity * degrees[:, None]).all()
+    assert len({len(list(schedule.micro_batches(rank))) for rank in range(schedule.world_size)}) == 1
+    assert len(degrees) == schedule.num_steps * schedule.accumulation
+    documents, offsets = units.documents(schedule.order, schedule.offsets, np.random.default_rng(0))
+    assert sorted(documents.tolist()) == list(range(num_documents))
+    again, offsets_again = units.of(documents, offsets)
+    assert again.tolist() == schedule.order.tolist() and offsets_again.tolist() == schedule.offsets.tolist()
+    assert rank_costs(schedule, units.costs()).sum() == pytest.approx(units.costs().sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    num=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    accumulation=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    balance=st.sampled_from(["step", "none"]),
+    synchronisation=st.sampled_from(["micro", "step"]),
+)
+def test_every_unit_is_once_in_bins_of_equal_number(
+    kind, num, seed, accumulation, world_size, balance, synchronisation
+):
+    units = units_of(kind, tokens_of(num, seed))
+    how = {"balance": balance, "synchronisation": synchronisation}
+    bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size, **how)
+    plan = plan_bfd(units.rows, bins.capacity, np.random.default_rng(seed))
+    steps = num_optimizer_steps(plan.num_packs, accumulation, world_size, drop_last=False)
+    schedule = schedule_packs(plan, units, steps, bins)
+    check(schedule, units, num, 64, np.ones(steps * accumulation, np.int64))
+    if kind != "families":
+        bins = Bins(capacity=2 * 64, accumulation=accumulation, world_size=world_size, **how)
+        schedule = schedule_minibatches(units, np.random.default_rng(seed).permutation(num), 2, bins)
+        check(schedule, units, num, 128, np.ones(schedule.num_steps * accumulation, np.int64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    num=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    accumulation=st.integers(1, 3),
+    world_size=st.sampled_from([4, 8, 12]),
+    balance=st.sampled_from(["step", "none"]),
+)
+def test_units_on_groups_of_ranks(kind, num, seed, accumulation, world_size, balance):
+    units = units_of(kind, tokens_of(num, seed))
+    bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size, balance=balance)
+    parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4))
+    planned = int(FILL * bins.capacity)
+    plan = plan_bfd(np.minimum(units.rows, planned), planned, np.random.default_rng(seed))
+    steps = num_optimizer_steps(plan.num_packs, accumulation, world_size // 4, drop_last=False)
+    schedule = schedule_groups(plan, units, steps, bins, parallel)
+    check(schedule, units, num, 16, schedule.degrees)
+    time = modelled_time(schedule, units, bins, parallel)
+    assert time.bound <= time.seconds.sum() * (1 + 1e-9)
+    for step in range(schedule.num_steps if balance == "step" else 0):
+        divided = Step(schedule.step_documents(step), units, bins, parallel)
+        one = [divided.one_degree(divided.members, degree, accumulation) for degree in parallel.degrees]
+        chosen = time.seconds[step * accumulation : (step + 1) * accumulation].sum()
+        assert chosen <= min(each.seconds for each in one if each is not None) * (1 + 1e-9)
+
+
+# What a unit costs
+
+
+def test_a_unit_costs_more_on_a_group_where_its_parts_do():
+    lengths, images = np.array([8, 20]), np.array([0.0, 3e12])
+    alone = Units(lengths, MODEL, images)
+    assert alone.costs().tolist() == (MODEL(lengths) + images).tolist()
+    # 6 heads on 4 ranks: two on some; and each rank of the group runs the vision tower
+    uneven = CostModel(MODEL.per_token, MODEL.per_pair * 4 / 3)
+    assert alone.costs(4) == pytest.approx(uneven(lengths) + 4 * images)
+    assert alone.costs(2) == pytest.approx(MODEL(lengths) + 2 * images)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num=st.integers(1, 40), seed=st.integers(0, 2**32), degree=st.sampled_from([1, 2, 4]))
+def test_a_family_costs_at_each_degree_what_is_computed_of_it(num, seed, degree):
+    tokens = tokens_of(num, seed)
+    units, model = units_of("families", tokens), MODEL.shared_by(degree)
+    for piece, (first, stop) in enumerate(pairwise(units.offsets)):
+        members = units.order[first:stop]
+        common = [0]
+        for a, b in pairwise(members):
+            shorter = min(len(tokens[a]), len(tokens[b]))
+            same = tokens[a][:shorter] == tokens[b][:shorter]
+            common.append(shorter if same.all() else int(same.argmin()))
+        lengths = np.array([len(tokens[i]) for i in members])
+        shared = shared_by_neighbours(np.array(common), lengths)
+        assert units.rows[piece] == (lengths - shared).sum()
+        # position p attends to p + 1 tokens
+        computed = [np.arange(s, n) for s, n in zip(shared.tolist(), lengths.tolist(), strict=True)]
+        cost = sum((model.per_token + model.per_pair * (each + 1)).sum() for each in computed)
+        assert units.costs(degree)[piece] == pytest.approx(cost)
+
+
+def test_a_long_document_with_images_may_take_fewer_ranks_than_one_without():
+    """Every rank of a group runs the tower, so images make high degrees dear."""
+    rows, parallel = np.array([60, *[4] * 8]), SequenceParallel(tokens_per_rank=64, smallest=1, degrees=(1, 2, 4))
+    bins, everything = Bins(capacity=64, world_size=4), np.arange(9)
+    images = np.zeros(9)
+    without = Step(everything, Units(rows, MODEL, images), bins, parallel).best_degree(everything, 1)
+    images[1:] = 1e15  # of the short ones
+    with_images = Step(everything, Units(rows, MODEL, images), bins, parallel).best_degree(everything, 1)
+    assert (without.degrees, with_images.degrees) == ([4], [1])

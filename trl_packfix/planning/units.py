@@ -1,0 +1,108 @@
+"""What planning packs, and what into: units into bins. numpy only.
+
+A *unit* is planned as one: a document, a document with images, or documents that begin alike (`Pieces`). It has a
+number of rows, by which it fits a bin, and a cost, by which bins are balanced. The cost depends on the ranks that share
+the bin. After planning, units are expanded to their documents.
+
+The *bins* are the slots of one optimizer step: S = G * W, for G micro-steps on W ranks or groups of ranks.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from .arrays import Float64Array, Int64Array
+from .costs import CostModel
+
+Balance = Literal["step", "none"]
+Synchronisation = Literal["micro", "step"]
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Documents, each planned on its own.
+
+    Attributes:
+        rows: of each unit, shape (U,); those of a document are its tokens.
+        cost_model: FLOPs in the language model.
+        image_costs: FLOPs of the images of each unit in the vision tower, shape (U,); None without images.
+
+    >>> units = Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0]))
+    >>> units.costs().tolist(), units.costs(degree=2).tolist()  # the tower runs on both ranks
+    ([12.0, 47.0], [12.0, 52.0])
+    """
+
+    rows: Int64Array
+    cost_model: CostModel
+    image_costs: Float64Array | None = None
+    _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def costs(self, degree: int = 1) -> Float64Array:
+        """FLOPs of each unit on all ranks of a group together, shape (U,).
+
+        Each of the ranks runs the vision tower on all images, so their costs grow with the degree.
+
+        Args:
+            degree: ranks that share a bin.
+        """
+        if degree not in self._costs:
+            costs = self._language_costs(self.cost_model.shared_by(degree))
+            self._costs[degree] = costs if self.image_costs is None else costs + degree * self.image_costs
+        return self._costs[degree]
+
+    def _language_costs(self, cost_model: CostModel) -> Float64Array:
+        return cost_model(self.rows)
+
+    def visited(self, order: Int64Array) -> Int64Array:
+        """The order in which units are visited, from a random one, both shape (U,)."""
+        return order
+
+    def documents(
+        self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """The documents of `units`, and `offsets` into `units` as offsets into these documents.
+
+        Args:
+            rng: draws the order within each unit; None: ascending.
+        """
+        return units, offsets
+
+    def costs_of_documents(self) -> Float64Array:
+        """The cost of each unit at its smallest document and 0 at the others, by number, for sums over packs."""
+        return self.costs()
+
+    def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The inverse of `documents`: the units that these documents are, and `offsets` into the units."""
+        return documents, offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bins:
+    """The slots of every optimizer step, and how they are filled.
+
+    Attributes:
+        capacity: most rows of a bin.
+        accumulation: G, micro-batches per optimizer step and rank.
+        world_size: W, data-parallel ranks, or groups of ranks that share a bin.
+        degree: ranks of a group.
+        balance: "step" deals the units of a step by cost, so that ranks finish together; "none" keeps the packs.
+        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
+        drop_last: leave out the last incomplete step.
+    """
+
+    capacity: int
+    accumulation: int = 1
+    world_size: int = 1
+    degree: int = 1
+    balance: Balance = "step"
+    synchronisation: Synchronisation = "micro"
+    drop_last: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """S, bins of an optimizer step."""
+        return self.accumulation * self.world_size
