@@ -2,6 +2,7 @@
 
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR                # 5 minutes
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --csv savings.csv
+    python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --parts 4096   # packs that ranks share
     python benchmarks/prefix_savings.py --num 1000000 --planning planning.csv     # planning time and memory
 
 whole    the chats of a file in ChatML, tools in the system turn
@@ -18,6 +19,10 @@ with 7B parameters. `planned` are the rows by which pieces are packed: two piece
 are the keys that all packs look up, over their rows, and `most keys` those of one pack over the capacity. A step has 8
 packs; `families` are the families of documents of a step, and with "off" its documents are counted. Chats of one
 assistant turn have no `turns`.
+
+--parts plans packs of 8 ranks with so many tokens per rank, for documents of up to 32k tokens. `seconds` are those of
+an epoch by the model of time of `planning/degrees.py`, a Llama with 7B parameters; `exchange` is the share of it in the
+exchange between ranks, and `keys/rank` the most keys that a rank looks up, over its tokens, with all heads.
 
 --num plans that many documents on 8 ranks. `plain` have nothing in common, `system` a beginning of 200 tokens, `turns`
 are samples of chats with 8 turns behind such a beginning, in the order of the table and `shuffled`. CPU seconds are
@@ -44,6 +49,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.families import shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
@@ -124,6 +130,41 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     )
 
 
+# Packs that ranks share
+
+
+def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
+    reader = TokenReader(rows)
+    documents = make_documents(reader, CAPACITIES[-1], "drop")
+    documents = replace(documents, tokens=token_order(reader, documents))
+    lengths, tokens = documents.lengths, int(documents.lengths.sum())
+    for setting in ("off", "pack", "family"):
+        parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}
+        planner = EpochPlanner(documents, "stream", 1, CAPACITIES[-1], 2, RANKS, **parts)
+        schedule, units = planner.schedule(0), planner.units()
+        order, offsets = units.of(schedule.order, schedule.offsets)
+        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, planner.bins, planner.parallel)
+        slots = len(schedule.offsets) - 1
+        slot = np.empty(len(documents), dtype=np.int64)
+        slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
+        found = documents.tokens.within(slot)
+        size = lengths[found.order]
+        shared = shared_by_neighbours(found.common, size) if setting != "off" else 0 * size
+        looked_up = np.bincount(slot[found.order], np.where((size - shared > 1) | (shared == 0), size, 0), slots)
+        keys = looked_up.reshape(-1, RANKS) / schedule.degrees[:, None]
+        yield {
+            "documents": len(documents),
+            "method": setting,
+            "steps": planner.num_steps,
+            "rows/tokens": 1 - int(shared.sum()) / tokens,
+            "seconds": None if setting == "pack" else float(time.seconds.sum()),  # planned as "off"
+            "exchange": float(time.exchange.sum() / time.seconds.sum()),
+            "over bound": float(time.seconds.sum() / time.bound),
+            "keys/rank": float(keys.max() / tokens_per_rank),
+            "degrees": " ".join(map(str, np.unique(schedule.degrees).tolist())),
+        }
+
+
 # Planning many documents
 
 
@@ -174,6 +215,7 @@ def main() -> None:
     parser = make_parser(__doc__, f"folder with {', '.join(FILES.values())}")
     parser.add_argument("--tokenizer", metavar="DIR", help="with the special tokens of ChatML, such as SmolLM2's")
     parser.add_argument("--only", choices=FILES, nargs="+", default=[*FILES], help="these data only")
+    parser.add_argument("--parts", type=int, metavar="TOKENS", help="tokens per rank of packs that ranks share")
     parser.add_argument("--num", type=int, default=0, help="documents to plan; 0: none")
     parser.add_argument("--planning", type=Path, metavar="CSV", help="for the rows of --num")
     args = parser.parse_args()
@@ -181,7 +223,13 @@ def main() -> None:
     console = Console(width=180)
     console.print(describe())
     found, timed = [], []
-    if args.data:
+    if args.data and args.parts:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        for name in args.only:
+            for form, rows in rendered(args.data / FILES[name], tokenizer).items():
+                found += [{"data": name, "form": form} | row for row in on_groups(rows, args.parts)]
+        console.print(table_of(found, text=text))
+    elif args.data:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         for name in args.only:
             for form, rows in rendered(args.data / FILES[name], tokenizer).items():

@@ -49,8 +49,10 @@ from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
+from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.layout import Layout, Runs, layout_of
+from trl_packfix.planning.families import Pieces
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.planner import make_planner
@@ -234,7 +236,10 @@ class Whole(Shared):
             return DataLoader(self._batches_of_streams(), batch_size=None)
         config = copy.copy(self.args)
         config.tokens_per_rank, config.gradient_accumulation_steps = self.tokens_per_rank, ACCUMULATION
-        planner = make_planner(config, self.data.documents, self.data.cost_model, NUM_RANKS, "micro", batch_size=1)
+        config.share_prefixes, documents = self.planned, self.data.documents
+        if self.planned == "family":  # as the ranks are planned; here nothing is shared
+            documents = replace(documents, tokens=token_order(self.data.reader, documents))
+        planner = make_planner(config, documents, self.data.cost_model, NUM_RANKS, "micro", batch_size=1)
         schedule = planner.schedule(0)
         rows = loaders.DocumentDataset(self.data.reader, self.data.documents, values=self.data.row_values)
         degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
@@ -304,19 +309,19 @@ def make_trainer(
     peft_config: LoraConfig | None = None,
     dtype: torch.dtype = torch.float32,
     data: Dataset | None = None,
-    alike: bool = False,
+    alike: str = "",
     shards: int | None = None,
     **settings,
 ) -> Shared:
     """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`.
 
-    With `alike` documents begin alike, and on four ranks they share these beginnings. With `shards` the ranks read a
-    stream of so many.
+    With `alike`, a value of `share_prefixes`, documents begin alike, and four ranks share these beginnings. With
+    `shards` the ranks read a stream of so many.
     """
     is_one = engine is None
-    tokens_per_rank = 2 * TOKENS_PER_RANK if alike else TOKENS_PER_RANK
+    tokens_per_rank = 2 * TOKENS_PER_RANK if alike == "pack" else TOKENS_PER_RANK
     defaults = {
-        "share_prefixes": "pack" if alike and not is_one else "off",
+        "share_prefixes": alike if alike and not is_one else "off",
         "packing_strategy": "bfd" if alike else "stream",
         "max_length": 112,
         "packing": True,
@@ -353,6 +358,7 @@ def make_trainer(
         peft_config=peft_config,
     )
     trainer.seen, trainer.tokens_per_rank, trainer.shards = [], tokens_per_rank, shards
+    trainer.planned = alike or "off"
     return trainer
 
 
@@ -510,7 +516,28 @@ def own_shards_unseen():
         yield
 
 
+@contextmanager
+def cut_short():
+    """Of a family of several documents, the last one is left out."""
+    right = Pieces.documents
+
+    def wrong(pieces, *given):
+        sizes = np.diff(pieces.offsets)
+        stays = np.ones(len(pieces.order), dtype=bool)
+        stays[pieces.offsets[1:][sizes > 1] - 1] = False
+        offsets = np.concatenate([[0], np.cumsum(sizes - (sizes > 1))])
+        kept = {name: getattr(pieces, name)[stays] for name in ("order", "lengths", "shared")}
+        return right(replace(pieces, offsets=offsets, **kept), *given)
+
+    with mock.patch.object(Pieces, "documents", wrong):
+        yield
+
+
 TRAINING_FAULTS = {
+    "family_prefixes": without_prefixes,
+    "family_border_lost": border_lost,
+    "family_cut_short": cut_short,
+    "family_weighted_by_all": counted_by_all,
     "own_shards_unseen": own_shards_unseen,
     **FAULTS,
     "one_label_per_row": one_label_per_row,
@@ -642,19 +669,23 @@ KINDS = {
     "document": {"document_weighting": "document"},
     "weighted": {"weight_column": "weight", "source_column": "source"},
     # Documents that share prefixes, against one process in which nothing is shared
-    "alike": {"alike": True, "evaluates": True},
-    "alike_checkpointed": {"alike": True, "gradient_checkpointing": True},
-    "alike_document": {"alike": True, "document_weighting": "document"},
-    "alike_weighted": {"alike": True, "weight_column": "share", "source_column": "source"},
-    "alike_dft": {"alike": True, "loss_type": "dft", "learning_rate": 50.0},
-    "alike_window": {"alike": True, "model": "window"},
-    "alike_experts": {"alike": True, "model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
+    "alike": {"alike": "pack", "evaluates": True},
+    "alike_checkpointed": {"alike": "pack", "gradient_checkpointing": True},
+    "alike_document": {"alike": "pack", "document_weighting": "document"},
+    "alike_weighted": {"alike": "pack", "weight_column": "share", "source_column": "source"},
+    "alike_dft": {"alike": "pack", "loss_type": "dft", "learning_rate": 50.0},
+    "alike_window": {"alike": "pack", "model": "window"},
+    "alike_experts": {"alike": "pack", "model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
+    # Brought together, and planned by what is computed of them
+    "alike_family": {"alike": "family", "evaluates": True},
+    "alike_family_weighted": {"alike": "family", "weight_column": "share", "source_column": "source"},
     # Streams: all ranks read everything, with a degree per micro-step; groups of two read shards of their own
     "stream": {"shards": 1, "evaluates": True},
     "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"},
-    "alike_stream": {"alike": True, "shards": 1, "packing_strategy": "stream"},
+    "alike_stream": {"alike": "pack", "shards": 1, "packing_strategy": "stream"},
 }
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_window", "alike_experts"]
+ALIKE += ["alike_family", "alike_family_weighted"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
@@ -686,6 +717,11 @@ PLANTED = {
     "alike_weighted_by_all": "alike_weighted",
     "rows_once": "alike_experts",
     "alike_routed_by_all": "alike_experts",
+    # What only families on parts show
+    "family_prefixes": "alike_family",
+    "family_border_lost": "alike_family",
+    "family_cut_short": "alike_family",
+    "family_weighted_by_all": "alike_family_weighted",
     # What only streams show
     "own_shards_unseen": "stream_shards",
 }

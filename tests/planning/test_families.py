@@ -30,6 +30,7 @@ from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
+from trl_packfix.planning.degrees import modelled_time, smallest_degree
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
@@ -341,6 +342,67 @@ def test_every_document_once_in_packs_within_the_capacity(
             assert sorted(schedule.step_documents(step)) == sorted(unpacked.step_documents(step))
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 20),
+    num=st.integers(1, 30),
+    strategy=st.sampled_from(["stream", "bfd"]),
+    accumulation=st.integers(1, 3),
+    world_size=st.sampled_from([4, 8]),
+    tokens_per_rank=st.sampled_from([64, 100, 250]),
+    epoch=st.integers(0, 2),
+    balance=st.sampled_from(["step", "none"]),
+)
+def test_families_are_units_on_groups_of_ranks(
+    seed, num, strategy, accumulation, world_size, tokens_per_rank, epoch, balance
+):
+    tokens = chats(num, seed)
+    _, documents = sorted_documents(tokens)
+    parts = {"world_size": world_size, "tokens_per_rank": tokens_per_rank, "balance": balance, "cost_model": COSTS}
+
+    def planner():
+        return EpochPlanner(documents, strategy, 1, 256, accumulation, share_prefixes="family", **parts)
+
+    ranks = [planner() for _ in range(world_size)]  # each rank makes its own
+    schedule, pieces = ranks[0].schedule(epoch), ranks[0].units()
+    assert sorted(schedule.order.tolist()) == list(range(len(documents)))
+    for first, stop in pairwise(pieces.offsets):
+        members = pieces.order[first:stop]
+        rows = int(pieces.rows[np.searchsorted(pieces.offsets, first)])
+        # A family needs no more ranks than twice its longest document, and no more than `max_length`
+        longest = int(documents.lengths[members].max())
+        assert rows <= tokens_per_rank * smallest_degree(min(2 * longest, 256), tokens_per_rank)
+    for rank, each in enumerate(ranks):
+        sampler = PackedBatchSampler(each, rank)
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert len(batches) == ranks[0].num_steps * accumulation == len(schedule.degrees)
+        for batch, degree in zip(batches, schedule.degrees.tolist(), strict=True):
+            pack = [i for i in (batch if degree == 1 else batch.documents) if i >= 0]
+            assert not pack or rows_of(tokens, pack) <= degree * tokens_per_rank
+    planned, _ = pieces.of(schedule.order, schedule.offsets)
+    assert len(planned) == len(set(planned.tolist())) == len(pieces)
+
+
+def test_families_leave_groups_less_to_compute_and_shorter_steps():
+    """Documents of up to four ranks: with families the modelled time of an epoch falls with the rows."""
+    tokens = chats(num=120, longest=250)
+    reader, documents = sorted_documents(tokens)
+    seconds, rows = {}, {}
+    for share_prefixes in ("off", "family"):
+        parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
+        plan = EpochPlanner(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
+        found = make_report(plan, "truncate", reader).shared
+        units, schedule = plan.units(), plan.schedule(0)
+        order, offsets = units.of(schedule.order, schedule.offsets)
+        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.bins, plan.parallel)
+        assert found.time_over_bound == pytest.approx(time.seconds.sum() / time.bound)
+        assert found.largest_part <= 64
+        seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
+    assert rows["family"] < 0.7 * rows["off"]
+    assert seconds["family"] < 0.7 * seconds["off"]
+
+
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_epochs_differ_and_a_restart_goes_on_with_the_same_documents(strategy):
     def sampler(epoch):
@@ -520,6 +582,9 @@ def test_a_step_with_few_families_is_told_what_to_raise():
     found, _ = report("family", *sorted_documents(one_chat), batch_size=4)
     assert "has about 1.0 of them, and unpacked 16 documents: for as many independent ones, raise" in line(found)
     assert "per_device_train_batch_size 16.0 times" in line(found)
+    parts = {"batch_size": 1, "world_size": 4, "tokens_per_rank": 128}  # which need micro-batches of one document
+    found, _ = report("family", *sorted_documents(one_chat), **parts)
+    assert "raise gradient_accumulation_steps 8.0 times" in line(found)
 
 
 @pytest.mark.parametrize("name", ["off", "pack"])
@@ -593,11 +658,6 @@ def test_wrapped_and_streams_are_refused(tmp_path):
     with pytest.raises(ValueError, match="packing_strategy='wrapped'`. It cuts all documents"):
         SFTConfig(tmp_path, share_prefixes="family", packing_strategy="wrapped", **common)
     stream = IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6, 7]}] * 4))
-    shared = common | {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
-    with pytest.raises(
-        ValueError, match=r'with `tokens_per_rank=64`.*lengths of its documents.*Set `share_prefixes="p'
-    ):
-        SFTConfig(tmp_path, share_prefixes="family", **shared)
     args = SFTConfig(tmp_path, share_prefixes="family", **common)
     with pytest.raises(
         ValueError, match='with an `IterableDataset`. Documents that begin alike .* Set `share_prefixes="pack"`'
@@ -778,7 +838,14 @@ def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path)
     capsys.readouterr()
     assert main(["plan", *words, "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
-    assert 0 < plan["prefixes"]["rows"] < 0.95 and plan["prefixes"]["in_families"] is None
+    assert 0 < plan["prefixes"]["rows"] < plan["prefixes"]["in_families"] < 0.95  # copies are planned apart
+    estimated, families = plan["prefixes"]["in_families"], [*words[:-1], "family"]
+    assert main(["plan", *families, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert 0 < plan["prefixes"]["rows"] <= estimated and plan["shared"]["largest_part"] <= 64
+    assert main(["show", *families, "--json"]) == 0
+    packs = [pack for pack in json.loads(capsys.readouterr().out) if "ranks" in pack]
+    assert packs and all(rank["tokens"][1] - rank["tokens"][0] <= 64 for pack in packs for rank in pack["ranks"])
 
 
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():

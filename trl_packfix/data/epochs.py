@@ -16,7 +16,15 @@ import numpy as np
 
 from ..planning.arrays import Float64Array, Int64Array
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
+from ..planning.degrees import (
+    FILL,
+    SequenceParallel,
+    Speeds,
+    possible_degrees,
+    room_of_families,
+    schedule_groups,
+    smallest_degree,
+)
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
 from ..planning.packs import PackPlan, plan_blocks, reordered
 from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
@@ -72,7 +80,7 @@ class EpochPlanner:
 
     def __post_init__(self) -> None:
         if self.shares_families:
-            assert not self._traits.cuts_blocks and self.tokens_per_rank is None, "the config refuses these"
+            assert not self._traits.cuts_blocks, "the config refuses it"
             assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         if self.tokens_per_rank is not None:
             possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model.heads)
@@ -139,7 +147,7 @@ class EpochPlanner:
     @cached_property
     def _pieces(self) -> Pieces:
         assert self.documents.tokens is not None
-        return self._make_pieces(self.documents.tokens, splits_copies=True)
+        return self.pieces(self.documents.tokens)
 
     def units(self, epoch: int = 0) -> Units:
         """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
@@ -151,7 +159,7 @@ class EpochPlanner:
         if not self._traits.keeps_steps:
             return self._pieces
         assert self.documents.tokens is not None
-        return self._make_pieces(self.documents.tokens.within(self._unpacked_steps(epoch)), splits_copies=False)
+        return self.pieces(self.documents.tokens.within(self._unpacked_steps(epoch)), splits_copies=False)
 
     @property
     def parallel(self) -> SequenceParallel:
@@ -253,9 +261,12 @@ class EpochPlanner:
         order, offsets = units.documents(schedule.order, schedule.offsets, rng)
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
-    def _make_pieces(self, tokens: TokenOrder, splits_copies: bool) -> Pieces:
-        documents = self.documents
-        return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, self.capacity, splits_copies)
+    def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
+        """Families of these documents as units of this plan."""
+        documents, room = self.documents, self.capacity
+        if self.tokens_per_rank is not None:
+            room = room_of_families(documents.lengths, self.tokens_per_rank, self._smallest_degree)
+        return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, room, splits_copies)
 
     def _minibatches(self, units: Units, epoch: int) -> Schedule:
         """The schedule of the units of `minibatch`: a step has the documents of the unpacked run."""

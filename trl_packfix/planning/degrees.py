@@ -102,6 +102,21 @@ def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
     return 1 << (-(-max_length // tokens_per_rank) - 1).bit_length()
 
 
+def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -> Int64Array:
+    """Most rows of a piece of a family that begins with each document, for `make_pieces`, shape (N,).
+
+    The smallest group that holds twice the document, or S ranks. In a smaller piece the document would be computed
+    again for a few others; a larger one would need a higher degree, and all of its rows would pay the exchange. To
+    `FILL` of the group, because several pieces share a pack.
+
+    >>> room_of_families(np.array([10, 60, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
+    [95, 190, 380, 390]
+    """
+    twice = np.minimum(2 * lengths, smallest * tokens_per_rank)
+    doublings = np.frexp(-(-twice // tokens_per_rank) - 1)[1]  # of the degree, from 1 on
+    return np.maximum((FILL * tokens_per_rank * 2.0**doublings).astype(np.int64), lengths)
+
+
 def possible_degrees(
     max_length: int, tokens_per_rank: int, world_size: int, num_heads: int | None = None
 ) -> tuple[int, ...]:

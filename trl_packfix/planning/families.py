@@ -34,9 +34,9 @@ SharePrefixes = Literal["off", "pack", "family"]
 MIN_SHARED = 16
 """Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""Times the capacity: most keys that the runs of a piece look up, which its rows do not bound."""
+"""Times the room of a piece: most keys that its runs look up, which its rows do not bound."""
 TARGETS_PER_CAPACITY = 16
-"""Times the capacity: most trained tokens of a piece. Rows do not bound them, and all of them are in one step."""
+"""Times the room of a piece: most trained tokens of it. Rows do not bound them, and all of them are in one step."""
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
 BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
@@ -272,23 +272,23 @@ def make_pieces(
     lengths: Int64Array,
     trained: Int64Array,
     cost_model: CostModel,
-    capacity: int,
+    room: int | Int64Array,
     splits_copies: bool = True,
 ) -> Pieces:
-    """Families of documents, cut where one would have more rows than `capacity`, or too many keys or targets.
+    """Families of documents, cut where one would have too many rows, keys or targets.
 
     Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
     would be one family.
 
     Args:
         tokens: the documents, all or some of them.
-        lengths, trained: tokens and trained tokens of each document by its number; at most `capacity`.
-        capacity: most tokens of a pack.
+        lengths, trained: tokens and trained tokens of each document by its number.
+        room: most rows of a piece, one number or by the number of its first document, shape (N,); at least its tokens.
         splits_copies: False brings documents of the same tokens together, where the steps are fixed anyway.
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
-    >>> pieces = make_pieces(tokens, lengths, lengths - 1, costs, capacity=100)
+    >>> pieces = make_pieces(tokens, lengths, lengths - 1, costs, room=100)
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """
@@ -303,7 +303,8 @@ def make_pieces(
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
     families = np.flatnonzero(begins)
-    begins[_cuts(size, shared, trained[tokens.order], begins, capacity)] = True
+    room_of = np.broadcast_to(room, len(lengths))[tokens.order]
+    begins[_cuts(size, shared, trained[tokens.order], begins, room_of)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     # numbered by their smallest document
@@ -365,10 +366,14 @@ def _distances(
 
 
 def _cuts(
-    lengths: Int64Array, shared: Int64Array, trained: Int64Array, begins: npt.NDArray[np.bool_], capacity: int
+    lengths: Int64Array, shared: Int64Array, trained: Int64Array, begins: npt.NDArray[np.bool_], room: Int64Array
 ) -> list[int]:
-    """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets."""
-    max_keys, max_targets = KEYS_PER_CAPACITY * capacity, TARGETS_PER_CAPACITY * capacity
+    """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets.
+
+    Args:
+        room: most rows of a part that begins with each document.
+    """
+    max_keys, max_targets = KEYS_PER_CAPACITY * room, TARGETS_PER_CAPACITY * room
     own = lengths - shared
     # A document of which at most its last row is left has no run, and looks up nothing.
     rows, keys, targets = (
@@ -376,16 +381,16 @@ def _cuts(
     )
     starts = np.flatnonzero(begins)
     stops = np.append(starts[1:], len(lengths))
-    too_large = (rows[stops] - rows[starts] > capacity) | (keys[stops] - keys[starts] > max_keys)
-    too_large |= targets[stops] - targets[starts] > max_targets
+    too_large = (rows[stops] - rows[starts] > room[starts]) | (keys[stops] - keys[starts] > max_keys[starts])
+    too_large |= targets[stops] - targets[starts] > max_targets[starts]
     cuts = []
     for first, stop in zip(starts[too_large].tolist(), stops[too_large].tolist(), strict=True):
         at = first
         while True:
-            fits = np.searchsorted(rows, capacity - shared[at] + rows[at], side="right") - 1
+            fits = np.searchsorted(rows, room[at] - shared[at] + rows[at], side="right") - 1
             looks_up = lengths[at] if own[at] <= 1 else 0  # the first of a part has a run
-            looked = np.searchsorted(keys, max_keys - looks_up + keys[at], side="right") - 1
-            trains = np.searchsorted(targets, max_targets + targets[at], side="right") - 1
+            looked = np.searchsorted(keys, max_keys[at] - looks_up + keys[at], side="right") - 1
+            trains = np.searchsorted(targets, max_targets[at] + targets[at], side="right") - 1
             at = max(min(int(fits), int(looked), int(trains)), at + 1)
             if at >= stop:
                 break

@@ -314,9 +314,10 @@ class PackingReport:
             )
             wanted = self.batch_size * self.accumulation * self.world_size
             if prefixes.families_per_step < wanted:
+                settings = "gradient_accumulation_steps"
+                settings += " or per_device_train_batch_size" if self.shared is None else ""
                 text += (
-                    f", and unpacked {wanted:,} documents: for as many independent ones, raise "
-                    "gradient_accumulation_steps or per_device_train_batch_size "
+                    f", and unpacked {wanted:,} documents: for as many independent ones, raise {settings} "
                     f"{wanted / prefixes.families_per_step:.1f} times"
                 )
             return text

@@ -18,7 +18,7 @@ from ..data.reader import TokenReader
 from ..data.token_order import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
-from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces, shared_by_neighbours
+from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
@@ -79,10 +79,10 @@ def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | Non
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
     rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
     in_families, num_families = None, 0
-    if documents.block is None and planner.tokens_per_rank is None:
+    if documents.block is None:
         chosen = _stretches(len(documents))
         tokens = token_order(reader, documents, chosen)
-        pieces = make_pieces(tokens, documents.lengths, documents.trained, planner.cost_model, planner.capacity)
+        pieces = planner.pieces(tokens)
         in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
         num_families = pieces.num_families
     shares = planner.share_prefixes == "pack"

@@ -311,12 +311,6 @@ def _check_share_prefixes(args: SFTConfig) -> None:
             "documents where a block of `max_length` tokens ends, in the order of the table, so documents that begin "
             'alike cannot be brought together. Set `share_prefixes="pack"`, or another `packing_strategy`.'
         )
-    if args.share_prefixes == "family" and args.tokens_per_rank is not None:
-        raise ValueError(
-            f'`share_prefixes="family"` was given with `tokens_per_rank={args.tokens_per_rank}`. How many ranks share '
-            "a pack is chosen by the lengths of its documents, and documents that begin alike cost less than their "
-            'lengths say. Set `share_prefixes="pack"`, or leave `tokens_per_rank` unset.'
-        )
     is_smoothed = args.label_smoothing_factor > 0 and args.loss_type != "dft"
     others = {
         f"label_smoothing_factor={args.label_smoothing_factor}": (
