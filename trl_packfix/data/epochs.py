@@ -263,7 +263,8 @@ class EpochPlanner:
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         """Families of these documents as units of this plan."""
-        documents, room = self.documents, self.capacity
+        documents = self.documents
+        room: int | Int64Array = self.capacity
         if self.tokens_per_rank is not None:
             room = room_of_families(documents.lengths, self.tokens_per_rank, self._smallest_degree)
         return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, room, splits_copies)
