@@ -7,6 +7,7 @@
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
 # make notebook   examples/tour.ipynb, run and stored with its outputs
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
+# make combinations   docs/combinations.md, from the records by which settings are refused
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
@@ -37,7 +38,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -107,6 +108,9 @@ sweep: $(INSTALLED)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures.py $(DATA_FLAG)
+
+combinations: $(INSTALLED)
+	$(BIN)/python docs/combinations.py
 
 notebook: $(INSTALLED)
 	$(BIN)/python docs/notebook.py

@@ -459,7 +459,7 @@ MESSAGES = Dataset.from_list([{"messages": chat(1)}] * 2)
 GIVEN = {
     "assistant_only_loss": (MESSAGES, {"assistant_only_loss": True}, r"`assistant_only_loss=True`.*keeps earlier"),
     "history": (MESSAGES, {"completion_only_loss": False}, r"`completion_only_loss=False`.*trained n times.*unset"),
-    "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave one"),
+    "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave `skip_prep"),
     "text": (
         Dataset.from_dict({"text": ["a"]}),
         {},
@@ -475,7 +475,7 @@ GIVEN = {
     "images": (
         MESSAGES.add_column("image", [None] * 2),
         {},
-        r"Images belong to a whole row \(`image`\).*Set `per_turn",
+        r"Images belong to a whole row.*Set `per_turn",
     ),
     "roles": (
         Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}]),
@@ -496,7 +496,9 @@ def test_other_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
         kwargs = {"eval_dataset": Dataset.from_dict({"text": ["a"]})}
         trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs=kwargs)
-    with pytest.raises(ValueError, match=r"`formatting_func=str`. It makes one text.*Leave `formatting_func` unset"):
+    with pytest.raises(
+        ValueError, match=r"`formatting_func=str` was.*It makes one text.*Leave `formatting_func` unset"
+    ):
         trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs={"formatting_func": str})
 
 

@@ -38,7 +38,8 @@ from trl_packfix.planning.degrees import (
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.planning.units import Bins, Units
-from trl_packfix.training.checks import check_sequence_parallelism
+from trl_packfix.training.checks import check_before_loading
+from trl_packfix.training.choices import Given
 from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
 
@@ -436,9 +437,9 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
         ({"tokens_per_rank": 0}, "It is a count"),
         ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
         ({"tokens_per_rank": 16, "packing": False}, "with `packing=False`"),
-        ({"tokens_per_rank": 16, "packing_strategy": "wrapped"}, "with `packing_strategy='wrapped'`"),
-        ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "with `packing_strategy='minibatch'`"),
-        ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "with `per_device_train_batch_size=2`"),
+        ({"tokens_per_rank": 16, "packing_strategy": "wrapped"}, "`packing_strategy='wrapped'` was given with"),
+        ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "`packing_strategy='minibatch'` was given with"),
+        ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "`per_device_train_batch_size=2` was given with"),
         ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
         ({"tokens_per_rank": 16, "pad_documents_to_multiple_of": 8}, "a rank would hold more of them"),
     ],
@@ -493,4 +494,4 @@ def test_documents_beyond_all_ranks_are_refused(tmp_path):
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
-        check_sequence_parallelism(args, model, None)
+        check_before_loading(Given(args=args, model=model), None)

@@ -471,7 +471,7 @@ def check_evaluation(results: dict, expected: dict, rel: float) -> None:
 
 def test_a_loss_that_depends_on_the_number_of_ranks_is_refused(ddp):
     message = ddp["ddp", "refused"]["message"]
-    assert "`average_tokens_across_devices=False` was given with packing on 2 ranks." in message
+    assert "`average_tokens_across_devices=False` on 2 ranks was given with packing." in message
 
 
 # Restart

@@ -37,7 +37,7 @@ ARGUMENTS = [
     ({"pad_documents_to_multiple_of": 0}, r"`pad_documents_to_multiple_of=0` was given"),
     (
         {"packing": False, "pad_documents_to_multiple_of": 64},
-        r"`pad_documents_to_multiple_of=64` was given with `packing=False`.*pads packs.*Set `packing=True`",
+        r"`pad_documents_to_multiple_of=64` was given with `packing=False`.*pads packs.*set `packing=True`",
     ),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
     (
@@ -55,14 +55,14 @@ ARGUMENTS = [
         {"truncation_mode": "keep_end", "packing_strategy": "wrapped"},
         r"`truncation_mode=\"keep_end\"` was given with .*'wrapped'.*would be ignored.*Set `overlong=\"truncate\"`",
     ),
-    ({"packing": False, "overlong": "drop"}, r"`overlong='drop'` was given with `packing=False`.*Set `packing=True`"),
+    ({"packing": False, "overlong": "drop"}, r"`overlong='drop'` was given with `packing=False`.*set `packing=True`"),
     (
         {"train_sampling_strategy": "group_by_length"},
-        r"`train_sampling_strategy='group_by_length'` was given with packing.*\"random\" or \"sequential\"",
+        r"`train_sampling_strategy='group_by_length'` was given with packing.*Set `train_sampling_strategy='random'`",
     ),
     (
         {"accelerator_config": {"split_batches": True}},
-        r"`accelerator_config.split_batches=True` was given with packing.*cannot be divided.*=False",
+        r"`accelerator_config.split_batches=True` was given with packing.*cannot be divided.*Set both to False",
     ),
 ]
 
@@ -95,12 +95,12 @@ INPUT = [
     (
         "vision",
         {"dataset": VISION},
-        r"column `images` and `processing_class=\w+` was given.*makes no pixels.*processor",
+        r"`processing_class=\w+` was given, .*column of images.*makes no pixels.*processor",
     ),
     (
         "stream of images",
         {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
-        r"column `images`, is an `IterableDataset`.*read only once.*without streaming",
+        r"An `IterableDataset` was given with the column `images`.*read only once.*without streaming",
     ),
     (
         "collator",
@@ -115,7 +115,7 @@ INPUT = [
     (
         "strategies that plan with all documents",
         {"dataset": STREAM, "max_steps": 1, "packing_strategy": "bfd"},
-        r"`packing_strategy='bfd'` was given with an `IterableDataset`.*only as far as.*=\"stream\"",
+        r"`packing_strategy='bfd'` was given with an `IterableDataset`.*only as far as.*='stream'",
     ),
     (
         "padding_free of a stream",
@@ -226,7 +226,7 @@ def test_input_is_refused(given, message, tmp_path):
 def test_columns_of_what_is_not_text_are_refused(column, stream, tmp_path):
     rows = Dataset.from_dict({"messages": [PROMPT + ANSWER], column: [["x"]]})
     rows = rows.to_iterable_dataset() if stream else rows
-    with pytest.raises(ValueError, match=f"has the column `{column}` and packing is on.*or remove the column"):
+    with pytest.raises(ValueError, match=f"The column `{column}` was given with packing.*Remove the column"):
         trainer(tmp_path, rows, max_steps=1)
 
 
@@ -286,7 +286,7 @@ def test_prompt_learning_is_refused_however_it_is_given(peft_config, wrapped, tm
     model, kwargs = build_tiny_model(), {"trainer_kwargs": {"peft_config": peft_config}}
     if wrapped:
         model, kwargs = get_peft_model(model, peft_config), {}
-    with pytest.raises(ValueError, match="with 3 virtual tokens, and packing is on.*share them.*Use LoRA"):
+    with pytest.raises(ValueError, match="with 3 virtual tokens was given with packing.*share them.*Use LoRA"):
         trainer(tmp_path, TEXTS, model=model, **kwargs)
 
 
@@ -408,7 +408,7 @@ def test_a_sampler_of_a_subclass_is_refused(is_stream, tmp_path):
             return super()._get_train_sampler(train_dataset)
 
     data = texts(12).to_iterable_dataset() if is_stream else texts(12)
-    message = r"`Sampled._get_train_sampler` was given with packing.*no sampler is called.*Set `packing=False`"
+    message = r"`Sampled._get_train_sampler` was given with packing.*no sampler is called.*set `packing=False`"
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, data, trainer_class=Sampled, max_steps=1)
     if not is_stream:

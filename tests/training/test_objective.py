@@ -3,7 +3,6 @@
 import itertools
 import time
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +23,9 @@ from trl_packfix import PackedDataCollator, SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.parts import cut_part
 from trl_packfix.survey.zoo import shrink
+from trl_packfix.training.choices import Given
+from trl_packfix.training.features import refuse
 from trl_packfix.training.noise import DocumentNoise
-from trl_packfix.training.objective import check_weighting
 
 
 def halves(num=24, seed=0):
@@ -96,7 +96,10 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
 def test_a_loss_function_without_logits_is_refused(tmp_path):
     args = config(tmp_path)
     args.loss_type = "chunked_nll"  # TRL from 1.15 on replaces it in the config
-    with pytest.raises(ValueError, match=r'`compute_loss_func` was given with.*no logits.*Set `loss_type="nll"`'):
+    with pytest.raises(
+        ValueError,
+        match=r"`loss_type='chunked_nll'` was given with `compute_loss_func=.*no logits.*Set `loss_type='nll'`",
+    ):
         SFTTrainer(build_tiny_model(), args, train_dataset=halves(), compute_loss_func=summed_loss)
 
 
@@ -220,14 +223,17 @@ def test_document_weights_train(tmp_path):
 def test_losses_without_documents_refuse_their_weights(settings, named, tmp_path):
     with pytest.raises(ValueError, match=named) as error:
         trainer(tmp_path, texts(), document_weighting="document", **settings)
-    assert 'Set `document_weighting="token"`' in str(error.value)
+    assert "set `document_weighting='token'`" in str(error.value)
 
 
 def test_ranks_that_average_on_their_own_refuse_document_weights():
-    given = {"document_weighting": "document", "label_smoothing_factor": 0.0, "loss_type": "nll", "world_size": 2}
+    class TwoRanks(SFTConfig):
+        world_size = 2
+
+    given = {"document_weighting": "document", "use_cpu": True, "bf16": False}
     with pytest.raises(ValueError, match=r"average_tokens_across_devices=False` on 2 ranks"):
-        check_weighting(SimpleNamespace(**given, average_tokens_across_devices=False), None)
-    check_weighting(SimpleNamespace(**given, average_tokens_across_devices=True), None)
+        refuse(Given(args=TwoRanks(**given, average_tokens_across_devices=False)))
+    refuse(Given(args=TwoRanks(**given)))
 
 
 def test_an_unknown_weighting_is_refused(tmp_path):
@@ -259,7 +265,7 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
     settings = {"packing": packing, "document_weighting": "document", "gradient_accumulation_steps": 2}
     run = own_loss(tmp_path, halves(), **settings)
     start = {name: value.clone() for name, value in run.model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss` does not call.*no weights of documents.*Set"):
+    with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call.*no weights of documents.*set"):
         run.train()
     assert all(torch.equal(value, start[name]) for name, value in run.model.state_dict().items())
     plain = trainer(tmp_path, halves(), **settings | {"document_weighting": "token"})

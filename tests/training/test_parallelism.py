@@ -13,7 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
-from trl_packfix.training.checks import check_one_device, check_parallelism, synchronisation
+from trl_packfix.training.checks import check_one_device, synchronisation
+from trl_packfix.training.choices import Given
+from trl_packfix.training.features import refuse
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 
@@ -24,19 +26,28 @@ def accelerator(kind: DistributedType = DistributedType.NO, parallelism=None, **
     if deepspeed:
         kind = DistributedType.DEEPSPEED
         plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 1, **deepspeed})
-    return SimpleNamespace(distributed_type=kind, parallelism_config=parallelism, deepspeed_plugin=plugin)
+    return SimpleNamespace(
+        distributed_type=kind, parallelism_config=parallelism, deepspeed_plugin=plugin, state=SimpleNamespace()
+    )
 
 
 def stage(number: int) -> dict:
     return {"zero_optimization": {"stage": number}}
 
 
+ARGS = SFTConfig(packing=True, use_cpu=True, bf16=False)
+
+
+def check(engine) -> None:
+    refuse(Given(args=ARGS, accelerator=engine))
+
+
 @pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
 def test_a_parallelism_config_is_refused(name):
     sizes = {"tp_size": 1, "cp_size": 1, "sp_size": 1} | {name: 2}
-    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*not proved.*Set `{name}=1`"):
-        check_parallelism(accelerator(parallelism=SimpleNamespace(**sizes)))
-    check_parallelism(accelerator(parallelism=ParallelismConfig(dp_shard_size=2)))
+    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*must read the same rows.*Set its size"):
+        check(accelerator(parallelism=SimpleNamespace(**sizes)))
+    check(accelerator(parallelism=ParallelismConfig(dp_shard_size=2)))
 
 
 @needs_deepspeed
@@ -49,15 +60,15 @@ def test_a_parallelism_config_is_refused(name):
     ],
 )
 def test_tensor_and_sequence_parallelism_of_deepspeed_are_refused(section, name):
-    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*not proved.*Set `{name}=1`"):
-        check_parallelism(accelerator(**stage(2), **section))
-    check_parallelism(accelerator(**stage(2)))
+    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*must read the same rows.*Set its size"):
+        check(accelerator(**stage(2), **section))
+    check(accelerator(**stage(2)))
 
 
 def test_megatron_is_refused_and_one_process_is_not():
-    with pytest.raises(ValueError, match="Megatron-LM was chosen.*Use DDP"):
-        check_parallelism(accelerator(DistributedType.MEGATRON_LM))
-    check_parallelism(Accelerator(cpu=True))
+    with pytest.raises(ValueError, match="Megatron-LM was given with packing.*Use DDP"):
+        check(accelerator(DistributedType.MEGATRON_LM))
+    check(Accelerator(cpu=True))
 
 
 @needs_deepspeed

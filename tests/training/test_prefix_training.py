@@ -250,7 +250,9 @@ class OwnLoss(SFTTrainer):
 
 def test_a_loss_that_does_not_know_of_shared_rows_is_refused(tmp_path):
     found = trainer(tmp_path, DOCUMENTS, trainer_class=OwnLoss, **OURS | SGD)
-    with pytest.raises(ValueError, match=r"(?s)`share_prefixes='pack'` was given and `OwnLoss.compute_loss` does not"):
+    with pytest.raises(
+        ValueError, match=r"`OwnLoss.compute_loss`, which does not call .* with `share_prefixes='pack'`"
+    ):
         found.train()
 
 
@@ -400,16 +402,22 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
 
 
 REFUSED = [
-    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1`.*count once.*Set `share_prefixes=\"off\"`"),
-    ({"neftune_noise_alpha": 5.0}, r"`neftune_noise_alpha=5.0`.*length of the document.*leave `neftune_noise_alpha`"),
-    ({"pad_documents_to_multiple_of": 8}, r"`pad_documents_to_multiple_of=8`.*number of keys"),
-    ({"packing": False}, r"`packing=False`.*a row of its own. Set `packing=True`"),
+    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1` was.*`share_prefixes='pack'`.*count once"),
+    (
+        {"neftune_noise_alpha": 5.0},
+        r"`neftune_noise_alpha=5.0` was.*length of the document.*Leave `neftune_noise_alpha`",
+    ),
+    ({"pad_documents_to_multiple_of": 8}, r"`pad_documents_to_multiple_of=8` was.*number of keys"),
+    (
+        {"packing": False},
+        r"`share_prefixes='pack'` was given with `packing=False`.*a row of its own.*set `packing=True`",
+    ),
 ]
 
 
 @pytest.mark.parametrize("settings, message", REFUSED, ids=[str(settings) for settings, _ in REFUSED])
 def test_settings_are_refused(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=f"(?s)`share_prefixes='pack'` was given with {message}"):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         config(tmp_path, **OURS | settings)
 
 
@@ -419,7 +427,7 @@ def test_dft_is_not_smoothed(tmp_path):
 
 def test_a_loss_function_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"`share_prefixes='pack'` was given with `compute_loss_func`.*one label per row"
+        ValueError, match=r"`compute_loss_func=print` was given with `share_prefixes='pack'`.*one label per row"
     ):
         trainer(tmp_path, DOCUMENTS, trainer_kwargs={"compute_loss_func": print}, **OURS)
 

@@ -154,7 +154,7 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
 def test_a_loss_of_a_subclass_is_refused_before_a_step(tmp_path):
     for name, column in COLUMNS.items():
         run = trainer(tmp_path, ROWS, trainer_class=OwnLoss, **{name: column})
-        with pytest.raises(ValueError, match=rf"`{name}='{column}'` was given and `OwnLoss.*Leave `{name}` unset"):
+        with pytest.raises(ValueError, match=rf"`OwnLoss.*was given with `{name}='{column}'`.*leave `{name}` unset"):
             run.train()
 
 
@@ -282,17 +282,17 @@ REFUSED = {
     "smoothing": (
         ROWS,
         {"weight_column": "share", "label_smoothing_factor": 0.1},
-        r"`weight_column='share'` was given w",
+        r"`label_smoothing_factor=0.1` was given with `weight_column='share'`",
     ),
     "a function": (
         ROWS,
         {"weight_column": "share", "trainer_kwargs": {"compute_loss_func": summed_loss}},
-        r"`weight_column='share'` was given with `compute_loss_func`.*Leave `weight_column` unset",
+        r"`compute_loss_func=summed_loss` was given with `weight_column='share'`.*leave `weight_column` unset",
     ),
     "a collator": (
         ROWS,
         {"weight_column": "share", "packing": False, "trainer_kwargs": {"data_collator": lambda rows: rows}},
-        r"`weight_column='share'` was given with `data_collator=function`.*Leave `data_collator` unset",
+        r"`data_collator=<lambda>` was given with `weight_column='share'`.*Leave `data_collator` unset",
     ),
     "sources of a stream": (
         ROWS.to_iterable_dataset(),
@@ -302,7 +302,7 @@ REFUSED = {
     "an unpacked stream": (
         ROWS.to_iterable_dataset(),
         {"weight_column": "share", "packing": False},
-        r"`weight_column='share'` was given with an `IterableDataset` and `packing=False`",
+        r"`weight_column='share'` was given with an unpacked `IterableDataset`",
     ),
 }
 

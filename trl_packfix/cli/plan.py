@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
     from ..planning.degrees import possible_degrees
     from ..reporting.report import MAX_LOST_SHARE
-    from ..training.images import check_settings
+    from ..training.choices import Given
+    from ..training.features import refuse
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
     if reader.image_counts is not None:
         for config_to_plan in configs:
-            check_settings(config_to_plan, "images")
+            refuse(Given(args=config_to_plan, columns=("images",)))
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))

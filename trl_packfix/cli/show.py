@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from ..reporting.build import make_report
-    from ..training.images import check_settings
+    from ..training.choices import Given
+    from ..training.features import refuse
     from .forecast import planner_for
     from .sources import LengthRows, load_tokenizer, open_tables
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
     flags.check_has_tokens(args, reader)
     if reader.image_counts is not None:
-        check_settings(config, "images")
+        refuse(Given(args=config, columns=("images",)))
     planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args, reader))
     picture = None
     if args.plot:

@@ -1,4 +1,7 @@
-"""Checks of the model, collator, datasets and engine: what packing does not support, found before training starts."""
+"""Checks of the model, the datasets and the engine, before training starts.
+
+What cannot be combined is in `features.py`; here are the checks of one thing alone.
+"""
 
 from typing import Any
 
@@ -6,178 +9,83 @@ import trl
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
 from trl.data_utils import get_dataset_column_names
 
-from ..attention.choice import ATTENTION_DROPOUT
 from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
-from ..data.image_rows import has_images
+from ..data.image_rows import IMAGES, has_images
 from ..data.row_values import read_row_values
 from ..planning.degrees import possible_degrees
-from ..planning.strategies import STRATEGIES
 from ..planning.units import Synchronisation
 from . import images
+from .choices import Given, text_config
 from .config import SFTConfig
-
-MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
-
-
-def text_config(model: Any, args: SFTConfig) -> PretrainedConfig:
-    """The text config of a model, given as an object or by name."""
-    if isinstance(model, str):
-        init: Any = args.model_init_kwargs or {}
-        config = AutoConfig.from_pretrained(
-            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
-        )
-    else:
-        config = model.config
-    return config.get_text_config()
+from .features import refuse
 
 
-def check_overrides(trainer_class: type[trl.SFTTrainer]) -> None:
-    """Refuse a method of a subclass that packing never calls."""
-    if trainer_class._get_train_sampler is not trl.SFTTrainer._get_train_sampler:
-        raise ValueError(
-            f"`{trainer_class.__name__}._get_train_sampler` was given with packing. Packs are planned from the lengths "
-            "of all documents and no sampler is called, so the method would be ignored. Set `packing=False`, or order "
-            'the dataset itself, set `train_sampling_strategy="sequential"` and remove the method.'
-        )
+def given_to(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, train_dataset: Any, **arguments: Any) -> Given:
+    """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Given`."""
+    has_columns = isinstance(train_dataset, Dataset | IterableDataset)
+    samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
+    return Given(
+        args=args,
+        model=model,
+        columns=(train_dataset.column_names or ()) if has_columns else (),
+        is_stream=isinstance(train_dataset, IterableDataset),
+        own_sampler=f"{kind.__name__}._get_train_sampler" if samples else None,
+        **arguments,
+    )
 
 
-def check_before_loading(
-    args: SFTConfig, model: Any, train_dataset: Any, data_collator: Any, peft_config: Any, processing_class: Any = None
-) -> None:
-    """Refuse what packing does not support, before the model is loaded and the dataset is tokenised.
+def check_before_loading(given: Given, processing_class: Any) -> None:
+    """Refuse what cannot work, before the model is loaded and the dataset is tokenised.
 
     Raises:
-        ValueError: an encoder-decoder, a custom collator, a loss that depends on the number of ranks, video or audio,
-            images that cannot be packed, prompt learning, a `max_length` beyond the model's positions. With an iterable
-            dataset also a strategy other than `stream`, no `max_steps`, or `dataloader_drop_last`.
+        ValueError: two things that cannot be combined (`features.py`). With packing also a tokenizer in the place of a
+            processor, a `max_length` beyond the model's positions or with `tokens_per_rank` beyond the ranks, and
+            `activation_offloading` on a CPU.
     """
-    if not isinstance(model, str) and getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} was given with packing. It is an encoder-decoder: its encoder reads a whole "
-            "document at once, and this trainer trains causal language models. Give one "
-            "(`AutoModelForCausalLM.from_pretrained`), or train this model with transformers' `Seq2SeqTrainer`."
-        )
-    if data_collator is not None:
-        raise ValueError(
-            f"`data_collator={type(data_collator).__name__}` was given with packing. A pack needs a collator that "
-            "keeps document boundaries, and any other would lose them. Leave `data_collator` unset (pad with "
-            "`pad_to_multiple_of`), or set `packing=False`."
-        )
-    if args.world_size > 1 and not args.average_tokens_across_devices:
-        raise ValueError(
-            f"`average_tokens_across_devices=False` was given with packing on {args.world_size} ranks. Ranks hold "
-            "different numbers of trained tokens, so the mean of their means is not the loss per token (the difference "
-            "was 0.7 % in a small run). Leave `average_tokens_across_devices` at its default, True."
-        )
+    refuse(given)
+    args = given.args
+    if not args.packing:
+        return
     if args.activation_offloading and args.device.type == "cpu":
         raise ValueError(
             "`activation_offloading=True` was given, and the run is on the CPU. It moves activations from an "
             "accelerator to the memory of the CPU, where they are already, and TRL's code for it fails there. Leave "
             "`activation_offloading` unset."
         )
-    if isinstance(train_dataset, IterableDataset):
-        _check_stream(args)
-    if isinstance(train_dataset, Dataset | IterableDataset):
-        media = [name for name in train_dataset.column_names or () if name in MEDIA]
-        if media:
-            raise ValueError(
-                f"The dataset has the column `{media[0]}` and packing is on. Video and audio belong to rows, and a "
-                "pack has one row for many documents. Set `packing=False` and `padding_free=False` for such data, or "
-                "remove the column where the text alone is to be trained."
-            )
-        if images.packs_images(args, train_dataset):
-            images.check_before_loading(args, train_dataset, processing_class)
-    for config in _peft_configs(model, peft_config):
-        if config.is_prompt_learning:
-            raise ValueError(
-                f"The adapter is {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens, and packing "
-                "is on. Virtual tokens are put once before a row, so the documents of a pack would share them or lose "
-                "them. Use LoRA, or set `packing=False`."
-            )
-    positions = getattr(text_config(model, args), "max_position_embeddings", None)
+    if any(name in IMAGES for name in given.columns):
+        images.check_processor(processing_class)
+    config = text_config(given.model, args)
+    positions = getattr(config, "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
             f"`max_length` to {positions} or less, or extend the positions in the model's config."
         )
+    if args.tokens_per_rank is not None:
+        assert args.max_length is not None  # `SFTConfig` refuses packing without it
+        num_heads = getattr(config, "num_attention_heads", None)
+        possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
 
 
-def _check_stream(args: SFTConfig) -> None:
-    """Refuse settings that need all documents, or their number, before training: an iterable dataset has neither."""
-    if not STRATEGIES[args.packing_strategy].packs_streams:
-        raise ValueError(
-            f"`packing_strategy={args.packing_strategy!r}` was given with an `IterableDataset`. It plans with all "
-            "documents of an epoch, and a stream is known only as far as it has been read. Set "
-            '`packing_strategy="stream"`, or load the dataset without streaming.'
-        )
-    if args.share_prefixes == "family":
-        raise ValueError(
-            '`share_prefixes="family"` was given with an `IterableDataset`. Documents that begin alike are found by '
-            "sorting all of them, and a stream is known only as far as it has been read. Set "
-            '`share_prefixes="pack"`, which shares among the documents of a pack, or load the dataset without '
-            "streaming."
-        )
-    if args.max_steps <= 0:
-        raise ValueError(
-            f"`max_steps={args.max_steps}` was given with an `IterableDataset`. A stream does not say how long it is, "
-            "so the number of steps and the learning-rate schedule cannot be computed. Set `max_steps` to the "
-            "optimizer steps to train; the stream begins again when it ends."
-        )
-    if args.dataloader_drop_last:
-        raise ValueError(
-            "`dataloader_drop_last=True` was given with an `IterableDataset`. The last packs of a pass are split "
-            "between the micro-batches of one more step, so nothing is incomplete and there is nothing to drop. Set "
-            "`dataloader_drop_last=False`."
-        )
-
-
-def check_row_columns(args: SFTConfig, train_dataset: Any, data_collator: Any) -> None:
+def check_weights(args: SFTConfig, train_dataset: Any) -> None:
     """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised.
 
     Raises:
-        ValueError: a custom collator, a stream of which the column cannot be read ahead, or what `read_row_values`
-            refuses; all weights are 0.
+        ValueError: what `read_row_values` refuses; all weights are 0.
     """
-    given = [name for name in ("weight_column", "source_column") if getattr(args, name) is not None]
-    if not given:
+    if not isinstance(train_dataset, Dataset):
         return
-    setting = f"`{given[0]}={getattr(args, given[0])!r}`"
-    if data_collator is not None:
+    values = read_row_values(train_dataset, args.weight_column, args.source_column, "train")
+    if values.weights is not None and not values.weights.any():
         raise ValueError(
-            f"{setting} was given with `data_collator={type(data_collator).__name__}`. Weights and sources belong to "
-            "documents, and where documents are in a batch of this collator is not known. Leave `data_collator` unset, "
-            f"or `{given[0]}`."
+            f"`weight_column={args.weight_column!r}` was given, and all {len(values.weights)} rows of the train "
+            "dataset have weight 0. A row of weight 0 trains nothing, so nothing would be trained. Give some rows a "
+            "weight above 0."
         )
-    if isinstance(train_dataset, IterableDataset):
-        if args.source_column is not None:
-            raise ValueError(
-                f"`source_column={args.source_column!r}` was given with an `IterableDataset`. All ranks sum the losses "
-                "of the same sources, and the sources of a stream are not known before it is read. Leave "
-                "`source_column` unset, or load the dataset without streaming."
-            )
-        if not args.packing:
-            raise ValueError(
-                f"{setting} was given with an `IterableDataset` and `packing=False`. Unpacked streams are read by "
-                "TRL's own loader, in which weights are not checked. Set `packing=True`, or load the dataset without "
-                "streaming."
-            )
-    if isinstance(train_dataset, Dataset):
-        values = read_row_values(train_dataset, args.weight_column, args.source_column, "train")
-        if values.weights is not None and not values.weights.any():
-            raise ValueError(
-                f"{setting} was given, and all {len(values.weights)} rows of the train dataset have weight 0. A row of "
-                "weight 0 trains nothing, so nothing would be trained. Give some rows a weight above 0."
-            )
-
-
-def _peft_configs(model: Any, peft_config: Any) -> list[Any]:
-    given = list(getattr(model, "peft_config", {}).values()) if not isinstance(model, str) else []
-    return given + ([peft_config] if hasattr(peft_config, "is_prompt_learning") else [])
 
 
 def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
@@ -191,67 +99,6 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             check_tokenised(dataset, name, vocab_size, packing)
-
-
-def check_share_prefixes(args: SFTConfig, compute_loss_func: Any) -> None:
-    """Refuse what cannot work on shared rows, before the model is loaded. `SFTConfig` refuses settings that contradict.
-
-    Raises:
-        ValueError: a loss of the user with `share_prefixes`.
-    """
-    if args.share_prefixes == "off":
-        return
-    if compute_loss_func is not None:
-        raise ValueError(
-            f"`share_prefixes={args.share_prefixes!r}` was given with `compute_loss_func`. It gets one label per row, "
-            "and a shared row is a target of several documents, so it would count once and not once for each. Leave "
-            '`compute_loss_func` unset, or set `share_prefixes="off"`.'
-        )
-
-
-def check_sequence_parallelism(args: SFTConfig, model: Any, compute_loss_func: Any) -> None:
-    """Refuse what cannot work on parts of packs, before the model is loaded. Does nothing without `tokens_per_rank`.
-
-    Raises:
-        ValueError: a loss that shifts labels itself, dropout of attention weights, an attention that does not exchange
-            tokens, `torch.compile`, a `max_length` that needs more ranks than there are.
-    """
-    if args.tokens_per_rank is None:
-        return
-    losses = {
-        "`compute_loss_func`": compute_loss_func is not None,
-        f"`label_smoothing_factor={args.label_smoothing_factor}`": args.label_smoothing_factor > 0,
-    }
-    for loss, is_set in losses.items():
-        if is_set:
-            raise ValueError(
-                f"`tokens_per_rank={args.tokens_per_rank}` was given with {loss}. "
-                "Such a loss shifts labels itself, and the label of the last token of a part lies on "
-                "the next rank, so it would be lost. Leave the loss at its default, or `tokens_per_rank` unset."
-            )
-    for name, rate in vars(text_config(model, args)).items():
-        if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
-            raise ValueError(
-                f"`tokens_per_rank={args.tokens_per_rank}` was given with a model whose config has `{name}={rate}`. "
-                "The ranks of a group compute different heads and "
-                f"draw the same random numbers, so the heads would drop the same weights. Load the model with "
-                f"`{name}=0.0`, or leave `tokens_per_rank` unset."
-            )
-    if not args.enforce_flash_attention:
-        raise ValueError(
-            f"`tokens_per_rank={args.tokens_per_rank}` was given with `enforce_flash_attention=False`. "
-            "That keeps the attention of the model, which does not exchange "
-            "tokens between the ranks of a group. Set `enforce_flash_attention=True`, or leave `tokens_per_rank` unset."
-        )
-    if args.torch_compile:
-        raise ValueError(
-            f"`tokens_per_rank={args.tokens_per_rank}` was given with `torch_compile=True`. "
-            "The exchange between ranks was not tested in compiled models. Set "
-            "`torch_compile=False`, or leave `tokens_per_rank` unset."
-        )
-    assert args.max_length is not None  # `SFTConfig` refuses packing without it
-    num_heads = getattr(text_config(model, args), "num_attention_heads", None)
-    possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
 
 
 # What is changed after the trainer is constructed
@@ -375,66 +222,6 @@ def synchronisation(accelerator: Any) -> Synchronisation:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
     return "step" if accelerator.distributed_type in DDP else "micro"
-
-
-def check_parallelism(accelerator: Any) -> None:
-    """Refuse tensor, context, sequence and pipeline parallelism: the data-parallel rank is not the process index there.
-
-    They are set in accelerate's `ParallelismConfig` or in DeepSpeed's config.
-
-    Raises:
-        ValueError: a size above 1.
-    """
-    sizes: dict[str, int] = {}
-    if accelerator.parallelism_config is not None:
-        sizes |= {name: getattr(accelerator.parallelism_config, name) for name in ("tp_size", "cp_size", "sp_size")}
-    plugin = accelerator.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
-    if plugin is not None:
-        config = plugin.deepspeed_config
-        tensor = config.get("tensor_parallel", {})
-        sizes["tensor_parallel.autotp_size"] = tensor.get("autotp_size", 1)
-        sizes["tensor_parallel.tp.tp_size"] = (tensor.get("tp") or tensor.get("tensor_parallel") or {}).get(
-            "tp_size", 1
-        )
-        sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
-    for name, size in sizes.items():
-        if isinstance(size, int) and size > 1:
-            raise ValueError(
-                f"`{name}={size}` was given with packing. Packed batches under this kind of parallelism are not proved "
-                f"to keep documents apart. Set `{name}=1` (data parallelism, ZeRO and FSDP are supported), or set "
-                "`packing=False`."
-            )
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        raise ValueError(
-            "Megatron-LM was chosen as the engine with packing. It splits a document over ranks and reads data with "
-            "its own loader. Use DDP, DeepSpeed or FSDP, or set `packing=False`."
-        )
-
-
-def check_recomputation(args: SFTConfig, accelerator: Any) -> None:
-    """Refuse FSDP's own activation checkpointing with sequence parallelism, and with shared prefixes.
-
-    It recomputes layers without telling them which part of a pack they hold, or which rows documents share. That of
-    transformers does.
-
-    Raises:
-        ValueError: `activation_checkpointing` is set in the config of FSDP.
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or not plugin.activation_checkpointing:
-        return
-    if args.share_prefixes != "off":
-        raise ValueError(
-            f"`share_prefixes={args.share_prefixes!r}` was given with `activation_checkpointing` in `fsdp_config`. "
-            "FSDP recomputes layers without the rows that documents share. Set `gradient_checkpointing=True` instead, "
-            "which keeps them."
-        )
-    if args.tokens_per_rank is not None:
-        raise ValueError(
-            f"`tokens_per_rank={args.tokens_per_rank}` was given with `activation_checkpointing` in `fsdp_config`. "
-            "FSDP recomputes layers without the boundaries of the pack that the ranks share. Set "
-            "`gradient_checkpointing=True` instead, which keeps them."
-        )
 
 
 def check_one_device(model: nn.Module) -> None:

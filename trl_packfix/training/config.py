@@ -18,6 +18,8 @@ from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
+from .choices import Given
+from .features import refuse
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
@@ -227,117 +229,31 @@ def check_config(args: SFTConfig) -> None:
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
             "training reaches. Set it to the dense TFLOP/s of one device (H100 in bfloat16: 989), or leave it unset."
         )
-    _check_per_turn(args)
-    if not (args.packing or args.padding_free):
-        if args.overlong is not None:
-            raise ValueError(
-                f"`overlong={args.overlong!r}` was given with `packing=False`. It is a setting of packing; unpacked "
-                "training truncates at `max_length`. Set `packing=True`, or leave `overlong` unset."
-            )
-        if args.pad_documents_to_multiple_of is not None:
-            raise ValueError(
-                f"`pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}` was given with `packing=False`. "
-                "It pads packs, and unpacked rows have none of their boundaries. Set `packing=True`, or leave it unset."
-            )
-        if args.share_prefixes != "off":
-            raise ValueError(
-                f"`share_prefixes={args.share_prefixes!r}` was given with `packing=False`. Documents share rows of a "
-                "pack, and an unpacked document has a row of its own. Set `packing=True`, or leave `share_prefixes` at "
-                '"off".'
-            )
-        _check_tokens_per_rank(args)
-        return
-    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
-    for name in (*counts, "pad_documents_to_multiple_of"):
-        if getattr(args, name) is not None:
-            check_count(name, getattr(args, name))
-    # `padding_free` alone does not need a capacity
-    if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
-        check_max_length(args.max_length, args.per_device_train_batch_size)
-    check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     _check_tokens_per_rank(args)
-    _check_share_prefixes(args)
+    if args.packing or args.padding_free:
+        counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
+        for name in (*counts, "pad_documents_to_multiple_of"):
+            if getattr(args, name) is not None:
+                check_count(name, getattr(args, name))
+        # `padding_free` alone does not need a capacity
+        if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
+            check_max_length(args.max_length, args.per_device_train_batch_size)
+        check_overlong("packing_strategy", args.packing_strategy, args.overlong)
+        _check_truncation(args)
+    refuse(Given(args=args))
+
+
+def _check_truncation(args: SFTConfig) -> None:
     if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
         raise ValueError(
             f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
             f"`overlong={args.overlong!r}`, under which nothing is truncated, so it would be ignored. Set "
             '`overlong="truncate"` (with "stream", "bfd" or "minibatch"), or leave `truncation_mode` as it is.'
         )
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"`train_sampling_strategy={args.train_sampling_strategy!r}` was given with packing. Packs are made of "
-            "documents of all lengths and balanced over ranks by `balance`, so batches by length have no meaning. Set "
-            '`train_sampling_strategy` to "random" or "sequential".'
-        )
-    accelerator_config = args.accelerator_config
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(accelerator_config, name, None):
-            raise ValueError(
-                f"`accelerator_config.{name}=True` was given with packing. Every rank reads its own packs, and one "
-                f"pack of shape (1, T) cannot be divided. Set `{name}=False`."
-            )
-
-
-def _check_per_turn(args: SFTConfig) -> None:
-    """Refuse settings that train other tokens than the turn of a sample."""
-    if not args.per_turn:
-        return
-    if args.assistant_only_loss:
-        raise ValueError(
-            "`assistant_only_loss=True` was given with `per_turn=True`. Each sample trains one assistant turn already, "
-            "and for `assistant_only_loss` TRL may replace the chat template by one that keeps earlier thinking, so "
-            "that the history would not be what the model sees. Set `assistant_only_loss=False`, or `per_turn=False`."
-        )
-    if args.completion_only_loss is False:
-        raise ValueError(
-            "`completion_only_loss=False` was given with `per_turn=True`. It trains the history, too, and that of a "
-            "conversation of n turns is in up to n samples, so its first turns would be trained n times. Leave "
-            "`completion_only_loss` unset, or set `per_turn=False`."
-        )
-    if isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"):
-        raise ValueError(
-            "`dataset_kwargs={'skip_prepare_dataset': True}` was given with `per_turn=True`. Conversations are split "
-            "when the dataset is prepared, so `per_turn` would be ignored. Leave one of the two unset."
-        )
-
-
-def _check_share_prefixes(args: SFTConfig) -> None:
-    """Refuse settings that need each token of each document in a row of its own."""
-    if args.share_prefixes == "off":
-        return
-    if args.share_prefixes == "family" and STRATEGIES[args.packing_strategy].cuts_blocks:
-        raise ValueError(
-            f'`share_prefixes="family"` was given with `packing_strategy={args.packing_strategy!r}`. It cuts all '
-            "documents where a block of `max_length` tokens ends, in the order of the table, so documents that begin "
-            'alike cannot be brought together. Set `share_prefixes="pack"`, or another `packing_strategy`.'
-        )
-    is_smoothed = args.label_smoothing_factor > 0 and args.loss_type != "dft"
-    others = {
-        f"label_smoothing_factor={args.label_smoothing_factor}": (
-            is_smoothed,
-            "The smoothed loss is one number per batch, and in it a shared token would count once and not once for "
-            "each of its documents",
-        ),
-        f"neftune_noise_alpha={args.neftune_noise_alpha}": (
-            args.neftune_noise_alpha is not None,
-            "The amplitude of its noise is set by the length of the document, and a shared token has several documents",
-        ),
-        f"pad_documents_to_multiple_of={args.pad_documents_to_multiple_of}": (
-            args.pad_documents_to_multiple_of is not None,
-            "It gives all packs the same shapes, and the number of keys of a pack with shared tokens depends on its "
-            "documents",
-        ),
-    }
-    for other, (is_given, reason) in others.items():
-        if is_given:
-            raise ValueError(
-                f"`share_prefixes={args.share_prefixes!r}` was given with `{other}`. {reason}. Set "
-                f'`share_prefixes="off"`, or leave `{other.split("=")[0]}` at its default.'
-            )
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:
-    """Refuse settings that sequence parallelism does not support. The number of ranks is checked by the planner."""
+    """Refuse values of `tokens_per_rank` and `exchange_speeds`. The number of ranks is checked by the planner."""
     tokens = args.tokens_per_rank
     if args.exchange_speeds is not None:
         _check_speeds(args.exchange_speeds, tokens)
@@ -350,30 +266,6 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
             "16384."
         )
     check_count("tokens_per_rank", tokens)
-    if not args.packing:
-        raise ValueError(
-            f"`tokens_per_rank={tokens}` was given with `packing=False`. It shares packs between ranks, and without "
-            "packing there are none. Set `packing=True`, or leave `tokens_per_rank` unset."
-        )
-    if STRATEGIES[args.packing_strategy].instead is not None:  # lengths alone are not enough to plan it
-        raise ValueError(
-            f"`tokens_per_rank={tokens}` was given with `packing_strategy={args.packing_strategy!r}`. Packs that "
-            "several ranks share are planned by the tokens of these ranks together, and this strategy plans by "
-            '`max_length` or by the batch size. Set `packing_strategy` to "stream" or "bfd".'
-        )
-    if args.pad_documents_to_multiple_of is not None:
-        raise ValueError(
-            f"`tokens_per_rank={tokens}` was given with `pad_documents_to_multiple_of="
-            f"{args.pad_documents_to_multiple_of}`. That pads every pack to `max_length={args.max_length}` tokens, and "
-            "a rank would hold more of them than `tokens_per_rank`. Leave one of the two unset."
-        )
-    if args.per_device_train_batch_size != 1:
-        raise ValueError(
-            f"`tokens_per_rank={tokens}` was given with `per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}`. The size of a pack is `tokens_per_rank` on each of its ranks, so "
-            "the batch size would have no effect. Set `per_device_train_batch_size=1`, and `tokens_per_rank` to what "
-            "the memory of one device allows."
-        )
 
 
 def _check_speeds(speeds: Any, tokens_per_rank: int | None) -> None:

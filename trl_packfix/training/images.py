@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
 from ..data.image_collator import ImageExamples, PackedImages, PaddedImageCollator, RopeIndex
-from ..data.image_rows import IMAGES, ImageRows, RowProcessor, has_images, measure
+from ..data.image_rows import ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
 from .config import SFTConfig
 
@@ -22,62 +22,22 @@ def packs_images(args: SFTConfig, train_dataset: Any) -> bool:
     return (args.packing or args.padding_free) and has_images(train_dataset)
 
 
-def check_before_loading(args: SFTConfig, train_dataset: Any, processing_class: Any) -> None:
-    """Refuse what images in packs do not support, before the model is loaded.
+def check_processor(processing_class: Any) -> None:
+    """Refuse what makes no images into tokens, before the model is loaded.
 
     Raises:
-        ValueError: a stream, a setting that was tested on text only, a tokenizer in the place of a processor, a policy
-            that cuts documents anywhere.
+        ValueError: a tokenizer in the place of a processor, or an object of another library.
     """
-    name = next(name for name in IMAGES if name in train_dataset.column_names)
-    if not isinstance(train_dataset, Dataset):
-        raise ValueError(
-            f"The dataset has the column `{name}`, is an `IterableDataset`, and packing is on. The length of a "
-            "document with images is known only after its images are processed, which happens once before training, "
-            "and a stream is read only once. Load the dataset without streaming, or set `packing=False` and "
-            "`padding_free=False`."
-        )
-    check_settings(args, name)
+    given = f"`processing_class={type(processing_class).__name__}` was given, and the dataset has a column of images."
     if isinstance(processing_class, PreTrainedTokenizerBase):
         raise ValueError(
-            f"The dataset has the column `{name}` and `processing_class={type(processing_class).__name__}` was given. "
-            "It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of the "
-            "model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
+            f"{given} It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of "
+            "the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
         )
     if processing_class is not None and not isinstance(processing_class, ProcessorMixin):
         raise ValueError(
-            f"The dataset has the column `{name}` and `processing_class={type(processing_class).__name__}` was given. "
-            "Images are made into tokens by a processor of transformers. Give the processor of the model "
+            f"{given} Images are made into tokens by a processor of transformers. Give the processor of the model "
             "(`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
-        )
-
-
-def check_settings(args: SFTConfig, column: str) -> None:
-    """Refuse settings that images in packs do not support.
-
-    Raises:
-        ValueError: sequence parallelism, constant shapes, families of documents, a policy that cuts documents anywhere.
-    """
-    for setting in ("tokens_per_rank", "pad_documents_to_multiple_of"):
-        if (value := getattr(args, setting)) is not None:
-            raise ValueError(
-                f"`{setting}={value!r}` was given, and the dataset has the column `{column}`. With images in packs it "
-                f"is not supported: it was tested on text alone. Leave `{setting}` unset, or remove the column of "
-                "images."
-            )
-    if args.share_prefixes == "family":
-        raise ValueError(
-            f'`share_prefixes="family"` was given, and the dataset has the column `{column}`. Documents that begin '
-            "alike are found by sorting all of them, and all images have the same placeholder tokens, so every image "
-            'would have to be processed before training. Set `share_prefixes="pack"`, which shares among the documents '
-            "of a pack."
-        )
-    if args.effective_overlong == "split":
-        raise ValueError(
-            f"`packing_strategy={args.packing_strategy!r}` and `overlong={args.overlong!r}` were given with the column "
-            f"`{column}`. Long documents would be split, and a fragment may begin inside an image. Set "
-            '`packing_strategy="stream"` or "bfd", and `overlong` to "truncate" (after the last image, else the '
-            'document is dropped), "drop" or "raise".'
         )
 
 

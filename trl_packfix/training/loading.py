@@ -29,7 +29,9 @@ from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
 from . import checks
+from .choices import Given, text_config
 from .config import SFTConfig
+from .features import refuse
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner, speeds
@@ -70,7 +72,7 @@ class TrainingData:
     def __init__(self, trainer: Any, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
         self.trainer = trainer
-        self.vocab_size: int | None = getattr(checks.text_config(model, args), "vocab_size", None)
+        self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self.vocab_size)
         self.images: ImageData | None = None
         self.turns: TurnCounts | None = None
@@ -82,6 +84,7 @@ class TrainingData:
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs. The trainer has its model."""
         trainer = self.trainer
+        refuse(Given(args=self.args, accelerator=trainer.accelerator))
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
@@ -125,8 +128,6 @@ class TrainingData:
     def _prepare_packing(self) -> None:
         args = self.args
         self._shares_prefixes = args.share_prefixes != "off"
-        checks.check_parallelism(self.trainer.accelerator)
-        checks.check_recomputation(args, self.trainer.accelerator)
         checks.check_one_device(self.trainer.model)
         checks.check_quantisation(self.trainer.model, args.device.type)
         self.trainer.padding_free = True
@@ -166,8 +167,8 @@ class TrainingData:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
                 self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
-        if self._has_row_values:
-            checks.check_row_columns(args, self.trainer.train_dataset, None)
+        refuse(checks.given_to(type(self.trainer), args, self.trainer.model, dataset))
+        checks.check_weights(args, self.trainer.train_dataset)
         self.turns = None
         self._read_training_set()
 

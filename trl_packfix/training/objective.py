@@ -43,7 +43,9 @@ from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
+from .choices import Given
 from .config import SFTConfig
+from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import add_token_scores
@@ -60,79 +62,14 @@ class LossIsOurs(TrainerCallback):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.training_objective.totals.is_scored:
-            return
-        if args.tokens_per_rank is not None:
-            raise ValueError(
-                f"`tokens_per_rank={args.tokens_per_rank}` was given and `{type(self.trainer).__name__}.compute_loss` "
-                "does not call `super().compute_loss`. On a part of a pack, labels must be shifted before the cut and "
-                "counted once per group, which its own loss does not do. Leave `tokens_per_rank` unset, or change what "
-                "`super().compute_loss` returns."
-            )
-        if args.share_prefixes != "off":
-            raise ValueError(
-                f"`share_prefixes={args.share_prefixes!r}` was given and `{type(self.trainer).__name__}.compute_loss` "
-                "does not call `super().compute_loss`. A shared token is one row for all its documents, and its own "
-                'loss would count it once. Set `share_prefixes="off"`, or change what `super().compute_loss` returns.'
-            )
-        for setting, remedy in _settings_of_documents(args)[:1]:
-            raise ValueError(
-                f"{setting} was given and `{type(self.trainer).__name__}.compute_loss` does not call "
-                "`super().compute_loss`. Its loss has no weights of documents and is not summed by source, so the "
-                f"setting would be ignored. {remedy}, or change what `super().compute_loss` returns."
-            )
-
-
-def _settings_of_documents(args: Any) -> list[tuple[str, str]]:
-    """The given settings that need the loss of each document, each with what to set instead."""
-    found = []
-    if args.document_weighting == "document":
-        found.append(('`document_weighting="document"`', 'Set `document_weighting="token"`'))
-    for name in ("weight_column", "source_column"):
-        if getattr(args, name, None) is not None:
-            found.append((f"`{name}={getattr(args, name)!r}`", f"Leave `{name}` unset"))
-    return found
-
-
-def check_weighting(args: Any, compute_loss_func: Callable | None) -> None:
-    weights = [found for found in _settings_of_documents(args) if "source_column" not in found[0]]
-    if not weights:
-        return
-    setting, remedy = weights[0]
-    reason = None
-    if compute_loss_func is not None:
-        reason = (
-            "`compute_loss_func`",
-            "It gets a whole batch and returns one number, in which documents have no weight",
-        )
-    elif args.label_smoothing_factor > 0 and args.loss_type != "dft":
-        reason = (
-            f"`label_smoothing_factor={args.label_smoothing_factor}`",
-            "The smoothed loss is one number per batch, in which documents have no weight",
-        )
-    elif not args.average_tokens_across_devices and args.world_size > 1:
-        reason = (
-            f"`average_tokens_across_devices=False` on {args.world_size} ranks",
-            "Each rank would take the mean over its own documents, so those on a rank with few would count more",
-        )
-    if reason is not None:
-        raise ValueError(
-            f"{setting} was given with {reason[0]}. {reason[1]}. {remedy}, or leave the other setting at its default."
-        )
-
-
-def _check_logits(args: Any, compute_loss_func: Callable | None) -> None:
-    if compute_loss_func is not None and args.loss_type == "chunked_nll":
-        raise ValueError(
-            '`compute_loss_func` was given with `loss_type="chunked_nll"`, the default of TRL below 1.15. That '
-            'loss computes no logits, which your function needs. Set `loss_type="nll"`.'
-        )
+        if not self.trainer.training_objective.totals.is_scored:
+            refuse(Given(args=args, own_loss=f"{type(self.trainer).__name__}.compute_loss"))
 
 
 class Objective:
     """The training loss of a trainer, and its log.
 
-    Settings are checked before the model is loaded. `attach` does what needs the model.
+    It is made before the model is loaded. `attach` does what needs the model.
 
     Args:
         trainer: reads its settings, model, accelerator, loss function and data; sets its `router_aux_loss_coef`,
@@ -147,13 +84,11 @@ class Objective:
 
     totals: TrainingTotals
 
-    def __init__(self, trainer: Any, args: SFTConfig, compute_loss_func: Callable | None):
+    def __init__(self, trainer: Any, compute_loss_func: Callable | None):
         self.trainer = trainer
         self.values_of_batch: dict[str, Tensor] = {}
         self.same_pack = SamePackCheck()
         self._loss_of_user = compute_loss_func
-        check_weighting(args, compute_loss_func)
-        _check_logits(args, compute_loss_func)
 
     def attach(self) -> None:
         """Prepare the model, and count from now on. The trainer has its model and its data."""
@@ -162,20 +97,13 @@ class Objective:
         self._add_token_scores()
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer)
         self._check_router_loss()
-        if _settings_of_documents(args) and not self.is_ours:
-            setting, remedy = _settings_of_documents(args)[0]
-            raise ValueError(
-                f"{setting} was given with unpacked images or sequence parallelism (`sp_size` {trainer.get_sp_size()})"
-                f". There the loss is TRL's, which counts tokens of all rows together. {remedy}."
-            )
         self.totals = TrainingTotals(trainer.data.row_values.names, args.share_prefixes != "off")
         trainer.add_callback(self.totals)
         trainer.add_callback(self.same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             trainer.neftune_noise_alpha = None
-        if _settings_of_documents(args) or args.tokens_per_rank is not None or args.share_prefixes != "off":
-            trainer.add_callback(LossIsOurs(trainer))
+        trainer.add_callback(LossIsOurs(trainer))
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             trainer.model_accepts_loss_kwargs = True

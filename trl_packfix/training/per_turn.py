@@ -25,20 +25,14 @@ NUM_AT_ONCE = 16  # conversations in memory: their samples have many times their
 NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
 
 
-def check_per_turn(args: SFTConfig, train_dataset: Any, eval_dataset: Any, formatting_func: Any) -> None:
+def check_per_turn(args: SFTConfig, train_dataset: Any, eval_dataset: Any) -> None:
     """Refuse datasets without conversations, before the model is loaded. Does nothing without `per_turn`.
 
     Raises:
-        ValueError: a formatting function, a dataset without rows, or what `check_conversations` refuses.
+        ValueError: a dataset without rows, or what `check_conversations` refuses.
     """
     if not args.per_turn:
         return
-    if formatting_func is not None:
-        function = getattr(formatting_func, "__name__", formatting_func)
-        raise ValueError(
-            f"`per_turn=True` was given with `formatting_func={function}`. It makes one text of each row, in which "
-            "turns are not known. Leave `formatting_func` unset, or set `per_turn=False`."
-        )
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:
         if dataset is not None:

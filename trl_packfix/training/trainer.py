@@ -121,17 +121,24 @@ class SFTTrainer(trl.SFTTrainer):
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
-        per_turn.check_per_turn(args, train_dataset, eval_dataset, formatting_func)
+        given = checks.given_to(
+            type(self),
+            args,
+            model,
+            train_dataset,
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            formatting_func=formatting_func,
+            peft_config=peft_config,
+        )
+        checks.check_before_loading(given, processing_class)
+        per_turn.check_per_turn(args, train_dataset, eval_dataset)
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
-            checks.check_overrides(type(self))
-            checks.check_share_prefixes(args, compute_loss_func)
-            checks.check_before_loading(args, model, train_dataset, data_collator, peft_config, processing_class)
-            checks.check_sequence_parallelism(args, model, compute_loss_func)
         dataset_checks.check_rows(train_dataset, "train")
-        checks.check_row_columns(args, train_dataset, data_collator)
+        checks.check_weights(args, train_dataset)
         self.packing_report = None
-        self.training_objective = Objective(self, args, compute_loss_func)
+        self.training_objective = Objective(self, compute_loss_func)
         self.data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.evaluation = Evaluation(self, own=SFTTrainer)
         self.restart = Restart(self)

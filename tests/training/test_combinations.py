@@ -1,0 +1,206 @@
+"""What goes with what: every pair of choices is refused with its own message, or accepted; and the page says so."""
+
+import os
+import re
+import runpy
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import PromptTuningConfig
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import ANSWER, PROMPT, config
+from transformers import BartConfig, BartForConditionalGeneration
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix.training import choices as of
+from trl_packfix.training.checks import check_before_loading, given_to
+from trl_packfix.training.choices import Choice, Given
+from trl_packfix.training.features import FEATURES, feature_that_refuses, refuse
+
+ROOT = Path(__file__).parents[2]
+CHATS = Dataset.from_dict({"messages": [PROMPT + ANSWER] * 4})
+
+
+def with_column(name):
+    return CHATS.add_column(name, [[b"x"]] * len(CHATS))
+
+
+class TwoRanks(SFTConfig):
+    """Of a run of two processes."""
+
+    world_size = 2
+
+
+class Chunked(SFTConfig):
+    """With the default of TRL below 1.15; later versions replace it."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.loss_type = "chunked_nll"
+
+
+class Sampled(SFTTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        raise NotImplementedError
+
+
+def engine(**parts):
+    """What the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(activation_checkpointing=parts.pop("recomputes", False)))
+    sizes = SimpleNamespace(tp_size=1, cp_size=1, sp_size=1)
+    return SimpleNamespace(
+        **{"distributed_type": DistributedType.NO, "parallelism_config": sizes, "state": state} | parts
+    )
+
+
+MODEL = build_tiny_model("llama")
+BASE = {"packing": True, "max_length": 64, "max_steps": 2, "per_device_train_batch_size": 1, "dataset": CHATS}
+ARGUMENTS = ("dataset", "stream", "model", "trainer_class", "config_class", "data_collator", "compute_loss_func")
+ARGUMENTS += ("formatting_func", "peft_config", "accelerator", "own_loss")
+MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
+    of.PACKING: {"packing": True},
+    of.NO_PACKING: {"packing": False},
+    of.TOKENS_PER_RANK: {"tokens_per_rank": 64},
+    of.IN_PACKS: {"share_prefixes": "pack"},
+    of.IN_FAMILIES: {"share_prefixes": "family"},
+    of.PER_TURN: {"per_turn": True},
+    of.SMOOTHING: {"label_smoothing_factor": 0.1},
+    of.NOISE: {"neftune_noise_alpha": 5.0},
+    of.CONSTANT_SHAPES: {"pad_documents_to_multiple_of": 8},
+    of.BY_DOCUMENT: {"document_weighting": "document"},
+    of.WEIGHT_COLUMN: {"weight_column": "weight"},
+    of.SOURCE_COLUMN: {"source_column": "source"},
+    of.OVERLONG: {"overlong": "drop"},
+    of.OWN_ATTENTION: {"enforce_flash_attention": False},
+    of.COMPILED: {"torch_compile": True},
+    of.BATCH_SIZE: {"per_device_train_batch_size": 2},
+    of.SAMPLING: {"train_sampling_strategy": "group_by_length"},
+    of.NOT_OF_STREAMS: {"packing_strategy": "bfd"},
+    of.CUT_BLOCKS: {"packing_strategy": "wrapped"},
+    of.NOT_BY_LENGTHS: {"packing_strategy": "minibatch"},
+    of.DROP_LAST: {"dataloader_drop_last": True},
+    of.ASSISTANT_ONLY: {"assistant_only_loss": True},
+    of.HISTORY_TRAINED: {"completion_only_loss": False},
+    of.CHUNKED: {"config_class": Chunked},
+    of.NO_END: {"max_steps": -1},
+    of.SPLIT: {"overlong": "split"},
+    of.UNPREPARED: {"dataset_kwargs": {"skip_prepare_dataset": True}},
+    of.DIVIDED: {"accelerator_config": {"split_batches": True}},
+    of.OWN_MEANS: {"average_tokens_across_devices": False, "config_class": TwoRanks},
+    of.STREAM: {"packing": True, "stream": True},
+    of.UNPACKED_STREAM: {"packing": False, "stream": True},
+    of.PACKED_IMAGES: {"packing": True, "dataset": with_column("images")},
+    of.UNPACKED_IMAGES: {"packing": False, "dataset": with_column("images")},
+    of.VIDEO_OR_SOUND: {"dataset": with_column("video")},
+    of.COLLATOR: {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)},
+    of.FORMATTING: {"formatting_func": str},
+    of.LOSS_FUNCTION: {"compute_loss_func": print},
+    of.OWN_LOSS: {"own_loss": "OwnLoss.compute_loss"},
+    of.OWN_SAMPLER: {"trainer_class": Sampled},
+    of.ENCODER_DECODER: {
+        "model": BartForConditionalGeneration(
+            BartConfig(vocab_size=300, d_model=16, encoder_layers=1, decoder_layers=1)
+        )
+    },
+    of.VIRTUAL_TOKENS: {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+    of.DROPPED_WEIGHTS: {"model": build_tiny_model("llama", attention_dropout=0.1)},
+    of.OTHER_PARALLELISM: {"accelerator": engine(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))},
+    of.UNPACKED_SEQUENCES: {
+        "packing": False,
+        "accelerator": engine(parallelism_config=SimpleNamespace(tp_size=1, cp_size=1, sp_size=2)),
+    },
+    of.MEGATRON: {"accelerator": engine(distributed_type=DistributedType.MEGATRON_LM)},
+    of.RECOMPUTED: {"accelerator": engine(recomputes=True)},
+}
+# What a choice is besides, as it is made above
+ALSO = {
+    of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS, of.SPLIT),
+    of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
+    of.SPLIT: (of.OVERLONG,),
+}
+ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts]
+
+REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.choice == of.PACKING)
+
+
+def can_be_made(one: Choice, other: Choice) -> bool:
+    """False for two values of one setting, and for what would need two datasets, models or engines."""
+    if {one, other} == {of.OVERLONG, of.CUT_BLOCKS}:  # refused with the value, in `data/checks.py`
+        return False
+    return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
+
+
+def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) -> str:
+    """What is said to a run with these choices; empty if nothing. The trainer asks in this order."""
+    made = BASE | settings | {key: value for choice in chosen for key, value in MADE[choice].items()}
+    arguments = {key: made.pop(key) for key in ARGUMENTS if key in made}
+    dataset = arguments.pop("dataset")
+    if arguments.pop("stream", False):
+        dataset = dataset.to_iterable_dataset()
+    engine, own_loss = arguments.pop("accelerator", None), arguments.pop("own_loss", None)
+    model, kind = arguments.pop("model", MODEL), arguments.pop("trainer_class", SFTTrainer)
+    environment = dict(os.environ)  # `torch_compile` sets a variable
+    try:
+        args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
+        if constructs:
+            kind(model, args, train_dataset=dataset, processing_class=build_tokenizer(), **arguments)
+        check_before_loading(given_to(kind, args, model, dataset, **arguments), None)
+        refuse(Given(args=args, accelerator=engine))
+        refuse(Given(args=args, own_loss=own_loss))
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return ""
+
+
+def test_every_choice_is_made_and_nothing_else_is_chosen():
+    """A row whose choice is never made would pass below, and so would one that is always made."""
+    every = {choice for choice in vars(of).values() if isinstance(choice, Choice)}
+    named = {feature.choice for feature in FEATURES} | {other for _, other in ROWS}
+    assert every == named == set(MADE) and len(ROWS) > 60
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
+def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
+    """By the constructor of the trainer, where it is not the engine or the first step that says it."""
+    constructs = not {"accelerator", "own_loss"} & {*MADE[feature.choice], *MADE[other]}
+    unpacked = {} if feature.choice == of.PACKING or other not in REFUSED_IN_PACKS else {"packing": False}
+    text = message_of(tmp_path, feature.choice, other, constructs=constructs, **unpacked)
+    given, *_ = text.partition(". ")
+    assert re.fullmatch(r"[^.]*(\.[^. ][^.]*)* was given with .*", given), text
+    assert text.endswith(f". {feature.conflicts[other]}. {feature.remedy(other)}.")
+    assert feature.remedy(other)[0].isupper() and feature.conflicts[other][0].isupper()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("one", MADE, ids=lambda choice: choice.name)
+def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
+    num_accepted = 0
+    for other in (choice for choice in MADE if can_be_made(one, choice)):
+        made = {one, other, *ALSO.get(one, ()), *ALSO.get(other, ())}
+        made.add(of.PACKING if (MADE[one] | MADE[other]).get("packing", True) else of.NO_PACKING)
+        refusing = [feature_that_refuses(*pair) for pair in combinations(made, 2)]
+        text = message_of(tmp_path, one, other)
+        assert bool(text) == any(refusing), (other.name, text)
+        assert not text or any(cause in text for each in refusing if each for cause in each.conflicts.values())
+        num_accepted += not text
+    assert num_accepted or one in REFUSED_IN_PACKS
+
+
+def test_the_page_is_made_of_the_records():
+    made = runpy.run_path(str(ROOT / "docs" / "combinations.py"))["page"]()
+    assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `make combinations`"
+    cells = re.findall(r"(?<=\| )(yes|\[no\]\(#[^)]+\))(?= \|)", made)
+    refused = sum(
+        feature_that_refuses(one.choice, other.choice) is not None
+        for one, other in combinations([each for each in FEATURES if each.page and each.choice != of.PACKING], 2)
+    )
+    assert sum(cell != "yes" for cell in cells) == 2 * refused > 20 and cells.count("yes") > 100

@@ -1,0 +1,293 @@
+"""What a user may choose, and how a message names it: settings, arguments, kinds of datasets, models and engines.
+
+`features.py` says which of them cannot be combined.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import DistributedType
+from transformers import AutoConfig, PretrainedConfig
+
+from ..attention.choice import ATTENTION_DROPOUT
+from ..data.image_rows import IMAGES
+from ..planning.strategies import STRATEGIES, StrategyTraits
+
+if TYPE_CHECKING:
+    from .config import SFTConfig
+
+MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a run is given. Only the config is always known; what is not known yet counts as not given.
+
+    Attributes:
+        columns: those of the training set.
+        is_stream: whether the training set is an `IterableDataset`.
+        own_sampler, own_loss: methods of a subclass that replace ours, by their names.
+    """
+
+    args: "SFTConfig"
+    model: Any = None
+    columns: Collection[str] = ()
+    is_stream: bool = False
+    data_collator: Any = None
+    compute_loss_func: Any = None
+    formatting_func: Any = None
+    peft_config: Any = None
+    accelerator: Any = None
+    own_sampler: str | None = None
+    own_loss: str | None = None
+
+    @property
+    def packs(self) -> bool:
+        return self.args.packing or self.args.padding_free
+
+    @property
+    def strategy(self) -> StrategyTraits:
+        return STRATEGIES[self.args.packing_strategy]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something that a user may choose.
+
+    Attributes:
+        name: in docs/combinations.md.
+        given: how a message names what was given; None if it was not given.
+        undo: what to do to be without it.
+    """
+
+    name: str
+    given: Callable[[Given], str | None]
+    undo: str
+
+
+def text_config(model: Any, args: "SFTConfig") -> PretrainedConfig:
+    """The text config of a model, given as an object or by name."""
+    if isinstance(model, str):
+        init: Any = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(
+            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    else:
+        config = model.config
+    return config.get_text_config()
+
+
+# Fields of the config
+
+
+def _setting(name: str, off: Any = None, on: tuple[Any, ...] = ()) -> Choice:
+    """A field of the config that has one of the values `on`; if there are none, another value than `off`."""
+    values = ", ".join(f"`{name}={json.dumps(value)}`".replace("false", "False") for value in on)
+    undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
+
+    def given(given: Given) -> str | None:
+        value = getattr(given.args, name)
+        return f"`{name}={value!r}`" if (value in on if on else value != off) else None
+
+    return Choice(values or f"`{name}`", given, undo)
+
+
+def _strategies(which: Callable[[StrategyTraits], bool]) -> Choice:
+    return _setting("packing_strategy", "stream", tuple(name for name, traits in STRATEGIES.items() if which(traits)))
+
+
+PACKING = Choice("packing", lambda given: "packing" if given.packs else None, "set `packing=False`")
+NO_PACKING = Choice("`packing=False`", lambda given: None if given.packs else "`packing=False`", "set `packing=True`")
+TOKENS_PER_RANK = _setting("tokens_per_rank")
+IN_PACKS, IN_FAMILIES = (_setting("share_prefixes", "off", (value,)) for value in ("pack", "family"))
+PER_TURN = _setting("per_turn", False)
+SMOOTHING, NOISE = _setting("label_smoothing_factor", 0.0), _setting("neftune_noise_alpha")
+CONSTANT_SHAPES = _setting("pad_documents_to_multiple_of")
+BY_DOCUMENT = _setting("document_weighting", "token")
+WEIGHT_COLUMN, SOURCE_COLUMN = _setting("weight_column"), _setting("source_column")
+OVERLONG = _setting("overlong")
+OWN_ATTENTION = _setting("enforce_flash_attention", True)
+COMPILED = _setting("torch_compile", False)
+BATCH_SIZE = _setting("per_device_train_batch_size", 1)
+SAMPLING = _setting("train_sampling_strategy", "random", ("group_by_length",))
+NOT_OF_STREAMS = _strategies(lambda traits: not traits.packs_streams)
+CUT_BLOCKS = _strategies(lambda traits: traits.cuts_blocks)
+NOT_BY_LENGTHS = _strategies(lambda traits: traits.instead is not None)
+DROP_LAST = _setting("dataloader_drop_last", False)
+ASSISTANT_ONLY = _setting("assistant_only_loss", False)
+HISTORY_TRAINED = _setting("completion_only_loss", None, (False,))
+CHUNKED = _setting("loss_type", "nll", ("chunked_nll",))
+NO_END = Choice(
+    "no `max_steps`",
+    lambda given: f"`max_steps={given.args.max_steps}`" if given.args.max_steps <= 0 else None,
+    "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
+)
+
+
+def _split(given: Given) -> str | None:
+    args = given.args
+    is_split = args.effective_overlong == "split"
+    return f"`packing_strategy={args.packing_strategy!r}` with `overlong={args.overlong!r}`" if is_split else None
+
+
+SPLIT = Choice(
+    '`overlong="split"`, `bfd_split`, `wrapped`',
+    _split,
+    'set `packing_strategy` to "stream" or "bfd", unset `overlong`',
+)
+
+
+def _unprepared(given: Given) -> str | None:
+    options = given.args.dataset_kwargs
+    is_given = isinstance(options, dict) and options.get("skip_prepare_dataset")
+    return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_given else None
+
+
+UNPREPARED = Choice("`skip_prepare_dataset`", _unprepared, "leave `skip_prepare_dataset` unset")
+
+
+def _divided(given: Given) -> str | None:
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(given.args.accelerator_config, name, None):
+            return f"`accelerator_config.{name}=True`"
+    return None
+
+
+DIVIDED = Choice("`split_batches`, `dispatch_batches`", _divided, "set both to False in `accelerator_config`")
+
+
+def _own_means(given: Given) -> str | None:
+    # The number of ranks sets the device up, so it is asked last
+    is_given = not given.args.average_tokens_across_devices and given.args.world_size > 1
+    return f"`average_tokens_across_devices=False` on {given.args.world_size} ranks" if is_given else None
+
+
+OWN_MEANS = Choice(
+    "`average_tokens_across_devices=False` on several ranks",
+    _own_means,
+    "leave `average_tokens_across_devices` at its default, True",
+)
+
+
+# The dataset
+
+
+def _column(names: tuple[str, ...], label: str, undo: str, packs: bool = True) -> Choice:
+    """A column of the training set, with packing or without."""
+
+    def given(given: Given) -> str | None:
+        column = next((name for name in given.columns if name in names), None)
+        return f"the column `{column}`" if column is not None and given.packs == packs else None
+
+    return Choice(label, given, undo)
+
+
+def _stream(packs: bool, label: str) -> Choice:
+    def given(given: Given) -> str | None:
+        return label if given.is_stream and given.packs == packs else None
+
+    return Choice(label, given, "load the dataset without streaming")
+
+
+STREAM, UNPACKED_STREAM = _stream(True, "an `IterableDataset`"), _stream(False, "an unpacked `IterableDataset`")
+PACKED_IMAGES = _column(IMAGES, "images", "remove the column of images")
+VIDEO_OR_SOUND = _column(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
+UNPACKED_IMAGES = _column(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)
+
+
+# Arguments of the trainer, and methods of a subclass
+
+
+def _argument(name: str) -> Choice:
+    def given(given: Given) -> str | None:
+        value = getattr(given, name)
+        return None if value is None else f"`{name}={getattr(value, '__name__', type(value).__name__)}`"
+
+    return Choice(f"`{name}`", given, f"leave `{name}` unset")
+
+
+COLLATOR, FORMATTING, LOSS_FUNCTION = map(_argument, ("data_collator", "formatting_func", "compute_loss_func"))
+OWN_LOSS = Choice(
+    "a subclass whose `compute_loss` does not call `super().compute_loss`",
+    lambda given: given.own_loss and f"`{given.own_loss}`, which does not call `super().compute_loss`,",
+    "change what `super().compute_loss` returns",
+)
+OWN_SAMPLER = Choice(
+    "a subclass with `_get_train_sampler`", lambda given: given.own_sampler and f"`{given.own_sampler}`", "remove it"
+)
+
+
+# The model
+
+
+def _encoder_decoder(given: Given) -> str | None:
+    is_one = getattr(getattr(given.model, "config", None), "is_encoder_decoder", False)
+    return type(given.model).__name__ if is_one else None
+
+
+def _virtual_tokens(given: Given) -> str | None:
+    adapters = [*getattr(given.model, "peft_config", {}).values(), given.peft_config]
+    config = next((each for each in adapters if getattr(each, "is_prompt_learning", False)), None)
+    return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
+
+
+def _dropped_weights(given: Given) -> str | None:
+    names = {} if given.model is None else vars(text_config(given.model, given.args))
+    rates = {name: rate for name, rate in names.items() if ATTENTION_DROPOUT.match(name) and isinstance(rate, float)}
+    return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items() if rate > 0), None)
+
+
+ENCODER_DECODER = Choice("an encoder-decoder", _encoder_decoder, "give a causal language model")
+VIRTUAL_TOKENS = Choice("an adapter with virtual tokens (prompt tuning)", _virtual_tokens, "use LoRA")
+DROPPED_WEIGHTS = Choice("dropout of attention weights", _dropped_weights, "load the model with the rate 0.0")
+
+
+# The engine
+
+
+def _other_parallelism(given: Given) -> str | None:
+    """Sizes above 1 in accelerate's `ParallelismConfig` or in DeepSpeed's config."""
+    accelerator = given.accelerator
+    if accelerator is None:
+        return None
+    sizes: dict[str, Any] = {}
+    if accelerator.parallelism_config is not None:
+        sizes |= {name: getattr(accelerator.parallelism_config, name) for name in ("tp_size", "cp_size", "sp_size")}
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        tensor = config.get("tensor_parallel", {})
+        of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
+        sizes["tensor_parallel.autotp_size"] = tensor.get("autotp_size", 1)
+        sizes["tensor_parallel.tp.tp_size"] = of_training.get("tp_size", 1)
+        sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
+    return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
+
+
+def _megatron(given: Given) -> str | None:
+    is_one = given.accelerator is not None and given.accelerator.distributed_type == DistributedType.MEGATRON_LM
+    return "Megatron-LM" if is_one else None
+
+
+def _recomputed(given: Given) -> str | None:
+    plugin = None if given.accelerator is None else getattr(given.accelerator.state, "fsdp_plugin", None)
+    return "`activation_checkpointing` in `fsdp_config`" if plugin and plugin.activation_checkpointing else None
+
+
+def _unpacked_sequences(given: Given) -> str | None:
+    config = None if given.accelerator is None else given.accelerator.parallelism_config
+    size = 1 if config is None else config.sp_size
+    return f"`sp_size={size}` and `packing=False`" if size > 1 and not given.packs else None
+
+
+OTHER_PARALLELISM = Choice(
+    "tensor, context or sequence parallelism of accelerate or DeepSpeed",
+    _other_parallelism,
+    "set its size to 1 (data parallelism, ZeRO and FSDP are supported)",
+)
+UNPACKED_SEQUENCES = Choice("`sp_size` of accelerate and `packing=False`", _unpacked_sequences, "set `sp_size=1`")
+MEGATRON = Choice("Megatron-LM", _megatron, "use DDP, DeepSpeed or FSDP")
+RECOMPUTED = Choice(
+    "`activation_checkpointing` of FSDP", _recomputed, "set `gradient_checkpointing=True` instead, which keeps them"
+)

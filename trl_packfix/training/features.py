@@ -1,0 +1,245 @@
+"""What goes with what: a record per feature, with what it cannot be combined with, why, and what to set instead.
+
+`refuse` raises the message of two choices that cannot be combined. It is asked when the config is made, when the
+trainer is constructed, when the engine is known, and at the first step. docs/combinations.md is made of the same
+records (`make combinations`). A feature with settings of its own begins with its record here.
+"""
+
+from dataclasses import dataclass, field
+
+from . import choices as of
+from .choices import Choice, Given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A feature, and what it cannot be combined with. A pair of features is in the record of one of them.
+
+    Attributes:
+        conflicts: the choices it cannot be combined with, and why not.
+        remedies: what to set, where there is more to say than to undo one of the two.
+        page: in docs/, where it is described.
+        proof: what is proved before the first step, on the model that is trained; empty if there is nothing to prove.
+    """
+
+    choice: Choice
+    conflicts: dict[Choice, str] = field(default_factory=dict)
+    remedies: dict[Choice, str] = field(default_factory=dict)
+    page: str = ""
+    proof: str = ""
+
+    def remedy(self, other: Choice) -> str:
+        """What to set instead of this feature with `other`."""
+        return self.remedies.get(other) or f"{_capital(other.undo)}, or {self.choice.undo}"
+
+    def message(self, other: Choice, given: Given) -> str | None:
+        """What was given, why it cannot work, and what to set; None if not both were given."""
+        if (ours := self.choice.given(given)) is None or (theirs := other.given(given)) is None:
+            return None
+        return f"{_capital(theirs)} was given with {ours}. {self.conflicts[other]}. {self.remedy(other)}."
+
+
+def refuse(given: Given) -> None:
+    """Refuse two choices that cannot be combined.
+
+    Raises:
+        ValueError: with what was given, why it cannot work, and what to set.
+    """
+    for feature in FEATURES:
+        for other in feature.conflicts:
+            if (message := feature.message(other, given)) is not None:
+                raise ValueError(message)
+
+
+def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:
+    """The feature whose record has the conflict of two choices; None if they can be combined."""
+    for feature in FEATURES:
+        if (feature.choice == one and other in feature.conflicts) or (
+            feature.choice == other and one in feature.conflicts
+        ):
+            return feature
+    return None
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+_STREAM_SO_FAR = "a stream is known only as far as it has been read"
+_SHIFTS_LABELS = (
+    "Such a loss shifts labels itself, and the label of the last token of a part lies on the next rank, so it would be "
+    "lost"
+)
+_LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
+_NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
+_SHARED_ROWS = {
+    of.LOSS_FUNCTION: "It gets one label per row, and a shared row is a target of several documents, so it would count "
+    "once and not once for each",
+    of.OWN_LOSS: "A shared token is one row for all its documents, and another loss would count it once",
+    of.SMOOTHING: "The smoothed loss is one number per batch, and in it a shared token would count once and not once "
+    "for each of its documents",
+    of.NOISE: "The amplitude of its noise is set by the length of the document, and a shared token has one row for "
+    "documents of several lengths",
+    of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the number of keys of a pack with shared tokens "
+    "depends on its documents",
+    of.RECOMPUTED: "FSDP recomputes layers without the rows that documents share",
+}
+_WEIGHTS = {
+    of.LOSS_FUNCTION: "It gets a whole batch and returns one number, in which documents have no weight",
+    of.SMOOTHING: "The smoothed loss is one number per batch, in which documents have no weight",
+    of.OWN_MEANS: "Each rank would take the mean over its own documents, so those on a rank with few would count more",
+    of.OWN_LOSS: "Another loss has no weights of documents, so the setting would be ignored",
+    of.UNPACKED_IMAGES: _LOSS_OF_TRL,
+    of.UNPACKED_SEQUENCES: _LOSS_OF_TRL,
+}
+_OWN_ROWS = "Documents share rows of a pack, and an unpacked document has a row of its own"
+
+FEATURES = (
+    Feature(
+        choice=of.NO_PACKING,
+        conflicts={
+            of.OVERLONG: "It is a setting of packing; unpacked training truncates at `max_length`",
+            of.CONSTANT_SHAPES: "It pads packs, and unpacked rows have none of their boundaries",
+            of.IN_PACKS: _OWN_ROWS,
+            of.IN_FAMILIES: _OWN_ROWS,
+            of.TOKENS_PER_RANK: "It shares packs between ranks, and without packing there are none",
+        },
+        page="packing.md",
+    ),
+    Feature(
+        choice=of.PACKING,
+        conflicts={
+            of.COLLATOR: "A pack needs a collator that keeps document boundaries, and any other would lose them",
+            of.OWN_SAMPLER: "Packs are planned from the lengths of all documents and no sampler is called, so the "
+            "method would be ignored",
+            of.SAMPLING: "Packs are made of documents of all lengths and balanced over ranks by `balance`, so batches "
+            "by length have no meaning",
+            of.DIVIDED: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",
+            of.OWN_MEANS: "Ranks hold different numbers of trained tokens, so the mean of their means is not the loss "
+            "per token (the difference was 0.7 % in a small run)",
+            of.ENCODER_DECODER: "The encoder of an encoder-decoder reads a whole document at once, and this trainer "
+            "trains causal language models",
+            of.VIRTUAL_TOKENS: "Virtual tokens are put once before a row, so the documents of a pack would share them "
+            "or lose them",
+            of.VIDEO_OR_SOUND: "Video and audio belong to rows, and a pack has one row for many documents",
+            of.OTHER_PARALLELISM: "Each process reads packs of its own, and there several processes must read the same "
+            "rows",
+            of.MEGATRON: "It splits a document over ranks and reads data with its own loader",
+        },
+        page="packing.md",
+        proof="documents do not change each other, and each is what it is alone",
+    ),
+    Feature(
+        choice=of.TOKENS_PER_RANK,
+        conflicts={
+            of.LOSS_FUNCTION: _SHIFTS_LABELS,
+            of.SMOOTHING: _SHIFTS_LABELS,
+            of.OWN_LOSS: "On a part of a pack, labels must be shifted before the cut and counted once per group, which "
+            "another loss does not do",
+            of.DROPPED_WEIGHTS: "The ranks of a group compute different heads and draw the same random numbers, so the "
+            "heads would drop the same weights",
+            of.OWN_ATTENTION: "That keeps the attention of the model, which does not exchange tokens between the ranks "
+            "of a group",
+            of.COMPILED: "The exchange between ranks was not tested in compiled models",
+            of.NOT_BY_LENGTHS: "Packs that several ranks share are planned by the tokens of these ranks together, and "
+            "this strategy plans by `max_length` or by the batch size",
+            of.CONSTANT_SHAPES: "It pads every pack to `max_length` tokens, and a rank would hold more of them than "
+            "`tokens_per_rank`",
+            of.BATCH_SIZE: "A pack has at most `tokens_per_rank` tokens on each of its ranks, so the batch size would "
+            "have no effect",
+            of.RECOMPUTED: "FSDP recomputes layers without the boundaries of the pack that the ranks share",
+        },
+        page="long_context.md",
+        proof="the same with parts of packs, for each number of ranks that share a pack",
+    ),
+    Feature(
+        choice=of.IN_PACKS,
+        conflicts=_SHARED_ROWS,
+        page="prefixes.md",
+        proof="the same with documents that share rows; with parts and with images, too",
+    ),
+    Feature(
+        choice=of.IN_FAMILIES,
+        conflicts=_SHARED_ROWS
+        | {
+            of.CUT_BLOCKS: "It cuts all documents where a block of `max_length` tokens ends, in the order of the "
+            "table, so documents that begin alike cannot be brought together",
+        },
+        remedies={of.CUT_BLOCKS: 'Set `share_prefixes="pack"`, or another `packing_strategy`'},
+        page="prefixes.md",
+        proof='as for `"pack"`',
+    ),
+    Feature(
+        choice=of.STREAM,
+        conflicts={
+            of.NOT_OF_STREAMS: f"It plans with all documents of an epoch, and {_STREAM_SO_FAR}",
+            of.IN_FAMILIES: f"Documents that begin alike are found by sorting all of them, and {_STREAM_SO_FAR}",
+            of.NO_END: "A stream does not say how long it is, so the number of steps and the learning-rate schedule "
+            "cannot be computed",
+            of.DROP_LAST: "The last packs of a pass are split between the micro-batches of one more step, so nothing "
+            "is incomplete and there is nothing to drop",
+            of.SOURCE_COLUMN: "All ranks sum the losses of the same sources, and the sources of a stream are not known "
+            "before it is read",
+        },
+        remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, or load the dataset without streaming'},
+        page="strategies.md",
+    ),
+    Feature(
+        choice=of.UNPACKED_STREAM,
+        conflicts={
+            of.WEIGHT_COLUMN: "Unpacked streams are read by TRL's own loader, in which weights are not checked",
+            of.SOURCE_COLUMN: "The sources of a stream are not known before it is read",
+        },
+    ),
+    Feature(
+        choice=of.PACKED_IMAGES,
+        conflicts={
+            of.STREAM: "The length of a document with images is known only after its images are processed, which "
+            "happens once before training, and a stream is read only once",
+            of.TOKENS_PER_RANK: "It was tested on text alone",
+            of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
+            of.IN_FAMILIES: "Documents that begin alike are found by sorting all of them, and all images have the same "
+            "placeholder tokens, so every image would have to be processed before training",
+            of.SPLIT: "Long documents would be split, and a fragment may begin inside an image",
+            of.PER_TURN: "Images belong to a whole row, and which of them were seen at a turn is not known",
+        },
+        remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, which shares among the documents of a pack'},
+        page="vision.md",
+        proof="documents with images do not change each other, and each is what it is alone",
+    ),
+    Feature(
+        choice=of.PER_TURN,
+        conflicts={
+            of.ASSISTANT_ONLY: "Each sample trains one assistant turn already, and for `assistant_only_loss` TRL may "
+            "replace the chat template by one that keeps earlier thinking, so that the history would not be what the "
+            "model sees",
+            of.HISTORY_TRAINED: "It trains the history, too, and that of a conversation of n turns is in up to n "
+            "samples, so its first turns would be trained n times",
+            of.UNPREPARED: "Conversations are split when the dataset is prepared, so `per_turn` would be ignored",
+            of.FORMATTING: "It makes one text of each row, in which turns are not known",
+        },
+        page="per_turn.md",
+    ),
+    Feature(choice=of.SMOOTHING, page="packing.md"),
+    Feature(choice=of.NOISE, page="packing.md"),
+    Feature(choice=of.CONSTANT_SHAPES, page="gpus.md"),
+    Feature(choice=of.BY_DOCUMENT, conflicts=_WEIGHTS, page="packing.md"),
+    Feature(choice=of.WEIGHT_COLUMN, conflicts=_WEIGHTS | {of.COLLATOR: _NO_PLACE}, page="packing.md"),
+    Feature(
+        choice=of.SOURCE_COLUMN,
+        conflicts={
+            of.COLLATOR: _NO_PLACE,
+            of.UNPACKED_IMAGES: _LOSS_OF_TRL,
+            of.UNPACKED_SEQUENCES: _LOSS_OF_TRL,
+            of.OWN_LOSS: "Another loss is not summed by source, so the setting would be ignored",
+        },
+        page="packing.md",
+    ),
+    Feature(
+        choice=of.LOSS_FUNCTION,
+        conflicts={
+            of.CHUNKED: "That loss, the default of TRL below 1.15, computes no logits, which the function needs"
+        },
+        page="packing.md",
+    ),
+)
