@@ -431,6 +431,21 @@ def late_shift():
 
 
 @contextmanager
+def smoothed_late():
+    """Label smoothing shifts the labels of a part itself."""
+    right = objective._smoothed
+
+    def wrong(logits, inputs):
+        own = inputs["labels"]
+        return right(
+            logits, {"shift_labels": torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)}
+        )
+
+    with mock.patch.object(objective, "_smoothed", wrong):
+        yield
+
+
+@contextmanager
 def counted_by_all():
     """Every member of a group counts documents and statistics."""
     with mock.patch.object(Layout, "is_first", True):
@@ -551,6 +566,7 @@ TRAINING_FAULTS = {
     "counted_by_all": counted_by_all,
     "weighted_by_all": counted_by_all,
     "statistic_of_parts": statistic_of_parts,
+    "smoothed_late": smoothed_late,
 }
 
 
@@ -668,12 +684,14 @@ KINDS = {
     "experts": {"model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
     "document": {"document_weighting": "document"},
     "weighted": {"weight_column": "weight", "source_column": "source"},
+    "smoothed": {"label_smoothing_factor": 0.3},
     # Documents that share prefixes, against one process in which nothing is shared
     "alike": {"alike": "pack", "evaluates": True},
     "alike_checkpointed": {"alike": "pack", "gradient_checkpointing": True},
     "alike_document": {"alike": "pack", "document_weighting": "document"},
     "alike_weighted": {"alike": "pack", "weight_column": "share", "source_column": "source"},
     "alike_dft": {"alike": "pack", "loss_type": "dft", "learning_rate": 50.0},
+    "alike_smoothed": {"alike": "pack", "label_smoothing_factor": 0.3, "document_weighting": "document"},
     "alike_window": {"alike": "pack", "model": "window"},
     "alike_experts": {"alike": "pack", "model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
     # Brought together, and planned by what is computed of them
@@ -684,12 +702,24 @@ KINDS = {
     "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"},
     "alike_stream": {"alike": "pack", "shards": 1, "packing_strategy": "stream"},
 }
-ALIKE = ["alike", "alike_document", "alike_weighted", "alike_window", "alike_experts"]
+ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
 ALIKE += ["alike_family", "alike_family_weighted"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
-    "ddp": ["full", "dora", "lora_fp64", "window", "odd_heads", "experts", "document", "weighted", *ALIKE, *STREAMS],
+    "ddp": [
+        "full",
+        "dora",
+        "lora_fp64",
+        "window",
+        "odd_heads",
+        "experts",
+        "document",
+        "weighted",
+        "smoothed",
+        *ALIKE,
+        *STREAMS,
+    ],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
     "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards"],
@@ -708,6 +738,7 @@ PLANTED = {
     "counted_by_all": "document",
     "weighted_by_all": "weighted",
     "statistic_of_parts": "experts",
+    "smoothed_late": "smoothed",
     # What only shared prefixes on parts show
     "prefixes": "alike",
     "one_label_per_row": "alike",

@@ -47,6 +47,7 @@ MODELS = {
     "gpt_oss": {},
     "mixtral": {"router_aux_loss_coef": 0.5},
     "dft": {"loss_type": "dft", "learning_rate": 2.0},
+    "smoothed": {"label_smoothing_factor": 0.3},
     "document": {"document_weighting": "document"},
     "weights": COLUMNS,
 }
@@ -402,7 +403,6 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
 
 
 REFUSED = [
-    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1` was.*`share_prefixes='pack'`.*count once"),
     (
         {"neftune_noise_alpha": 5.0},
         r"`neftune_noise_alpha=5.0` was.*length of the document.*Leave `neftune_noise_alpha`",
@@ -419,10 +419,6 @@ REFUSED = [
 def test_settings_are_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         config(tmp_path, **OURS | settings)
-
-
-def test_dft_is_not_smoothed(tmp_path):
-    config(tmp_path, **OURS, loss_type="dft", label_smoothing_factor=0.1)
 
 
 def test_a_loss_function_is_refused(tmp_path):

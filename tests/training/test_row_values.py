@@ -279,11 +279,6 @@ REFUSED = {
     "floats": (*column("source_column", [0.5] * NUM), r"`source_column='share'` was given.*has type double"),
     "a list": (ROWS, {"source_column": "labels"}, r"has type list<.*names? that many rows share|type list"),
     "no name": (*column("source_column", ["a", None] * 12), r"12 of 24 rows .* hold None there; the first are \[1, 3"),
-    "smoothing": (
-        ROWS,
-        {"weight_column": "share", "label_smoothing_factor": 0.1},
-        r"`label_smoothing_factor=0.1` was given with `weight_column='share'`",
-    ),
     "a function": (
         ROWS,
         {"weight_column": "share", "trainer_kwargs": {"compute_loss_func": summed_loss}},

@@ -312,7 +312,6 @@ SETTINGS = [
         {"trainer_kwargs": {"compute_loss_func": lambda *given, **kwargs: None}},
         r"`compute_loss_func=<lambda>` was given with `tokens_per_rank=64`.*lies on the next rank.*Leave",
     ),
-    ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1` was given with.*lies on the next rank"),
     ({"model": {"attention_dropout": 0.1}}, r"`attention_dropout=0.1`.*same random numbers.*the rate 0.0"),
     ({"enforce_flash_attention": False}, r"`enforce_flash_attention=False` was.*does not exchange tokens.*=True"),
     ({"tokens_per_rank": 32}, r"`max_length=64` .*`tokens_per_rank=32` on 1 ranks.*a group of 2 ranks.*there are 1"),

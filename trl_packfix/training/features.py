@@ -66,18 +66,12 @@ def _capital(text: str) -> str:
 
 
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
-_SHIFTS_LABELS = (
-    "Such a loss shifts labels itself, and the label of the last token of a part lies on the next rank, so it would be "
-    "lost"
-)
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
 _NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
 _SHARED_ROWS = {
     of.LOSS_FUNCTION: "It gets one label per row, and a shared row is a target of several documents, so it would count "
     "once and not once for each",
     of.OWN_LOSS: "A shared token is one row for all its documents, and another loss would count it once",
-    of.SMOOTHING: "The smoothed loss is one number per batch, and in it a shared token would count once and not once "
-    "for each of its documents",
     of.NOISE: "The amplitude of its noise is set by the length of the document, and a shared token has one row for "
     "documents of several lengths",
     of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the number of keys of a pack with shared tokens "
@@ -86,7 +80,6 @@ _SHARED_ROWS = {
 }
 _WEIGHTS = {
     of.LOSS_FUNCTION: "It gets a whole batch and returns one number, in which documents have no weight",
-    of.SMOOTHING: "The smoothed loss is one number per batch, in which documents have no weight",
     of.OWN_MEANS: "Each rank would take the mean over its own documents, so those on a rank with few would count more",
     of.OWN_LOSS: "Another loss has no weights of documents, so the setting would be ignored",
     of.UNPACKED_IMAGES: _LOSS_OF_TRL,
@@ -132,8 +125,8 @@ FEATURES = (
     Feature(
         choice=of.TOKENS_PER_RANK,
         conflicts={
-            of.LOSS_FUNCTION: _SHIFTS_LABELS,
-            of.SMOOTHING: _SHIFTS_LABELS,
+            of.LOSS_FUNCTION: "Such a loss shifts labels itself, and the label of the last token of a part lies on the "
+            "next rank, so it would be lost",
             of.OWN_LOSS: "On a part of a pack, labels must be shifted before the cut and counted once per group, which "
             "another loss does not do",
             of.DROPPED_WEIGHTS: "The ranks of a group compute different heads and draw the same random numbers, so the "

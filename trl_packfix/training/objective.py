@@ -190,36 +190,51 @@ class Objective:
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
-        if self.trainer.compute_loss_func is not None or self._is_smoothed:
-            # Both need full logits. As in TRL, a second forward computes the metrics.
-            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
-            labels = inputs.get("labels")
-            if self.trainer.compute_loss_func is not None:
-                loss = self.trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
-            else:
-                assert self.trainer.label_smoother is not None
-                loss = self.trainer.label_smoother(outputs, labels, shift_labels=True, num_items_in_batch=num_items)
-            with torch.no_grad():
-                return loss, model(**inputs, fused_lm_head=True)
-        outputs = model(**inputs, fused_lm_head=True)
-        targets = layout_of(inputs).targets(outputs.label_mask)
-        log_probs = targets.of(outputs.log_probs)  # (B, T - 1) or (M,), zero where nothing is trained
-        per_token_loss = -log_probs
-        if self.args.loss_type == "dft":
-            per_token_loss = per_token_loss * log_probs.exp().detach()
-        count = targets.of(outputs.label_mask).sum()
+        of_user = self.trainer.compute_loss_func
+        if of_user is None and not self._is_smoothed:
+            outputs = model(**inputs, fused_lm_head=True)
+            targets = layout_of(inputs).targets(outputs.label_mask)
+            per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
+            if self.args.loss_type == "dft":
+                per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+            return self._mean(per_token_loss, targets, outputs.label_mask, num_items), outputs
+        # Both need full logits. As in TRL, a second forward computes the metrics.
+        with_logits = model(**{key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")})
+        with torch.no_grad():
+            outputs = model(**inputs, fused_lm_head=True)
+        if of_user is not None:
+            return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
+        targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
+        nll, total = _smoothed(with_logits.logits, inputs)
+        share = self.args.label_smoothing_factor
+        mean_nll = self._mean(nll, targets, outputs.label_mask, num_items)
+        mean_total = self._mean(total, targets, outputs.label_mask, num_items, num_classes=num_classes)
+        return (1 - share) * mean_nll + share * mean_total, outputs
+
+    def _mean(
+        self, values: Tensor, targets: Targets, mask: Tensor, num_items: Tensor | int | None, num_classes: int = 1
+    ) -> Tensor:
+        """The share of this batch in the mean of an optimizer step over its targets, with the weights of documents.
+
+        Args:
+            values: of all positions, 0 where nothing is trained, (B, T - 1), or (1, T / s) of a part.
+            mask: whether a position is trained, of the same shape.
+            num_items: trained tokens of the step over all ranks; None for the mean over this batch.
+            num_classes: divides the mean, too.
+        """
+        values, count = targets.of(values), targets.of(mask).sum()
         if self.args.document_weighting == "document":
-            per_token_loss = per_token_loss / targets.trained.clamp(min=1)[targets.documents]
+            values = values / targets.trained.clamp(min=1)[targets.documents]
             count = (targets.trained > 0).sum()
             num_items = None if num_items is None else self._num_documents
         weights = self.values_of_batch.get(WEIGHTS)
         if weights is not None:
-            per_token_loss = per_token_loss * weights.to(targets.documents.device)[targets.documents]
+            values = values * weights.to(targets.documents.device)[targets.documents]
             count = self._total_weight(weights, targets.trained)
             num_items = None if num_items is None else self._weight_of_step
         count = torch.as_tensor(count if num_items is None else num_items)
         # If it is 0, so are all terms of the sum. A sum of weights may be between 0 and 1.
-        return per_token_loss.sum() / count.masked_fill(count == 0, 1), outputs
+        return values.sum() / (count.masked_fill(count == 0, 1) * num_classes)
 
     def _total_weight(self, weights: Tensor, trained: Tensor) -> Tensor:
         """The sum of the weights of a batch over its trained tokens or, if documents count the same, its documents."""
@@ -401,6 +416,22 @@ class Objective:
             return self.args.tokens_per_rank
         assert self.trainer.packing_report is not None  # made with the training loader
         return self.trainer.packing_report.capacity
+
+
+def _smoothed(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The two terms of label smoothing at each position: minus the log-probability of its label, and of all tokens.
+
+    Both are 0 where nothing is trained, and have the shape (B, T - 1), or (1, T / s) of a part. In the order of
+    transformers' `LabelSmoother`, whose loss this is to the bit.
+    """
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        logits, labels = logits[:, :-1], inputs["labels"][:, 1:]
+    log_probs = -torch.nn.functional.log_softmax(logits, dim=-1)
+    is_untrained = labels == IGNORE_INDEX
+    nll = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    total = log_probs.sum(-1, dtype=torch.float32)
+    return nll.masked_fill(is_untrained, 0), total.masked_fill(is_untrained, 0)
 
 
 def check_one_document_per_row(inputs: dict[str, Any]) -> None:
