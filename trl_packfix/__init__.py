@@ -22,6 +22,7 @@ _MODULE_OF = {
     "check_isolation": "isolation.check_isolation",
     "PackingReport": "reporting.report",
     "packed_dataloader": "data.loaders",
+    "pack_forward": "training.pack_forward",
 }
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "check_isolation",
+    "pack_forward",
     "packed_dataloader",
     "plan_packs",
     "prepare_for_packing",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .planning.strategies import plan_packs
     from .reporting.report import PackingReport
     from .training.config import SFTConfig
+    from .training.pack_forward import pack_forward
     from .training.trainer import SFTTrainer
 
 

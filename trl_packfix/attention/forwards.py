@@ -6,7 +6,7 @@ forward runs. Checkpointed layers get them again when they are recomputed in bac
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -217,7 +217,13 @@ class _InForward:
 
 
 class ModelHooks(ABC):
-    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns."""
+    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns.
+
+    Attributes:
+        fed: modules to which the hooks give packs in forwards of the model that are not packed.
+    """
+
+    fed: Sequence[nn.Module] = ()
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -251,13 +257,16 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
 class PackedForwardGuard(ModelHooks):
     """The pair of hooks behind `mark_packed_forwards`.
 
+    Args:
+        fed: more modules that get packs, see `ModelHooks`.
+
     Attributes:
         ignores_masks: see `PackedForward`.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
-        self.model = model
+        self.model, self.fed = model, fed
         self.ignores_masks = False
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
@@ -265,10 +274,11 @@ class PackedForwardGuard(ModelHooks):
     def _register(self) -> list[RemovableHandle]:
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+        takers = (self.model, *self.fed)
         return [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in takers),
             # always_call: after a forward that raises, the next one must not be marked as packed
-            self.model.register_forward_hook(self._leave, always_call=True),
+            *(module.register_forward_hook(self._leave, always_call=True) for module in takers),
             *(
                 module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
                 for module in _flash_attentions(self.model)

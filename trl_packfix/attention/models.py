@@ -30,6 +30,15 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     return below
 
 
+def below_head(model: PreTrainedModel) -> list[nn.Module]:
+    """What a forward of the model calls for its last states: its base model, the backbone, or both, one in the other.
+
+    Some models, as bart, call the backbone directly, and TRL's loss calls the base model. Empty for a model without a
+    head.
+    """
+    return [module for module in dict.fromkeys((model.base_model, backbone(model))) if module is not model]
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """The config of the part that reads packs: of a multimodal model that of its text decoder, else the model's."""
     return model.config.get_text_config(decoder=True)

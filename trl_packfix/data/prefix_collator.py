@@ -16,6 +16,7 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,8 +87,23 @@ class PrefixCollator(PackedDataCollator):
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)
             if any(shared):
-                return self._collate(tokens, labels, order, shared, compared, degree)
+                return self._collate(tokens, labels, order, shared, compared, degree)[:2]
         return super().collate(documents, degree)
+
+    def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray]]:
+        """The batch, and for each document the rows of the pack that hold its tokens, (n,).
+
+        Each token has a row with `keeps_last_rows` only.
+        """
+        if self.shares:
+            tokens, labels = self._read(documents)
+            order, shared, compared = self._order(documents, tokens, labels)
+            if any(shared):
+                batch, _, rows = self._collate(tokens, labels, order, shared, compared, 1)
+                return batch, rows
+        batch = super().__call__(documents)
+        bounds = batch["cu_seq_lens_q"].tolist()
+        return batch, [np.arange(start, stop) for start, stop in pairwise(bounds[: len(documents) + 1])]
 
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
@@ -122,8 +138,8 @@ class PrefixCollator(PackedDataCollator):
         shared: list[int],
         compared: list[Compared],
         degree: int,
-    ) -> tuple[dict[str, Any], list[Run]]:
-        """`order`, `shared` and `compared` as `_order` gives them."""
+    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray]]:
+        """The batch, its runs, and the rows of each document. `order`, `shared`, `compared`: see `_order`."""
         runs_of: list[Run] = []
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
         most = int(lengths.sum())
@@ -135,6 +151,7 @@ class PrefixCollator(PackedDataCollator):
         keys: list[npt.NDArray] = []
         target_rows: list[npt.NDArray] = []
         path = np.zeros(0, dtype=np.int64)  # rows of the document before
+        paths = [path] * len(tokens)
         first = 0
         for i, given in zip(order, shared, strict=True):
             ids, length = tokens[i], len(tokens[i])
@@ -142,7 +159,7 @@ class PrefixCollator(PackedDataCollator):
             own = length - common
             if own == 1 and common and not self.keeps_last_rows:
                 own = 0
-            path = np.concatenate([path[:common], np.arange(first, first + own)])
+            path = paths[i] = np.concatenate([path[:common], np.arange(first, first + own)])
             shared_of[i] = length - own
             if own:
                 runs.append(ids[common:])
@@ -192,4 +209,4 @@ class PrefixCollator(PackedDataCollator):
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }
-        return batch, runs_of
+        return batch, runs_of, paths

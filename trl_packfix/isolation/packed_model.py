@@ -89,7 +89,8 @@ class PackedModel:
         self.attention = self._choice(needs_varlen)
         self.isolation: IsolationReport | None = None
         self.prefixes_are_proved = False
-        self._guard = PackedForwardGuard(base_model(self.model))
+        fed = [module for hooks in self.own_hooks for module in hooks.fed]
+        self._guard = PackedForwardGuard(base_model(self.model), fed)
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
         self._proved_degrees: dict[int, IsolationReport] = {}

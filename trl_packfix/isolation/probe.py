@@ -19,7 +19,7 @@ from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
 from ..attention.forwards import all_in_one_batch
 from ..attention.kernels import KernelError
-from ..attention.models import backbone, base_model, text_config
+from ..attention.models import base_model, below_head, text_config
 from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
@@ -61,6 +61,17 @@ def _meaning(error: Exception) -> Exception | None:
     if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
         return KernelError(str(error))
     return CannotRun(str(error))
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel."""
+    try:
+        yield
+    except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
+        if (raised := _meaning(error)) is None:
+            raise
+        raise raised from error
 
 
 class Probe:
@@ -263,22 +274,20 @@ class Probe:
         For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
         """
         caught: list[Tensor] = []
-        # bart calls its decoder directly, not the base model; a repaired module may call a decoder more than once
-        below = {backbone(self.inner), self.inner.base_model} - {self.inner}
+        below = below_head(self.inner)  # a repaired module may call a decoder more than once
         takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
-        if large and takes_few and below:
-            batch["logits_to_keep"] = 1
-            handles = [m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below]
+        head = self.inner.get_output_embeddings()
+        if head is None or (large and takes_few and below):  # the head of a reward model is no LM head
+            batch |= {"logits_to_keep": 1} if takes_few else {}
+            handles = [
+                m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below or [self.inner]
+            ]
         else:
-            head = self.inner.get_output_embeddings()
             handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
         self._draw_again()
         try:
-            self.model(**batch)
-        except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
-            if (raised := _meaning(error)) is None:
-                raise
-            raise raised from error
+            with refusals():
+                self.model(**batch)
         finally:
             for handle in handles:
                 handle.remove()

@@ -38,6 +38,16 @@ class Feature:
             return None
         return f"{_capital(theirs)} was given with {ours}. {self.conflicts[other]}. {self.remedy(other)}."
 
+    def refuse(self, given: Given) -> None:
+        """Refuse what this feature cannot be combined with.
+
+        Raises:
+            ValueError: with what was given, why it cannot work, and what to set.
+        """
+        for other in self.conflicts:
+            if (message := self.message(other, given)) is not None:
+                raise ValueError(message)
+
 
 def refuse(given: Given) -> None:
     """Refuse two choices that cannot be combined.
@@ -46,9 +56,7 @@ def refuse(given: Given) -> None:
         ValueError: with what was given, why it cannot work, and what to set.
     """
     for feature in FEATURES:
-        for other in feature.conflicts:
-            if (message := feature.message(other, given)) is not None:
-                raise ValueError(message)
+        feature.refuse(given)
 
 
 def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:

@@ -1,0 +1,426 @@
+"""Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from support.lifted import in_float64
+from support.models import build_tiny_model
+from support.rows import build_trainer, train
+
+from trl_packfix import PackingLeakError, pack_forward
+from trl_packfix.attention.forwards import packed_forwards
+from trl_packfix.data.padded_rows import pack_rows
+from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.isolation import packed_rows
+from trl_packfix.layout import LAYOUT
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+MOVED = 1e-3  # the largest change of a weight, at least
+EQUAL = 1e-12
+DPO_LOSSES = {
+    "sigmoid": {},
+    "hinge": {},
+    "ipo": {"learning_rate": 0.01},
+    "exo_pair": {"label_smoothing": 0.1},
+    "nca_pair": {},
+    "robust": {"label_smoothing": 0.1},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "aot": {},
+    "aot_unpaired": {},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": {},
+    "sft": {},
+    "sigmoid_norm": {"ld_alpha": 0.5},
+}
+
+
+def compare(kind, model_type="llama", **options):
+    """Train with and without `pack_forward`. Returns both trainers and the record of the packed run."""
+    stock, plain, _ = train(kind, model_type, packed=False, **options)
+    packed, trainer, record = train(kind, model_type, packed=True, **options)
+    assert stock.abs().max() > MOVED, "nothing was trained, so nothing is compared"
+    gap = (stock - packed).abs().max() / stock.abs().max()
+    print(f"{kind} {model_type}: weights moved by {stock.abs().max():.1e} and differ by {gap:.1e} of it")
+    print(record.summary())
+    assert gap < EQUAL
+    tokens = record.tokens
+    assert 0 < tokens.computed <= tokens.real <= tokens.padded and tokens.computed < tokens.padded
+    return plain, trainer, record
+
+
+def checkpointing(reentrant):
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
+CASES = [
+    ("dpo", "llama", checkpointing(False)),
+    ("dpo", "llama", {"peft_config": LORA, **checkpointing(True)}),
+    ("dpo", "qwen3", {"packing": {"share_prefixes": False}}),
+    ("dpo", "gemma3", {}),
+    ("dpo", "gpt_oss", checkpointing(True)),
+    ("dpo", "opt", {}),
+    ("dpo", "bloom", {}),
+    ("reward", "llama", {}),
+    ("reward", "gpt_oss", {}),
+    ("kto", "llama", {}),
+    ("grpo", "llama", {}),
+    ("grpo", "qwen3", {"num_iterations": 2, "loss_type": "dapo", "gradient_checkpointing": True}),
+    ("rloo", "llama", {"beta": 0.0}),
+    ("sft", "llama", {}),
+    ("trainer", "llama", {}),
+]
+NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, options in CASES]
+
+
+@pytest.mark.parametrize("kind, model_type, options", CASES, ids=NAMES)
+def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
+    compare(kind, model_type, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_h1", "mixtral", "qwen3_moe", "qwen3_next"])
+def test_weights_of_other_types(model_type):
+    compare("dpo", model_type)
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSSES)
+def test_every_loss_of_dpo(loss_type):
+    compare("dpo", loss_type=loss_type, max_steps=2, **DPO_LOSSES[loss_type])
+
+
+def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
+    options = {"config": {"router_aux_loss_coef": 0.5, "output_router_logits": True}}
+    plain, trainer, _ = compare("dpo", "mixtral", **options)
+    losses = [
+        [entry["aux_loss"] for entry in each.state.log_history if "aux_loss" in entry] for each in (plain, trainer)
+    ]
+    assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# The rows of a batch as documents
+
+
+@st.composite
+def padded_batches(draw):
+    """Rows with common beginnings, duplicates, no tokens or one, padded on both sides."""
+    trunk = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        begin = trunk[: draw(st.integers(0, len(trunk)))]
+        rows.append((draw(st.integers(0, 3)), begin + draw(st.lists(st.integers(1, 9), max_size=4))))
+    if draw(st.booleans()):
+        rows.append(rows[0])
+    width = max(left + len(tokens) for left, tokens in rows) + draw(st.integers(0, 2))
+    ids, mask = (np.zeros((len(rows), max(width, 1)), dtype=np.int64) for _ in range(2))
+    for i, (left, tokens) in enumerate(rows):
+        ids[i, left : left + len(tokens)] = tokens
+        mask[i, left : left + len(tokens)] = 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+@settings(deadline=None, max_examples=200)
+@given(padded_batches(), st.booleans())
+def test_each_token_has_a_row_with_its_own_past(padded, shares):
+    ids, mask = padded
+    batch = pack_rows(ids, mask, PrefixCollator(min_shared=1, keeps_last_rows=True, shares=shares))
+    if not mask.any():
+        assert batch is None
+        return
+    pack, lengths = batch.pack, [n for n in mask.sum(1).tolist() if n]
+    assert torch.equal(pack["input_ids"][0, batch.rows], ids[mask.bool()])
+    assert torch.equal(batch.cells, mask.flatten().nonzero()[:, 0])
+    assert torch.equal(pack["position_ids"][0, batch.rows], torch.cat([torch.arange(n) for n in lengths]))
+    assert "labels" not in pack and "attention_mask" not in pack
+    assert batch.rows.unique().tolist() == list(range(batch.num_computed)), "a row is computed that no token needs"
+    # The keys of the run of each row, up to itself, are the tokens before it in each document that has it
+    bounds_q, bounds_k = pack["cu_seq_lens_q"].tolist(), pack["cu_seq_lens_k"].tolist()
+    keys = pack[LAYOUT].kv_index if LAYOUT in pack else torch.arange(batch.num_computed)
+    for rows in batch.rows.split(lengths):
+        for place, row in enumerate(rows.tolist()):
+            run = int(np.searchsorted(bounds_q, row, side="right")) - 1
+            own = keys[bounds_k[run] : bounds_k[run + 1]].tolist()
+            assert own[: own.index(row) + 1] == rows[: place + 1].tolist()
+
+
+def test_padding_between_tokens_is_no_document():
+    ids, mask = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
+    collate = PrefixCollator(keeps_last_rows=True)
+    assert pack_rows(ids, mask, collate) is None and pack_rows(ids[1:], mask[1:], collate) is not None
+
+
+# A model in a loop of one's own
+
+
+def rows_that_share(num_shared=20):
+    """Four rows padded on both sides, (4, 32); the first two begin alike, the third has one token, the last none."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 260, (4, 32), generator=generator)
+    ids[1, 2 : 2 + num_shared] = ids[0, 1 : 1 + num_shared]
+    mask = torch.zeros_like(ids)
+    mask[0, 1:30], mask[1, 2:26], mask[2, 5] = 1, 1, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def num_hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_states_come_back_to_their_places():
+    with in_float64():
+        model = build_tiny_model("llama", dtype=torch.float64)
+        batch, hooks = rows_that_share(), num_hooks(model)
+        mask = batch["attention_mask"].bool()
+        wanted = model(**batch, use_cache=False).logits
+        record = pack_forward(model)
+        outputs = model(**batch, use_cache=False)
+        states = model.model(**batch, use_cache=False).last_hidden_state
+    assert torch.allclose(outputs.logits[mask], wanted[mask], rtol=0, atol=1e-13)
+    assert (states[~mask] == 0).all() and not (states[mask] == 0).all(-1).any()
+    assert (record.tokens.padded, record.tokens.real, record.tokens.computed) == (256, 108, 2 * (54 - 19))
+    assert "padded 256, real 108, computed 70 (27% of padded)" in record.summary()
+    assert model.config._attn_implementation == "sdpa" and not packed_forwards
+    record.remove()
+    assert num_hooks(model) == hooks
+    with in_float64():
+        again = model(**batch, use_cache=False).logits
+    assert torch.equal(again, wanted) and record.tokens.padded == 256
+
+
+def test_padding_gets_no_gradient():
+    model = build_tiny_model("llama")
+    pack_forward(model)
+    batch = rows_that_share()
+    batch["input_ids"][3, 7] = 3  # a token of padding only
+    batch["input_ids"][:3] = batch["input_ids"][:3].clamp(min=4)
+    model(**batch, use_cache=False).logits.square().sum().backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert not gradient[3].any() and gradient[batch["input_ids"][0, 1]].any()
+
+
+def calls():
+    batch = rows_that_share()
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {
+        "with a cache": {**batch, "use_cache": True},
+        "in the default of evaluation": dict(batch),
+        "without a mask": {"input_ids": ids, "use_cache": False},
+        "with a mask of pairs": {"input_ids": ids, "attention_mask": mask[:, None, None].expand(4, 1, 32, 32).bool()},
+        "with hidden states": {**batch, "use_cache": False, "output_hidden_states": True},
+        "with positions": {**batch, "use_cache": False, "position_ids": torch.arange(32)[None].expand(4, -1)},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*computes these rows with padding")
+@pytest.mark.parametrize("name", calls())
+def test_other_calls_are_unchanged(name):
+    model = build_tiny_model("llama").eval()
+    wanted = model(**calls()[name])
+    record = pack_forward(model)
+    found = model(**calls()[name])
+    assert torch.equal(found.logits, wanted.logits)
+    assert record.tokens.padded == 0
+    if name == "with hidden states":
+        assert len(found.hidden_states) == len(wanted.hidden_states)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_generation_is_unchanged(model_type):
+    model = build_tiny_model(model_type)  # in training mode, as trainers generate
+    batch = {name: values[:2] for name, values in rows_that_share().items()}
+    wanted = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    record = pack_forward(model)
+    model(**batch, use_cache=False).logits.sum().backward()
+    assert record.tokens.padded > 0
+    padded = record.tokens.padded
+    assert torch.equal(model.generate(**batch, max_new_tokens=6, do_sample=False), wanted)
+    assert record.tokens.padded == padded
+
+
+def test_what_a_pack_would_need_in_its_own_order_is_named():
+    model = build_tiny_model("llama")
+    pack_forward(model)
+    batch = rows_that_share()
+    with pytest.warns(UserWarning, match="LlamaModel|LlamaForCausalLM got position_ids, one value per token"):
+        model(**batch, position_ids=torch.arange(32)[None].expand(4, -1))
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        model(**batch, position_ids=torch.arange(32)[None].expand(4, -1))
+
+
+# The proof on the first batch. Each fault is planted where packs are made.
+
+
+def swapped(batch):
+    rows = batch.rows.clone()
+    rows[[3, 4]] = rows[[4, 3]]
+    return batch._replace(rows=rows)
+
+
+def restarting(batch):
+    bounds = batch.pack["cu_seq_lens_q"].diff()
+    return batch._replace(pack=batch.pack | {"position_ids": torch.cat([torch.arange(n) for n in bounds])[None]})
+
+
+def with_a_key_of_a_sibling(batch):
+    layout = batch.pack[LAYOUT]
+    keys = layout.kv_index.clone()
+    keys[int(batch.pack["cu_seq_lens_k"][1]) + 5] = int(batch.pack["cu_seq_lens_q"][1]) - 1
+    return batch._replace(pack=batch.pack | {LAYOUT: type(layout)(**(vars(layout) | {"kv_index": keys}))})
+
+
+def shifted(batch):
+    return batch._replace(cells=batch.cells.roll(1))
+
+
+@pytest.mark.parametrize("fault", [swapped, restarting, with_a_key_of_a_sibling, shifted])
+@pytest.mark.parametrize("in_training", [False, True])
+def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
+    batch = rows_that_share()
+    model = build_tiny_model("llama")
+    with torch.set_grad_enabled(in_training):
+        wanted = model(**batch, use_cache=False).logits
+        pack = packed_rows.pack_rows
+        monkeypatch.setattr(
+            packed_rows, "pack_rows", lambda *args: fault(pack(*args)) if args[2].shares else pack(*args)
+        )
+        record = pack_forward(model)
+        with pytest.warns(
+            UserWarning, match="(?s)computes a beginning that rows share once per row: on its first batch"
+        ):
+            found = model(**batch, use_cache=False).logits
+        mask = batch["attention_mask"].bool()
+        assert torch.allclose(found[mask], wanted[mask], atol=1e-5)
+        assert record.tokens.computed == record.tokens.real == 54, "documents are packed whole"
+
+        monkeypatch.setattr(packed_rows, "pack_rows", lambda *args: swapped(pack(*args)))
+        record.remove()
+        record = pack_forward(model)
+        with pytest.warns(UserWarning, match="computes its rows with padding"):
+            found = model(**batch, use_cache=False).logits
+        assert torch.equal(found, wanted) and record.tokens.padded == 0
+        assert "model: padded, because on its first batch, states of the pack differ" in record.summary()
+
+        record.remove()
+        record = pack_forward(model, on_leak="raise")
+        with pytest.warns(UserWarning), pytest.raises(PackingLeakError, match=r"(?s)on_leak=.raise.* So padded rows"):
+            model(**batch, use_cache=False)
+
+
+def test_the_gradient_is_compared(monkeypatch):
+    """A fault that only the backward has."""
+
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / 2
+
+    model, batch = build_tiny_model("llama"), rows_that_share()
+    pack_forward(model)
+    layer = model.model.layers[0].self_attn
+
+    def halve(module, args, output):
+        return (Halved.apply(output[0]), *output[1:]) if packed_forwards else output
+
+    layer.register_forward_hook(halve)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch, use_cache=False)
+    with pytest.warns(UserWarning, match="on its first batch, gradients of the pack differ"):
+        model(**batch, use_cache=False)
+
+
+def test_the_proof_changes_nothing_else():
+    """Random state, modes, buffers and gradients after the first packed forward are those of a stock forward."""
+    results = []
+    for packed in (False, True):
+        model = build_tiny_model("llama", attention_dropout=0.0)
+        model.train()
+        if packed:
+            pack_forward(model)
+        torch.manual_seed(5)
+        model(**rows_that_share(), use_cache=False)
+        results.append((torch.rand(3), [m.training for m in model.modules()], [p.grad for p in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+
+
+# Trainers
+
+
+def test_a_model_that_leaks_is_refused_with_raise():
+    trainer = build_trainer("dpo", build_tiny_model("bloom"), build_tiny_model("bloom"))
+    hooks = num_hooks(trainer.model)
+    with pytest.raises(PackingLeakError, match=r"on_leak=.raise.* was given, and on BloomForCausalLM documents"):
+        pack_forward(trainer, on_leak="raise")
+    assert num_hooks(trainer.model) == hooks
+    with pytest.warns(UserWarning, match="BloomForCausalLM computes its rows with padding"):
+        record = pack_forward(trainer, on_leak="unpack")
+    assert record.summary().count("padded, because") == 2
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("sft", {"packing": True, "max_length": 64}, "got a SFTTrainer with `packing=True`.*packs already"),
+        ("sft", {"padding_free": True, "max_length": None}, "got a SFTTrainer with `padding_free=True`.*packs already"),
+        ("dpo", {"neftune_noise_alpha": 5.0}, "got a DPOTrainer with `neftune_noise_alpha=5.0`.*length of a row"),
+    ],
+)
+def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
+    reference = build_tiny_model("llama") if kind == "dpo" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = build_trainer(kind, build_tiny_model("llama"), reference, **options)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        pack_forward(trainer)
+
+
+def test_the_log_counts_tokens_and_trackers_get_it():
+    from transformers import TrainerCallback
+
+    class Tracker(TrainerCallback):
+        logs: list = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logs.append(dict(logs))
+
+    trainer = build_trainer("dpo", build_tiny_model("llama"), build_tiny_model("llama"), max_steps=2)
+    tracker = Tracker()
+    trainer.add_callback(tracker)
+    record = pack_forward(trainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    names = ("packing/rows", "packing/tokens", "packing/computed")
+    logged = [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
+    assert len(logged) == 2 and logged == [
+        [entry[name] for name in names] for entry in tracker.logs if names[0] in entry
+    ]
+    totals = record.tokens
+    assert np.sum(logged, axis=0).tolist() == [totals.padded, totals.real, totals.computed]
+    for rows, tokens, computed in logged:  # twice: policy and reference
+        assert rows % (2 * len(batch["input_ids"])) == 0 and computed < tokens < rows
+    record.remove()
+    assert not any(type(callback).__name__ == "_PackForward" for callback in trainer.callback_handler.callbacks)
+    trainer.train()
+    assert record.tokens == totals
+
+
+def test_evaluation_is_packed():
+    results = []
+    for packed in (False, True):
+        trainer = build_trainer("dpo", build_tiny_model("llama"), build_tiny_model("llama", seed=1))
+        record = pack_forward(trainer) if packed else None
+        results.append(trainer.evaluate(trainer.train_dataset))
+    assert record.tokens.computed < record.tokens.padded
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-5)
+    assert abs(results[0]["eval_loss"] - np.log(2)) > 1e-4

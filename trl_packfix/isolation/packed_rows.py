@@ -1,0 +1,395 @@
+"""Run the rows of padded batches as documents of one pack, below the head of a model, in forwards on padded rows.
+
+The reverse of `unpacking.py`. What the head, the loss and the caller see is the padded batch: each state is where it
+was, and zero at padding. A beginning that rows share is computed once.
+
+The model keeps its own attention. That of packs is set while such a pack runs, forward and backward, because a
+checkpointed layer looks its attention up again when it is recomputed.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ..attention.choice import own_attention, set_attention
+from ..attention.forwards import ModelHooks
+from ..attention.kernels import KernelError
+from ..attention.models import base_model, below_head, text_config
+from ..data.padded_rows import RowsOfBatch, pack_rows
+from ..data.prefix_collator import PrefixCollator
+from .check_isolation import DRAWS, MAX_NOISE
+from .isolation_report import PackingLeakError
+from .packed_model import OnLeak, PackedModel
+from .prefix_probe import FINEST
+from .probe import NO_GRADIENT, CannotRun, Probe, exact, refusals
+from .repair import is_sharded
+
+REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
+
+
+@dataclass
+class Tokens:
+    """Tokens of the forwards that ran as packs, on this rank.
+
+    Attributes:
+        padded: of the padded batches, which would be computed without packs.
+        real: of them without padding.
+        computed: rows of the packs.
+    """
+
+    padded: int = 0
+    real: int = 0
+    computed: int = 0
+
+
+class PackedRows(ModelHooks):
+    """Packs the rows of padded batches below the head of `model`, once `prove` has passed.
+
+    A forward with a cache, without an `attention_mask` (B, S), or with other inputs per token (images, positions,
+    embeddings) is unchanged.
+
+    Args:
+        model, dtype, device_type, max_length, on_leak, enforce_flash_attention: as for `PackedModel`. A model that
+            cannot be packed keeps its padded rows, or with `on_leak="raise"` is refused.
+        shares: whether a common beginning of rows is computed once.
+
+    Attributes:
+        packed_model: attention, proof and repairs.
+        is_proved: whether `prove` has run.
+        refusal: why rows stay padded; None if they are packed.
+        whole: why rows are packed without sharing although sharing was wanted; None if they share.
+        tokens: what has been computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device_type: str,
+        max_length: int | None,
+        *,
+        on_leak: OnLeak = "repair",
+        shares: bool = True,
+        enforce_flash_attention: bool = True,
+    ):
+        super().__init__()
+        self.model = base_model(model)
+        self.fed = below_head(self.model) or [self.model]
+        self.collate = PrefixCollator(keeps_last_rows=True, shares=shares)
+        self.packed_model = PackedModel(
+            model,
+            dtype,
+            device_type,
+            max_length,
+            on_leak,
+            enforce_flash_attention,
+            own_hooks=[self],
+            shares_prefixes=shares,
+        )
+        self.refusal: str | None = None
+        self.whole: str | None = None
+        self.tokens = Tokens()
+        self.is_proved = self._is_paused = False
+        self._on_rows = {False: False, True: False}  # whether the first batch passed, without and with gradients
+        self._running: list[RowsOfBatch | None] = []
+        self._ignored: set[str] = set()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether rows are packed."""
+        return self.is_proved and self.refusal is None and not self._is_paused
+
+    def prove(self, wrapped: nn.Module) -> None:
+        """Prove packs of documents, and of documents that share beginnings, on the model as it is `wrapped`.
+
+        All ranks must call it.
+
+        Raises:
+            PackingLeakError: with `on_leak="raise"`, documents influence each other or are not what they are alone.
+        """
+        packed = self.packed_model
+        try:
+            report = packed.prove(wrapped)
+            if packed.is_unpacked:
+                self._refuse(packed.attention.reason)
+            elif not packed.is_proved:
+                self._refuse(report.summary())
+            elif self.collate.shares:
+                self._share_nothing(packed.prove_prefixes(wrapped))
+        except KernelError as error:
+            self._refuse(" ".join(str(error).split()))
+        finally:
+            self._attend(False)
+        self.is_proved = True
+        if self.refusal is not None:
+            packed.rest()
+
+    def take_away(self) -> None:
+        """Leave the model as it was."""
+        self.is_proved = False
+        self.packed_model.rest()
+
+    # What cannot be done
+
+    def _refuse(self, reason: str) -> None:
+        name = type(self.model).__name__
+        if self.packed_model.on_leak == "raise":
+            raise PackingLeakError(
+                f'`on_leak="raise"` was given, and on {name} {reason}. So padded rows cannot be computed as packs. Set '
+                '`on_leak="repair"`, which computes rows with padding where packs fail, or remove `pack_forward`.'
+            )
+        self.refusal = reason
+        warnings.warn(
+            f"{name} computes its rows with padding, as without `pack_forward`: {reason}. Remove `pack_forward`, or "
+            'set `on_leak="raise"` if padding is not acceptable.',
+            stacklevel=3,
+        )
+
+    def _share_nothing(self, reason: str | None) -> None:
+        if reason is None:
+            return
+        self.collate.shares, self.whole = False, reason
+        warnings.warn(
+            f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
+            "`share_prefixes=False` to omit this test.",
+            stacklevel=3,
+        )
+
+    def _ignore(self, names: list[str]) -> None:
+        if torch.is_grad_enabled() and not set(names) <= self._ignored:  # `generate` gives positions
+            self._ignored.update(names)
+            warnings.warn(
+                f"{type(self.model).__name__} got {', '.join(names)}, one value per token or image, and computes these "
+                "rows with padding: a pack would need these values in its own order. Leave them out if the model does "
+                "not need them.",
+                stacklevel=3,
+            )
+
+    # Hooks
+
+    def _register(self) -> list[Any]:
+        return [
+            *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.fed),
+            *(module.register_forward_hook(self._leave, always_call=True) for module in self.fed),
+        ]
+
+    @torch.compiler.disable
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        batch = None
+        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        if self.is_active and not any(self._running) and self._is_padded(module, given):
+            batch = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+            if not self._on_rows[torch.is_grad_enabled()]:
+                batch = self._proved_on(module, given, batch)
+        self._running.append(batch)
+        if batch is None:
+            return None
+        self.tokens.padded += batch.shape[0] * batch.shape[1]
+        self.tokens.real += len(batch.cells)
+        self.tokens.computed += batch.num_computed
+        self._attend(True)
+        return (), _packed(given, batch)
+
+    @torch.compiler.disable
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        batch = self._running.pop() if self._running else None
+        if batch is None:
+            return output
+        self._attend(False)
+        if output is None:  # the forward has raised
+            return None
+        states = _laid_back(output[0], batch)
+        if states.requires_grad:
+            states.register_hook(self._attend_in_backward)
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        output["last_hidden_state"] = states
+        if output.get("router_logits") is not None:
+            output["router_logits"] = tuple(_laid_back(logits, batch) for logits in output["router_logits"])
+        return output
+
+    def _is_padded(self, module: nn.Module, given: dict[str, Any]) -> bool:
+        """Whether a forward is one on padded rows, and nothing else."""
+        tokens, mask, use_cache = (given.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
+        if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+            return False
+        if use_cache is None:  # in training nobody reads the cache
+            use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
+        if use_cache or given.get("past_key_values") is not None:
+            return False
+        if given.get("output_hidden_states") or given.get("output_attentions"):
+            return False
+        others = [
+            name
+            for name, value in given.items()
+            if name not in REPLACED and isinstance(value, Tensor) and value.dim() > 0
+        ]
+        if others:
+            self._ignore(others)
+        return not others
+
+    def _attend(self, on: bool) -> None:
+        """Set the attention of packs, or the model's own."""
+        attention = self.packed_model.attention
+        name = attention.name if on else attention.previous
+        if own_attention(self.model) != name:
+            set_attention(self.model, name)
+
+    def _attend_in_backward(self, gradient: Tensor) -> None:
+        """Before any layer is recomputed: its states get their gradient first."""
+        self._attend(True)
+        Variable._execution_engine.queue_callback(lambda: self._attend(False))
+
+    # The proof on the first batch
+
+    def _proved_on(self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch | None) -> RowsOfBatch | None:
+        """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
+
+        Where it does not, nothing is shared, or rows stay padded from now on, on all ranks.
+        """
+        wants_gradients = torch.is_grad_enabled()
+        if is_sharded(self.model):  # an engine runs one forward at a time: the proof before the first step decides
+            self._on_rows[wants_gradients] = True
+            return batch
+        while True:
+            reason = None if batch is None else self._difference(module, given, batch, wants_gradients)
+            outcomes = _of_all_ranks((batch is None, reason))
+            if any(is_none for is_none, _ in outcomes):  # not all have rows to compare: again with the next batch
+                return None
+            reason = next((found for _, found in outcomes if found is not None), None)
+            if reason is None:
+                self._on_rows = {False: True, True: wants_gradients or self._on_rows[True]}
+                return batch
+            if not self.collate.shares:
+                self._refuse(f"on its first batch, {reason}")
+                return None
+            self._share_nothing(f"on its first batch, {reason}")
+            batch = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+
+    def _difference(
+        self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch, wants_gradients: bool
+    ) -> str | None:
+        """What differs between the padded rows and their pack beyond rounding; None if nothing."""
+        packed = self.packed_model
+        assert packed.isolation is not None
+        probe = Probe(self.model, given=packed.attention.previous)
+        tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
+        limits = [tolerance, max(FINEST, tolerance**0.5)]
+        try:
+            with self._paused(), probe.undisturbed(), refusals():
+                self._attend(True)
+                probe.silence_draws()
+                runs = _Runs(self, probe, module, given, batch)
+                padded = runs.padded(wants_gradients)
+                first = runs.packed(wants_gradients)
+                gaps = _gaps(padded, first)
+                for draw in range(DRAWS):
+                    if all(gap <= limit for gap, limit in zip(gaps, limits, strict=True)):
+                        return None
+                    # Larger than one rounding: compare with what other roundings of the same pack do
+                    with probe.rounded_otherwise(draw):
+                        other = runs.packed(wants_gradients)
+                    moved = [min(3 * gap, MAX_NOISE) for gap in _gaps(first, other)]
+                    limits = [max(pair) for pair in zip(limits, moved, strict=True)]
+                    gaps = [min(pair) for pair in zip(gaps, _gaps(padded, other), strict=True)]
+        except (CannotRun, KernelError) as error:
+            return f"the model raised: {error}"
+        finally:
+            self._attend(False)
+        what, gap, limit = max(
+            zip(("states", "gradients"), gaps, limits, strict=True), key=lambda found: found[1] / found[2]
+        )
+        if gap <= limit:
+            return None
+        return f"{what} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+class _Runs:
+    """The two ways to compute a padded batch: states and gradients of its tokens, (N, hidden)."""
+
+    def __init__(
+        self, rows: PackedRows, probe: Probe, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch
+    ) -> None:
+        self.rows, self.probe, self.module, self.given, self.batch = rows, probe, module, given, batch
+        self.weights: Tensor | None = None
+
+    def padded(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
+        """The gradients of tokens that share a row of the pack are summed, (T, hidden)."""
+        self.rows._attend(False)
+        states, gradient = self._run(self.given, self.batch.cells, wants_gradients)
+        if gradient is not None:
+            summed = gradient.new_zeros(self.batch.num_computed, gradient.shape[-1])
+            gradient = summed.index_add(0, self.batch.rows, gradient[self.batch.cells])
+        return states, gradient
+
+    def packed(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
+        self.rows._attend(True)
+        return self._run(_packed(self.given, self.batch), self.batch.rows, wants_gradients)
+
+    def _run(self, inputs: dict[str, Any], places: Tensor, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
+        """States at `places`, (N, hidden), and the gradient of all embeddings, (tokens, hidden)."""
+        if not wants_gradients:
+            with torch.no_grad():
+                return exact(self.module(**inputs)[0].flatten(0, 1)[places]), None
+        with self.probe.embeddings() as embedded:
+            states = self.module(**inputs)[0].flatten(0, 1)[places]
+            if self.weights is None:
+                self.weights = torch.randn_like(states)
+            try:
+                (gradient,) = torch.autograd.grad((states * self.weights).sum(), embedded[0])
+            except RuntimeError as error:
+                if any(words in str(error) for words in NO_GRADIENT):
+                    return exact(states.detach()), None
+                raise
+        return exact(states.detach()), exact(gradient.flatten(0, 1))
+
+
+def _gaps(one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None]) -> list[float]:
+    """The largest difference of states and of gradients, relative to the largest; infinity if any is nan."""
+    gaps = []
+    for first, second in zip(one, two, strict=True):
+        if first is None or second is None:
+            gaps.append(0.0)
+            continue
+        gap = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
+        gaps.append(gap if gap == gap else float("inf"))
+    return gaps
+
+
+def _packed(given: dict[str, Any], batch: RowsOfBatch) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in REPLACED} | batch.pack
+
+
+def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:
+    """Values of the rows of a pack at the tokens of the padded batch, and 0 at its padding.
+
+    (1, T, ...) -> (B, S, ...), and (T, ...) -> (B * S, ...).
+    """
+    has_batch = values.shape[0] == 1 and values.dim() > 2
+    flat = values.flatten(0, 1) if has_batch else values
+    grid = flat.new_zeros(batch.shape[0] * batch.shape[1], *flat.shape[1:])
+    grid = grid.index_copy(0, batch.cells, flat.index_select(0, batch.rows))
+    return grid.unflatten(0, batch.shape) if has_batch else grid
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    return gather_object([value])

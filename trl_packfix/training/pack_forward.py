@@ -1,0 +1,248 @@
+"""`pack_forward`: any trainer of TRL without padding, by hooks below the head of its models."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from ..attention.models import base_model
+from ..isolation.packed_model import OnLeak
+from ..isolation.packed_rows import PackedRows, Tokens
+from . import checks
+from .choices import MEGATRON, OTHER_PARALLELISM, Choice, Given
+from .features import Feature
+from .progress import shown_proof
+
+MODELS = ("model", "ref_model")  # attributes of a trainer
+PACKED_ROWS = Feature(
+    choice=Choice("`pack_forward`", lambda given: "`pack_forward`", "remove `pack_forward`"),
+    conflicts={
+        OTHER_PARALLELISM: "Each process packs the rows of its own batch, and there several processes hold one batch",
+        MEGATRON: "It splits a document over ranks and reads data with its own loader",
+    },
+)
+
+
+class RowPacking:
+    """What `pack_forward` did; `remove()` takes it away.
+
+    Attributes:
+        rows: of each model, by the name of its attribute, how its rows are packed.
+    """
+
+    def __init__(self, rows: dict[str, PackedRows]):
+        self.rows = rows
+        self._trainer: Trainer | None = None
+        self._callback: TrainerCallback | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of all forwards that ran as packs on this rank."""
+        each = [rows.tokens for rows in self.rows.values()]
+        return Tokens(*(sum(getattr(one, name) for one in each) for name in ("padded", "real", "computed")))
+
+    def summary(self) -> str:
+        """What was computed, in one line for all models and one for each."""
+        tokens = self.tokens
+        numbers = "no tokens yet"
+        if tokens.padded:
+            numbers = (
+                f"padded {tokens.padded:,}, real {tokens.real:,}, computed {tokens.computed:,} "
+                f"({tokens.computed / tokens.padded:.0%} of padded)"
+            )
+        return "\n".join(
+            [f"Forwards on packed rows: {numbers}", *(f"{name}: {_state(self.rows[name])}" for name in self.rows)]
+        )
+
+    def remove(self) -> None:
+        """Leave the trainer and its models as they were."""
+        for rows in self.rows.values():
+            rows.take_away()
+        if self._trainer is not None and self._callback is not None:
+            self._trainer.remove_callback(self._callback)
+            self._trainer = self._callback = None
+
+
+def pack_forward(
+    trainer_or_model: Trainer | nn.Module,
+    share_prefixes: bool = True,
+    *,
+    on_leak: OnLeak = "repair",
+    enforce_flash_attention: bool = True,
+    max_length: int | None = None,
+) -> RowPacking:
+    """Compute padded batches without padding, and beginnings that rows share once. Call it before training.
+
+    For trainers that give their models padded rows: TRL's `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`,
+    `RLOOTrainer` and `SFTTrainer` without packing, transformers' `Trainer`, or a model in a loop of your own. The rows
+    of a batch become documents of one pack below the head of the model, and each state comes back to its place, so
+    that losses, metrics and samplers are those of the trainer. Training, evaluation and reference forwards run like
+    this. Generation, and every call with a cache or without an `attention_mask`, is unchanged.
+
+    It is tested on the model, as for `SFTTrainer`, and on the first batch: states and gradients of its padded rows and
+    of its pack must be equal up to rounding. Otherwise rows run with padding, and a warning says why.
+
+    Args:
+        trainer_or_model: the trainer, after its construction, or a transformers model, with or without PEFT, on the
+            device on which it will train; not wrapped yet.
+        share_prefixes: whether a beginning of 16 tokens or more that rows share, such as a prompt, is computed once.
+        on_leak: as in `SFTConfig`; "raise" also raises where rows would run with padding.
+        enforce_flash_attention: as in `SFTConfig`.
+        max_length: the longest row, in tokens; None takes it from the trainer, or tests the model up to its number of
+            positions.
+
+    Returns:
+        A record with `summary()` and `remove()`.
+
+    Raises:
+        ValueError: the trainer packs already, or has settings that a pack does not keep.
+        PackingLeakError: with `on_leak="raise"`, packs differ from padded rows.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    >>> model = LlamaForCausalLM(tiny)
+    >>> packing = pack_forward(model)
+    >>> ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    >>> states = model.model(ids, attention_mask=(ids > 0).long(), use_cache=False).last_hidden_state
+    >>> states[1, 2:].any().item()
+    False
+    >>> print(packing.summary())
+    Forwards on packed rows: padded 8, real 6, computed 6 (75% of padded)
+    model: packed with packfix_varlen, common beginnings once
+    """
+    options: dict[str, Any] = {
+        "on_leak": on_leak,
+        "shares": share_prefixes,
+        "enforce_flash_attention": enforce_flash_attention,
+    }
+    if not isinstance(trainer_or_model, Trainer):
+        model = base_model(trainer_or_model)
+        rows = PackedRows(trainer_or_model, _dtype(model), model.device.type, max_length, **options)
+        _prove_or_remove(rows, trainer_or_model)
+        return RowPacking({"model": rows})
+    trainer = trainer_or_model
+    _check(trainer, share_prefixes)
+    args = trainer.args
+    max_length = getattr(args, "max_length", None) if max_length is None else max_length
+    models = {name: getattr(trainer, name, None) for name in MODELS}
+    found = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    packing = RowPacking(
+        {
+            name: PackedRows(model, dtype or base_model(model).dtype, args.device.type, max_length, **options)
+            for name, model in found.items()
+        }
+    )
+    callback = _PackForward(trainer, packing)
+    # The first: what it adds to the log must be there before a tracker gets it
+    trainer.callback_handler.callbacks.insert(0, callback)
+    packing._trainer, packing._callback = trainer, callback
+    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        try:
+            callback.prove()
+        except Exception:
+            packing.remove()
+            raise
+    return packing
+
+
+class _PackForward(TrainerCallback):
+    """Proves packs before training where an engine shards the model at its start, and logs what was computed."""
+
+    def __init__(self, trainer: Trainer, packing: RowPacking):
+        self.trainer, self.packing = trainer, packing
+        self.logged = Tokens()
+
+    def prove(self) -> None:
+        """Prove the packs of all models that are not proved yet. All ranks must call it."""
+        trainer = self.trainer
+        wrapped: dict[str, Any] = {
+            "model": getattr(trainer, "model_wrapped", trainer.model),
+            "ref_model": getattr(trainer, "ref_model", None),
+        }
+        for name, rows in self.packing.rows.items():
+            if not rows.is_proved:
+                with trainer.compute_loss_context_manager(), shown_proof(trainer.args, rows.packed_model):
+                    rows.prove(wrapped[name])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.prove()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        tokens, before = self.packing.tokens, self.logged
+        if tokens.padded == before.padded:
+            return
+        numbers = {
+            "packing/rows": tokens.padded - before.padded,
+            "packing/tokens": tokens.real - before.real,
+            "packing/computed": tokens.computed - before.computed,
+        }
+        self.logged = tokens
+        if logs is not None:
+            logs |= numbers
+        if state.log_history:
+            state.log_history[-1] |= numbers
+
+
+def _prove_or_remove(rows: PackedRows, wrapped: nn.Module) -> None:
+    try:
+        rows.prove(wrapped)
+    except Exception:
+        rows.take_away()
+        raise
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+def _state(rows: PackedRows) -> str:
+    """How the rows of a model run, and why."""
+    if not rows.is_proved:
+        return "proved when training begins"
+    if rows.refusal is not None:
+        return f"padded, because {rows.refusal}"
+    packed = rows.packed_model
+    repaired = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
+    if rows.whole is not None:
+        shares = f"each row whole, because {rows.whole}"
+    else:
+        shares = "common beginnings once" if rows.collate.shares else "each row whole"
+    return f"packed with {packed.attention.name}, {shares}{repaired}"
+
+
+def _check(trainer: Trainer, share_prefixes: bool) -> None:
+    """Refuse what a pack of rows does not keep."""
+    name = type(trainer).__name__
+    args: Any = trainer.args
+    model: Any = trainer.model
+    for setting in ("packing", "padding_free"):
+        if getattr(args, setting, False):
+            raise ValueError(
+                f"`pack_forward` got a {name} with `{setting}=True`. Its batches are packs already, without "
+                f"padding. Set `{setting}=False`, or remove `pack_forward`."
+            )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"`pack_forward` got a {name} with `neftune_noise_alpha={args.neftune_noise_alpha}`. The noise depends on "
+            "the length of a row, which is that of the pack here. Leave `neftune_noise_alpha` unset, or remove "
+            "`pack_forward`."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"`pack_forward` got a {name} on {args.n_gpu} GPUs in one process. `DataParallel` runs copies of the "
+            "model, which hooks do not reach. Launch one process per GPU (`accelerate launch` or `torchrun`), or make "
+            "one GPU visible with `CUDA_VISIBLE_DEVICES`."
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if share_prefixes and plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "`pack_forward` with `share_prefixes=True` was called under `activation_checkpointing` in `fsdp_config`. "
+            "FSDP recomputes layers without the rows that documents share. Set `gradient_checkpointing=True` instead, "
+            "which keeps them, or `share_prefixes=False`."
+        )
+    PACKED_ROWS.refuse(Given(args=args, accelerator=trainer.accelerator))
+    checks.check_one_device(model)
+    checks.check_quantisation(model, args.device.type)
