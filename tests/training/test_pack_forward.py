@@ -1,6 +1,9 @@
 """Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
+from support.launch import LAUNCH_SECONDS, TORCHRUN, environment
 from support.lifted import in_float64
 from support.models import build_tiny_model
+from support.rounding import tolerance
 from support.rows import build_trainer, train
 
 from trl_packfix import PackingLeakError, pack_forward
@@ -424,3 +429,41 @@ def test_evaluation_is_packed():
     assert record.tokens.computed < record.tokens.padded
     assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-5)
     assert abs(results[0]["eval_loss"] - np.log(2)) > 1e-4
+
+
+# Two ranks
+
+SCRIPT = Path(__file__).parent / "two_ranks_rows.py"
+ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp2": "FSDP2"}
+
+
+def flat(weights):
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, tmp_path):
+    env = environment(tmp_path, PYTHONPATH=f"{SCRIPT.parents[1]}:{SCRIPT.parent}")
+    command = [sys.executable, *TORCHRUN, str(SCRIPT), engine, str(tmp_path)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
+    found = torch.load(tmp_path / "result.pt")
+    assert {result["engine"] for result in found.values()} == {ENGINES[engine]}
+    weights = {name: flat(result["weights"]) for name, result in found.items()}
+    scale = weights["stock"].abs().max()
+    rounding = tolerance(float((weights["regrouped"] - weights["stock"]).abs().max() / scale))
+    for kind in ("", "_lora"):
+        gap = float((weights[f"packed{kind}"] - weights[f"stock{kind}"]).abs().max() / scale)
+        print(f"{engine}{kind}: weights differ by {gap:.1e}; rounding {rounding:.1e}")
+        assert gap <= rounding
+        packed = found[f"packed{kind}"]
+        assert "padded, because" not in packed["summary"] and "each row whole" not in packed["summary"]
+        assert len(packed["tokens"]) == 2 and all(
+            computed < real < padded for padded, real, computed in packed["tokens"]
+        )
+        assert sum(packed["logged"]) == packed["tokens"][0][2]
+    start = build_tiny_model().state_dict()
+    change = max(float((value - start[name].double()).abs().max()) for name, value in found["stock"]["weights"].items())
+    assert change > 1e-2, "nothing was trained, so nothing is compared"

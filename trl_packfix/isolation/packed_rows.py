@@ -117,6 +117,8 @@ class PackedRows(ModelHooks):
             PackingLeakError: with `on_leak="raise"`, documents influence each other or are not what they are alone.
         """
         packed = self.packed_model
+        # Such an engine runs one forward at a time, so nothing is compared within the first; this proof decides alone
+        self._on_rows = dict.fromkeys((False, True), is_sharded(self.model))
         try:
             report = packed.prove(wrapped)
             if packed.is_unpacked:
@@ -257,9 +259,6 @@ class PackedRows(ModelHooks):
         Where it does not, nothing is shared, or rows stay padded from now on, on all ranks.
         """
         wants_gradients = torch.is_grad_enabled()
-        if is_sharded(self.model):  # an engine runs one forward at a time: the proof before the first step decides
-            self._on_rows[wants_gradients] = True
-            return batch
         while True:
             reason = None if batch is None else self._difference(module, given, batch, wants_gradients)
             outcomes = _of_all_ranks((batch is None, reason))

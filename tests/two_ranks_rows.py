@@ -1,0 +1,93 @@
+"""DPO with and without `pack_forward` on two ranks; `test_pack_forward.py` launches it.
+
+    torchrun --standalone --nproc_per_node 2 tests/two_ranks_rows.py ENGINE FOLDER
+
+ENGINE is "ddp", "zero3" or "fsdp2". The main process saves the results by name in FOLDER/result.pt.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+from accelerate.utils import gather_object
+from peft import LoraConfig
+from support.models import build_tiny_model
+from support.rows import build_trainer
+from support.versions import wait_for_gathers
+from transformers import TrainerCallback
+from two_ranks import deepspeed_config, engine_of, engine_settings
+from two_ranks_vision import whole
+
+from trl_packfix import pack_forward
+
+# "regrouped" is the stock run with more padding, which measures rounding
+RUNS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "regrouped": {"pad_to_multiple_of": 24},
+    "packed": {},
+    "stock_lora": {"lora": True},
+    "packed_lora": {"lora": True},
+}
+
+
+class Engine(TrainerCallback):
+    name = ""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.name = engine_of(self.trainer.model_wrapped)
+
+
+def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: Any) -> dict[str, Any]:
+    """Five steps of four pairs on each rank."""
+    if lora:
+        torch.manual_seed(0)
+        settings["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = build_trainer("dpo", model, None if lora else reference, gradient_checkpointing=True, **settings)
+    trainer.add_callback(engine := Engine(trainer))
+    packing = pack_forward(trainer) if name.startswith("packed") else None
+    trainer.train()
+    tokens = None if packing is None else packing.tokens
+    return {
+        "engine": engine.name,
+        "weights": whole(trainer),
+        "summary": None if packing is None else packing.summary(),
+        "tokens": gather_object([None if tokens is None else (tokens.padded, tokens.real, tokens.computed)]),
+        "logged": [entry["packing/computed"] for entry in trainer.state.log_history if "packing/computed" in entry],
+    }
+
+
+def main(engine: str, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    if engine == "zero3":
+        import deepspeed
+
+        # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        wait_for_gathers()
+        (folder / "zero3.json").write_text(json.dumps(deepspeed_config(engine)))
+    # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
+    models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}
+    result = {}
+    for name, options in RUNS.items():
+        settings = {} if engine == "ddp" else engine_settings(engine, folder)  # resets what the run before has set
+        if engine == "zero3":
+            settings["use_cpu"] = False  # which would hide the ranks
+        result[name] = run(name, *models[name], **(options | settings))
+        print(engine, name, result[name]["summary"], flush=True)
+    if os.environ["RANK"] == "0":
+        torch.save(result, folder / "result.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
