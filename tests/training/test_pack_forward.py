@@ -390,6 +390,36 @@ def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
         pack_forward(trainer)
 
 
+def test_a_model_is_packed_once():
+    model = build_tiny_model("llama")
+    record = pack_forward(model)
+    with pytest.raises(ValueError, match="(?s)a second time for the same LlamaForCausalLM.*Call `remove"):
+        pack_forward(build_trainer("sft", model))
+    record.remove()
+    record = pack_forward(build_trainer("sft", model))
+    assert "packed with" in record.summary()
+
+
+def test_half_precision_is_packed():
+    """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
+    losses = []
+    for packed in (False, True):
+        options = {"bf16": True, "max_steps": 3}
+        _, trainer, record = train("dpo", packed=packed, dtype=torch.float32, **options)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert "padded, because" not in record.summary() and "each row whole" not in record.summary()
+    assert losses[0] == pytest.approx(losses[1], abs=0.01) and abs(losses[0][2] - losses[0][0]) > 0.02
+
+
+@pytest.mark.slow
+def test_compiled_training_is_training():
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "dtype": torch.float32}
+    stock, _, _ = train("dpo", packed=False, **options)
+    packed, _, record = train("dpo", packed=True, **options)
+    assert stock.abs().max() > MOVED and (stock - packed).abs().max() < 1e-5 * stock.abs().max()
+    assert record.tokens.computed < record.tokens.real
+
+
 def test_the_log_counts_tokens_and_trackers_get_it():
     from transformers import TrainerCallback
 

@@ -84,6 +84,13 @@ class PackedRows(ModelHooks):
         super().__init__()
         self.model = base_model(model)
         self.fed = below_head(self.model) or [self.model]
+        if any(
+            isinstance(getattr(hook, "__self__", None), PackedRows) for hook in self.fed[0]._forward_pre_hooks.values()
+        ):
+            raise ValueError(
+                f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
+                "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
+            )
         self.collate = PrefixCollator(keeps_last_rows=True, shares=shares)
         self.packed_model = PackedModel(
             model,

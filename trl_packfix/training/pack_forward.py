@@ -96,7 +96,7 @@ def pack_forward(
         A record with `summary()` and `remove()`.
 
     Raises:
-        ValueError: the trainer packs already, or has settings that a pack does not keep.
+        ValueError: the trainer or the model packs already, or there are settings that a pack does not keep.
         PackingLeakError: with `on_leak="raise"`, packs differ from padded rows.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,7 +126,11 @@ def pack_forward(
     args = trainer.args
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     models = {name: getattr(trainer, name, None) for name in MODELS}
-    found = {name: trainer.accelerator.unwrap_model(model) for name, model in models.items() if model is not None}
+    found = {
+        name: trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        for name, model in models.items()
+        if model is not None
+    }
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     packing = RowPacking(
         {
