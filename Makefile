@@ -98,6 +98,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/static_shapes.py --num 1000
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/per_turn.py --num 15 $(DATA_FLAG))
+	$(if $(DATA_FLAG),$(BIN)/python benchmarks/pack_forward.py --quick $(DATA_FLAG))
 
 # On a machine that has its own torch, without this .venv: `PYTHON=python3 tests/gpu/run.sh`
 gpu: $(INSTALLED)

@@ -118,6 +118,7 @@ FEATURES = {
     "long_context.md": "tokens_per_rank",
     "vision.md": "image",
     "per_turn.md": "per turn",
+    "pack_forward.md": "pack_forward",
 }
 
 
