@@ -134,7 +134,7 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
         (["plan", "rows.parquet", "--model", "model", "--strategy", "wrapped"], "begin inside an image"),
         (
             ["plan", "rows.parquet", "--model", "model", "--tokens-per-rank", "32"],
-            "With images in packs it is not supported",
+            "tokens_per_rank=32` was given with the column `images`",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT
+from trl_packfix.reporting.lines import prefixes_text
 from trl_packfix.survey import zoo
 
 
@@ -163,7 +164,7 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
         run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
     assert not run.data.shares_prefixes and unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
-    assert run.packing_report.prefixes_text().startswith("not shared: these modules are repaired")
+    assert prefixes_text(run.packing_report).startswith("not shared: these modules are repaired")
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")

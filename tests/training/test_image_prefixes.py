@@ -24,6 +24,7 @@ from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.reporting.lines import prefixes_text
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.reporting.text import shown_packs
 from trl_packfix.training import proofs as proof
@@ -260,7 +261,7 @@ def test_training_that_shares_images_is_unpacked_training(family):
     tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
-    text = replace(run.packing_report, prefixes=report).prefixes_text()
+    text = prefixes_text(replace(run.packing_report, prefixes=report))
     assert text.endswith(" of the images are computed")
 
 
@@ -286,7 +287,7 @@ def test_where_the_proof_fails_documents_are_packed_whole(monkeypatch):
     assert not run.data.shares_prefixes and seen == unshared
     assert weight_difference(found, wanted, start) <= tolerance(rounding)
     assert any(text.startswith("Documents are packed whole") for text in said)
-    assert run.packing_report.prefixes_text().startswith("not shared: where documents share prefixes, ")
+    assert prefixes_text(run.packing_report).startswith("not shared: where documents share prefixes, ")
 
 
 def test_evaluation_shares_images_with_the_same_loss(tmp_path):

@@ -463,7 +463,7 @@ def test_evaluation_is_packed():
 
 # Two ranks
 
-SCRIPT = Path(__file__).parent / "two_ranks_rows.py"
+SCRIPT = Path(__file__).parents[1] / "two_ranks_rows.py"
 ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp2": "FSDP2"}
 
 

@@ -18,6 +18,7 @@ from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..planning.units import Synchronisation
 from ..reporting.build import make_report
+from ..reporting.lines import prefixes_text
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
 from ..training.config import SFTConfig
@@ -191,7 +192,7 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
             f"On {widest.world_size:,} ranks ({widest.strategy}) an epoch takes {widest.shared.time_over_bound:.2f} "
             f"times a lower bound by the model, and {widest.shared.exchange_share:.1%} of the time is the exchange."
         )
-    if (text := report.prefixes_text()) is not None:
+    if (text := prefixes_text(report)) is not None:
         reasons.append(f"Common prefixes: {text}.")
     return Recommendation(report.max_length, pick.lost, reasons)
 

@@ -4,11 +4,14 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..reporting.columns import COLUMNS, KEYS, Column
 from . import flags
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from .forecast import Forecast
 
 EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B
@@ -106,75 +109,49 @@ def run(args: argparse.Namespace) -> int:
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
-KEYS = ("max_length", "strategy", "ranks")  # they begin every table
-DEGREES = "micro-steps by degree"  # the only cells with spaces: they may be wrapped
+FORECAST = (  # of a `Forecast`, behind the columns of its report
+    Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
+    Column("tokens/s", lambda forecast: forecast.tokens_per_second, ",.0f"),
+    Column("hours", lambda forecast: forecast.hours, ",.2g"),
+)
 
 
-def _cells(each: Any, args: argparse.Namespace) -> dict[str, str]:
-    """One row of the table by column."""
-    report, ledger = each.report, each.report.ledger
-    dropped = sum(count.documents for count in ledger.dropped.values())
-    cells = {
-        "max_length": f"{report.max_length:,}",
-        "strategy": report.strategy,
-        "ranks": f"{report.world_size:,}",
-        "packs": "-" if report.num_packs is None else f"{report.num_packs:,}",
-        "filled": "-" if report.efficiency is None else f"{report.efficiency:.1%}",
-        "padded": f"{report.padding_efficiency:.1%}",
-        "steps": f"{report.num_steps:,}",
-        "docs/step": f"{report.documents_per_step:,.1f}",
-        "imbalance": f"{report.imbalance:.3f}",
-        "cut": f"{ledger.truncated.documents + ledger.split.documents + dropped:,}",
-        "lost": f"{each.lost:.2%}",
-        "PFLOP": f"{each.flops / 1e15:,.3g}",
-    }
-    if args.share_prefixes != "off":
-        families = report.prefixes.families_per_step
-        cells["computed"] = f"{report.prefixes.rows:.2f}"
-        cells["families/step"] = "-" if families is None else f"{families:,.1f}"
-    if report.images is not None:
-        too_long = ledger.dropped.get("overlong")
-        cells["images/pack"] = f"{report.images.per_pack:.1f}"
-        cells["too long"] = f"{too_long.documents if too_long else 0:,}"
-        for name, part in (("language", report.images.language_imbalance), ("tower", report.images.tower_imbalance)):
-            cells[name] = "-" if part is None else f"{part:.3f}"
-    if report.shared is not None:
-        cells["exchange"] = f"{report.shared.exchange_share:.1%}"
-        cells["time/bound"] = f"{report.shared.time_over_bound:.3f}"
-        cells["part"] = f"{report.shared.largest_part:,}"
-        cells[DEGREES] = report.shared.histogram()
-    if args.tflops:
-        cells["tokens/s"] = f"{each.tokens_per_second:,.0f}"
-        cells["hours"] = f"{each.hours:,.2g}"
-    return cells
+def _shown(forecasts: "list[Forecast]") -> dict[Column, list[str]]:
+    """The cells of the columns that have a value in any forecast."""
+    reports = [forecast.report for forecast in forecasts]
+    values = {column: [column.value(report) for report in reports] for column in (*KEYS, *COLUMNS) if column.heading}
+    values |= {column: [column.value(forecast) for forecast in forecasts] for column in FORECAST}
+    is_known = {column: any(value is not None for value in column_values) for column, column_values in values.items()}
+    return {column: [column.cell(value) for value in values[column]] for column in values if is_known[column]}
 
 
-def _tables(rows: "list[dict[str, str]]", console: "Console") -> "list[Table]":
-    """The rows as one table, or as several below each other if one would be wider than the console."""
+def _tables(cells: dict[Column, list[str]], console: "Console") -> "list[Table]":
+    """The columns as one table, or as several below each other if one would be wider than the console."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    def table(names: list[str]) -> Table:
+    def table(columns: list[Column]) -> Table:
         made = Table(box=SIMPLE, pad_edge=False)
-        for name in names:
-            made.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=name != DEGREES)
-        for row in rows:
-            made.add_row(*(row[name] for name in names))
+        for column in columns:
+            justify: Any = "left" if column.heading == "strategy" else "right"
+            made.add_column(column.heading, justify=justify, no_wrap=not column.wraps)
+        for row in zip(*(cells[column] for column in columns), strict=True):
+            made.add_row(*row)
         return made
 
     unlimited = console.options.update_width(10_000)
     parts = [[*KEYS]]
-    for name in rows[0]:
-        if name not in KEYS:
-            wider = [*parts[-1], name]
+    for column in cells:
+        if column not in KEYS:
+            wider = [*parts[-1], column]
             if len(wider) > len(KEYS) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
-                parts.append([*KEYS, name])
+                parts.append([*KEYS, column])
             else:
                 parts[-1] = wider
-    return [table(names) for names in parts]
+    return [table(columns) for columns in parts]
 
 
-def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> None:
+def _show(found: "list[Forecast]", reasons: list[str], args: argparse.Namespace) -> None:
     from rich.console import Console
 
     console = Console()
@@ -186,32 +163,16 @@ def _show(found: list[Any], reasons: list[str], args: argparse.Namespace) -> Non
 
     first = found[0].report
     say(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
+    assert first.lengths is not None  # of a table
     say(f"lengths  {first.lengths.line()}")
     images = first.images
     if images is not None:
         say(f"images   {images.line()} (in the first line of the table)")
     shares = args.tokens_per_rank is not None
     size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
-    say(
-        f"micro-batches of {size}, accumulation {args.accumulation}, balance "
-        f"{args.balance!r}; imbalance: modelled time / modelled time if ranks never waited"
-    )
-    for table in _tables([_cells(each, args) for each in found], console):
+    say(f"micro-batches of {size}, accumulation {args.accumulation}, balance {args.balance!r}")
+    cells = _shown(found)
+    for table in _tables(cells, console):
         console.print(table)
-    say(
-        "filled: share of the packs; padded: the same of unpacked batches of this size; cut: documents truncated, "
-        "split or dropped; lost: share of the trained tokens; PFLOP: 10^15 operations of one epoch"
-    )
-    if images is not None:
-        say(
-            'too long: documents dropped because an image does not fit, or by overlong="drop"; language, tower: '
-            "imbalance of the language model and of the vision tower alone"
-        )
-    if shares:
-        say(
-            "exchange: share of the time in the exchange between ranks that share a pack; time/bound: modelled time "
-            "over a lower bound; part: tokens of the largest part of a pack on a rank; degree: ranks that share a pack"
-        )
-    if args.share_prefixes != "off":
-        say("computed: share of the tokens of the documents; families: of documents that begin alike")
+    say("; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
     say("\nRecommended: " + "\n  ".join(reasons))

@@ -12,14 +12,15 @@ from rich.text import Text
 from ..data.documents import Ledger
 from ..data.turns import TurnCounts
 from ..isolation.isolation_report import IsolationReport, finite
-from ..planning.strategies import STRATEGIES, Strategy
+from ..planning.strategies import Strategy
+from .columns import COLUMNS
+from .lines import lines_of
 from .sample import LengthHistogram, PlanSample
 from .savings import PrefixSavings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
 
 
@@ -216,227 +217,7 @@ class PackingReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
-        return (self._stream_lines() if self.num_rows is None else self._table_lines()) + self._common_lines()
-
-    def _table_lines(self) -> list[tuple[str, str]]:
-        tokens = self.num_tokens
-        packs = "" if self.num_packs is None else f" -> {self.num_packs:,} packs ({self.strategy})"
-        rows = [
-            ("documents", f"{self.num_documents:,} of {self.num_rows:,} rows{packs}"),
-            ("micro-batch", self._micro_batch()),
-            ("tokens", f"{tokens:,}, of which {self.num_trained_tokens:,} trained"),
-        ]
-        if self.turns is not None:
-            rows.insert(0, ("conversations", self.turns.line()))
-        if self.images is not None:
-            rows.append(("images", self.images.line()))
-        if self.lengths is not None:
-            rows.append(("lengths", self.lengths.line()))
-        if self.num_packs is not None:
-            rows.append(
-                (
-                    "efficiency",
-                    f"{self.efficiency:.2%} of the packs filled; padded batches: {self.padding_efficiency:.2%}; lower "
-                    f"bound of packs: {self.lower_bound:,}",
-                )
-            )
-        else:
-            rows.append(("efficiency", f"no padding; padded batches are filled to {self.padding_efficiency:.2%}"))
-        rows.append(
-            (
-                "steps",
-                f"{self.num_steps:,} per epoch, about {self.documents_per_step:,.1f} documents each "
-                f"(accumulation {self.accumulation}, ranks {self.world_size})",
-            )
-        )
-        if (text := self.prefixes_text()) is not None:
-            rows.append(("common prefixes", text))
-        rows.append(("against unpacked", self._against_unpacked()))
-        if self.unpacked_loss != 1:
-            rows.append(
-                (
-                    "unpacked loss",
-                    f"{self.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also "
-                    "counts the first label of each document in the divisor, although it is not a target; with SGD or "
-                    "max_grad_norm its steps are smaller",
-                )
-            )
-        if self.shared is not None:
-            rows.append(
-                (
-                    "sequence parallelism",
-                    f"micro-steps by degree (ranks that share a pack): {self.shared.histogram()}; the largest part of "
-                    f"a rank has {self.shared.largest_part:,} tokens",
-                )
-            )
-            rows.append(
-                (
-                    "modelled time",
-                    f"{self.shared.time_over_bound:.3f} of the lower bound for the documents of these steps; "
-                    f"{self.shared.exchange_share:.1%} of it in the exchange, imbalance {self.imbalance:.3f}",
-                )
-            )
-        elif self.world_size > 1:
-            parts = ""
-            if self.images is not None and self.images.tower_imbalance is not None:
-                parts = (
-                    f"; of the language model alone {self.images.language_imbalance:.3f}, of the vision tower alone "
-                    f"{self.images.tower_imbalance:.3f}"
-                )
-            rows.append(
-                (
-                    "imbalance",
-                    f"{self.imbalance:.3f} modelled (1 is perfect); lower bound for the documents of these steps: "
-                    f"{self.imbalance_bound:.3f}{parts}",
-                )
-            )
-        return rows
-
-    def prefixes_text(self) -> str | None:
-        """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
-        prefixes = self.prefixes
-        if prefixes is None:
-            return None
-        if prefixes.refused is not None:
-            return f"not shared: {prefixes.refused}"
-        sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
-        if prefixes.images is not None:
-            return f"{prefixes.rows:.2f} of the tokens and {prefixes.images:.2f} of the images are computed{sample}"
-        if prefixes.rows is None:
-            return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        documents = prefixes.num_documents or self.num_documents
-        families = f"{documents:,} documents in {prefixes.num_families:,} families"
-        if prefixes.setting == "family":
-            assert prefixes.families_per_step is not None
-            text = (
-                f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
-                f"{prefixes.families_per_step:,.1f} of them"
-            )
-            wanted = self.batch_size * self.accumulation * self.world_size
-            if prefixes.families_per_step < wanted:
-                settings = "gradient_accumulation_steps"
-                settings += " or per_device_train_batch_size" if self.shared is None else ""
-                text += (
-                    f", and unpacked {wanted:,} documents: for as many independent ones, raise {settings} "
-                    f"{wanted / prefixes.families_per_step:.1f} times"
-                )
-            return text
-        in_families = ""
-        if prefixes.in_families is not None and prefixes.in_families < WORTH_SHARING:
-            neighbours = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
-            in_families = f'"family" {prefixes.in_families:.2f} ({families}{neighbours})'
-        if prefixes.setting == "pack":
-            text = f"{prefixes.rows:.2f} of the tokens are computed{sample}"
-            return text + (f"; with share_prefixes={in_families}" if in_families else "")
-        assert prefixes.in_packs is not None
-        would = [f'"pack" {prefixes.in_packs:.2f} of the tokens{sample}'] if prefixes.in_packs < WORTH_SHARING else []
-        would += [in_families] if in_families else []
-        return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
-
-    def _micro_batch(self) -> str:
-        groups = self.shared or self.groups
-        if groups is not None:
-            return groups.micro_batch(self.max_length)
-        return (
-            f"{self.capacity:,} tokens at most: per_device_train_batch_size {self.batch_size} x max_length "
-            f"{self.max_length:,}"
-        )
-
-    def _stream_lines(self) -> list[tuple[str, str]]:
-        num_packs = self.accumulation * self.world_size // (1 if self.groups is None else self.groups.smallest_degree)
-        rows = [
-            ("documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"),
-            ("micro-batch", self._micro_batch()),
-            (
-                "steps",
-                f"{self.num_steps:,} (max_steps), packs in each: {num_packs} "
-                f"(accumulation {self.accumulation}, ranks {self.world_size})",
-            ),
-        ]
-        if self.groups is not None and self.groups.micro_steps:
-            rows.append(
-                (
-                    "sequence parallelism",
-                    f"micro-steps by degree (ranks that share a pack): {self.groups.histogram()}",
-                )
-            )
-        if self.num_packs:
-            read = self.ledger.given
-            rows.append(
-                ("read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)")
-            )
-            rows.append(
-                (
-                    "trained",
-                    f"{self.num_documents:,} documents, {self.num_tokens:,} tokens ({self.num_trained_tokens:,} "
-                    f"trained) in {self.num_packs:,} packs",
-                )
-            )
-            rows.append(("efficiency", f"{self.efficiency:.2%} of the packs filled"))
-        return rows
-
-    def _common_lines(self) -> list[tuple[str, str]]:
-        """Lines of every report: what was lost, the attention, repairs and isolation."""
-        ledger, rows = self.ledger, []
-        if ledger.truncated.documents:
-            rows.append(
-                (
-                    "truncated",
-                    f"{ledger.truncated.documents:,} documents lost {ledger.truncated.tokens:,} tokens "
-                    f"({ledger.truncated.trained_tokens:,} trained)",
-                )
-            )
-        if ledger.split.documents:
-            rows.append(("split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"))
-        for reason, count in ledger.dropped.items():
-            rows.append((f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"))
-        if self.documents_not_reached:
-            lost = f"{self.documents_not_reached:,} documents, {self.tokens_not_reached:,} tokens"
-            rows.append(("not reached", f"{lost} per epoch (dataloader_drop_last)"))
-        if self.warning is not None:
-            rows.append(("warning", self.warning))
-        rows.append(("attention", self.attention))
-        if self.isolation is not None:
-            if self.isolation.repaired:
-                repairs = "; ".join(str(repair) for repair in self.isolation.repaired)
-                rows.append(("repaired", f"{repairs}: these modules see each document separately, with some padding"))
-            rows.append(("isolation", _isolation_text(self.isolation)))
-        return rows
-
-    def _against_unpacked(self) -> str:
-        """What packing changes in the optimisation, and what to do about it."""
-        documents = self.batch_size * self.accumulation * self.world_size
-        steps = -(-self.num_documents // documents)
-        if STRATEGIES[self.strategy].keeps_steps:
-            same = "the same" if self.unpacked_loss == 1 else "the same but for the loss"
-            return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
-        assert self.documents_per_step is not None  # it is known for a table
-        ratio = self.documents_per_step / documents
-        if self.prefixes is not None and self.prefixes.families_per_step is not None:
-            return self._families_against_unpacked(documents, steps, ratio, self.prefixes.families_per_step)
-        if ratio < 1.1:  # a learning rate 1.05 times as high
-            return (
-                f"about {documents:,} documents per step, {self.num_steps:,} steps per epoch instead of {steps:,}: no "
-                "setting has to change"
-            )
-        # `minibatch` plans by documents, so ranks cannot share its packs.
-        instead = ', or set packing_strategy="minibatch" and change nothing' if self.shared is None else ""
-        return (
-            f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {self.num_steps:,} steps per "
-            f"epoch instead of {steps:,}: raise learning_rate about {ratio**0.5:.1f} times (the square root; Adam) and "
-            f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}{instead}"
-        )
-
-    def _families_against_unpacked(self, documents: int, steps: int, ratio: float, families: float) -> str:
-        independent = families / documents
-        rate = "keep learning_rate"
-        if independent > 1.1:
-            rate = f"raise learning_rate about {independent**0.5:.1f} times (the square root of the families; Adam)"
-        return (
-            f"{ratio:.1f} times the documents per step, in about {families:,.1f} families (unpacked: {documents:,} "
-            f"documents), and {self.num_steps:,} steps per epoch instead of {steps:,}: {rate}, and divide settings in "
-            f'steps (warm-up, save, eval, logging) by {ratio:.1f}; share_prefixes="pack" brings no documents together'
-        )
+        return lines_of(self)
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, as a table on a terminal and as plain lines elsewhere."""
@@ -460,46 +241,10 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
         print(f"  {label:<{width}}  {text}")
 
 
-def _isolation_text(isolation: IsolationReport) -> str:
-    if isolation.error is not None:
-        return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
-    if not isolation.isolated:
-        return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
-    gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
-    if not isolation.equal:
-        return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
-    text = (
-        f"proved on this model: documents do not move each other (largest change {isolation.max_change:.1e}, rounding "
-        f"explains {isolation.tolerance:.1e}){gradient}; each equals itself alone"
-    )
-    if isolation.unreachable:
-        text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
-    return text
-
-
 def metrics(report: PackingReport) -> dict[str, float]:
     """The numbers for a logger, by their names there. Unknown numbers are omitted."""
-    groups = report.shared or report.groups
-    found = {
-        "documents": report.num_documents,
-        "packs": report.num_packs,
-        "lower_bound": report.lower_bound,
-        "efficiency": report.efficiency,
-        "padding_efficiency": report.padding_efficiency,
-        "documents_per_step": report.documents_per_step,
-        "steps_per_epoch": None if report.num_rows is None else report.num_steps,
-        "imbalance": report.imbalance,
-        "exchange_share": None if report.shared is None else report.shared.exchange_share,
-        "time_over_bound": None if report.shared is None else report.shared.time_over_bound,
-        "rows_computed": None if report.prefixes is None or report.prefixes.refused else report.prefixes.rows,
-        "families_per_step": None if report.prefixes is None else report.prefixes.families_per_step,
-        "images_per_pack": None if report.images is None else report.images.per_pack,
-        "tower_imbalance": None if report.images is None else report.images.tower_imbalance,
-        "language_imbalance": None if report.images is None else report.images.language_imbalance,
-        "lost_trained_share": report.lost_trained_share,
-        "smallest_degree": None if groups is None else groups.smallest_degree,
-    }
-    return {f"packing/{name}": value for name, value in found.items() if value is not None}
+    values = {column.metric: column.value(report) for column in COLUMNS if column.metric}
+    return {f"packing/{name}": value for name, value in values.items() if value is not None}
 
 
 def add_to_card(card: Path, report: PackingReport) -> None:

@@ -1,0 +1,59 @@
+"""A number of the report is one entry: the tables and the legend of `plan`, and the loggers, take it from there."""
+
+import pytest
+from datasets import Dataset
+from support.runs import trainer
+
+from trl_packfix.cli import main, plan
+from trl_packfix.reporting import columns, lines, report
+from trl_packfix.reporting.columns import Column
+
+PER_PACK = Column(
+    "docs/pack",
+    lambda found: None if found.num_packs is None else found.num_documents / found.num_packs,
+    ".2f",
+    "documents_per_pack",
+    "mean number of documents in a pack",
+)
+NAMES = [column.heading for column in (*columns.KEYS, *columns.COLUMNS, *plan.FORECAST) if column.heading]
+
+
+def run(tmp_path):
+    made = trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16, max_steps=1)
+    made.train()
+    return made
+
+
+def say_more(found):
+    yield "documents in a pack", f"{PER_PACK.value(found):.2f}"
+
+
+def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lengths.txt").write_text("8 8 8 8 8 8")
+    words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--batch-size", "2"]
+    assert main([*words, "--strategy", "bfd"]) == 0 and "docs/pack" not in capsys.readouterr().out
+    for module in (report, plan):  # both read one tuple; a real entry is written into it
+        assert module.COLUMNS is columns.COLUMNS
+        monkeypatch.setattr(module, "COLUMNS", (*columns.COLUMNS, PER_PACK))
+    monkeypatch.setattr(lines, "LINES", (*lines.LINES, say_more))
+    assert main([*words, "--strategy", "bfd"]) == 0
+    out = capsys.readouterr().out
+    heading, row = (line.split() for line in out.splitlines() if line.split()[:1] in (["max_length"], ["16"]))
+    assert row[heading.index("docs/pack")] == "3.00"  # 6 documents of 8 tokens in packs of 32: 4 and 2
+    assert "docs/pack: mean number of documents in a pack" in out
+    assert main([*words, "--strategy", "minibatch"]) == 0 and "docs/pack" not in capsys.readouterr().out
+    trained = run(tmp_path / "run")
+    (entry,) = [each for each in trained.state.log_history if "packing/efficiency" in each]
+    assert entry["packing/documents_per_pack"] == 3
+    assert dict(trained.packing_report.lines())["documents in a pack"] == "3.00"
+
+
+def test_columns_without_a_value_are_left_out(tmp_path):
+    values = report.metrics(run(tmp_path).packing_report)
+    assert values["packing/packs"] == 2 and "packing/exchange_share" not in values
+    assert "packing/images_per_pack" not in values and None not in values.values()
+
+
+@pytest.mark.parametrize("names", [NAMES, [column.metric for column in columns.COLUMNS if column.metric]])
+def test_names_are_given_once(names):
+    assert len(names) > 15 and len(set(names)) == len(names)

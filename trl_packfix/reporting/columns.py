@@ -1,0 +1,136 @@
+"""The numbers of a report as columns: in the tables of `trl-packfix plan`, in their legend, and for loggers.
+
+A new number is an entry here. If it is not known from the report's attributes, `build.py` computes it first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import PackingReport
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number, and how it is shown.
+
+    Attributes:
+        heading: in the tables of `plan`; a column without a heading is only logged.
+        value: of a report. None if it has no meaning there; a column without any value is not shown.
+        text: the format of a value in a table.
+        metric: its name for loggers, behind `packing/`; empty if it is not logged.
+        legend: what the heading means, below the tables.
+        wraps: whether a cell may take several lines.
+    """
+
+    heading: str
+    value: Callable[[Any], Any]
+    text: str = ","
+    metric: str = ""
+    legend: str = ""
+    wraps: bool = False
+
+    def cell(self, value: Any) -> str:
+        """A value as text."""
+        return "-" if value is None else format(value, self.text)
+
+
+def _of_images(name: str) -> Callable[["PackingReport"], Any]:
+    return lambda report: None if report.images is None else getattr(report.images, name)
+
+
+def _of_groups(name: str) -> Callable[["PackingReport"], Any]:
+    return lambda report: None if report.shared is None else getattr(report.shared, name)
+
+
+def _of_prefixes(name: str) -> Callable[["PackingReport"], Any]:
+    def value(report: "PackingReport") -> Any:
+        prefixes = report.prefixes
+        shares = prefixes is not None and prefixes.setting != "off" and prefixes.refused is None
+        return getattr(prefixes, name) if shares else None
+
+    return value
+
+
+def _smallest_degree(report: "PackingReport") -> int | None:
+    groups = report.shared or report.groups
+    return None if groups is None else groups.smallest_degree
+
+
+def _too_long(report: "PackingReport") -> int | None:
+    count = report.ledger.dropped.get("overlong")
+    return None if report.images is None else 0 if count is None else count.documents
+
+
+def _cut(report: "PackingReport") -> int:
+    ledger = report.ledger
+    return sum(count.documents for count in (ledger.truncated, ledger.split, *ledger.dropped.values()))
+
+
+KEYS = (  # they begin every table
+    Column("max_length", lambda report: report.max_length),
+    Column("strategy", lambda report: report.strategy, text=""),
+    Column("ranks", lambda report: report.world_size),
+)
+COLUMNS = (
+    Column("", lambda report: report.num_documents, metric="documents"),
+    Column("packs", lambda report: report.num_packs, metric="packs"),
+    Column("", lambda report: report.lower_bound, metric="lower_bound"),
+    Column("filled", lambda report: report.efficiency, ".1%", "efficiency", "share of the packs"),
+    Column(
+        "padded",
+        lambda report: report.padding_efficiency,
+        ".1%",
+        "padding_efficiency",
+        "the same of unpacked batches of this size",
+    ),
+    Column("steps", lambda report: None if report.num_rows is None else report.num_steps, metric="steps_per_epoch"),
+    Column("docs/step", lambda report: report.documents_per_step, ",.1f", "documents_per_step"),
+    Column(
+        "imbalance",
+        lambda report: report.imbalance,
+        ".3f",
+        "imbalance",
+        "modelled time / modelled time if ranks never waited",
+    ),
+    Column("cut", _cut, legend="documents truncated, split or dropped"),
+    Column(
+        "lost", lambda report: report.lost_trained_share, ".2%", "lost_trained_share", "share of the trained tokens"
+    ),
+    Column("computed", _of_prefixes("rows"), ".2f", "computed_share", "share of the tokens of the documents"),
+    Column(
+        "families/step",
+        _of_prefixes("families_per_step"),
+        ",.1f",
+        "families_per_step",
+        "those that begin alike, each as one",
+    ),
+    Column("images/pack", _of_images("per_pack"), ".1f", "images_per_pack"),
+    Column("too long", _too_long, legend='documents dropped because an image does not fit, or by overlong="drop"'),
+    Column(
+        "language",
+        _of_images("language_imbalance"),
+        ".3f",
+        "language_imbalance",
+        "imbalance of the language model alone",
+    ),
+    Column("tower", _of_images("tower_imbalance"), ".3f", "tower_imbalance", "imbalance of the vision tower alone"),
+    Column(
+        "exchange",
+        _of_groups("exchange_share"),
+        ".1%",
+        "exchange_share",
+        "share of the time in the exchange between ranks that share a pack",
+    ),
+    Column("time/bound", _of_groups("time_over_bound"), ".3f", "time_over_bound", "modelled time over a lower bound"),
+    Column("part", _of_groups("largest_part"), legend="tokens of the largest part of a pack on a rank"),
+    Column(
+        "micro-steps by degree",
+        lambda report: None if report.shared is None else report.shared.histogram(),
+        text="",
+        legend="degree: ranks that share a pack",
+        wraps=True,
+    ),
+    Column("", _smallest_degree, metric="smallest_degree"),
+)

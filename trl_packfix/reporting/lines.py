@@ -1,0 +1,308 @@
+"""The lines of a report, in order. Each function gives the labels and texts of one part, or nothing.
+
+A new line is a function and its entry in `LINES`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ..isolation.isolation_report import IsolationReport
+from ..planning.strategies import STRATEGIES
+from .savings import PrefixSavings
+
+if TYPE_CHECKING:
+    from .report import PackingReport
+
+WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
+Lines = Iterator[tuple[str, str]]  # label and text
+
+
+def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
+    """Label and text of each line."""
+    lines = OF_STREAM if report.num_rows is None else OF_TABLE
+    return [line for part in (*lines, *LINES) for line in part(report)]
+
+
+# Tables
+
+
+def _conversations(report: "PackingReport") -> Lines:
+    if report.turns is not None:
+        yield "conversations", report.turns.line()
+
+
+def _documents(report: "PackingReport") -> Lines:
+    packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
+    yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows{packs}"
+
+
+def _micro_batch(report: "PackingReport") -> Lines:
+    groups = report.shared or report.groups
+    settings = f"per_device_train_batch_size {report.batch_size} x max_length {report.max_length:,}"
+    text = f"{report.capacity:,} tokens at most: {settings}"
+    yield "micro-batch", text if groups is None else groups.micro_batch(report.max_length)
+
+
+def _tokens(report: "PackingReport") -> Lines:
+    yield "tokens", f"{report.num_tokens:,}, of which {report.num_trained_tokens:,} trained"
+
+
+def _images(report: "PackingReport") -> Lines:
+    if report.images is not None:
+        yield "images", report.images.line()
+
+
+def _lengths(report: "PackingReport") -> Lines:
+    if report.lengths is not None:
+        yield "lengths", report.lengths.line()
+
+
+def _efficiency(report: "PackingReport") -> Lines:
+    if report.num_packs is None:
+        yield "efficiency", f"no padding; padded batches are filled to {report.padding_efficiency:.2%}"
+    else:
+        yield (
+            "efficiency",
+            f"{report.efficiency:.2%} of the packs filled; padded batches: {report.padding_efficiency:.2%}; lower "
+            f"bound of packs: {report.lower_bound:,}",
+        )
+
+
+def _steps(report: "PackingReport") -> Lines:
+    yield (
+        "steps",
+        f"{report.num_steps:,} per epoch, about {report.documents_per_step:,.1f} documents each "
+        f"(accumulation {report.accumulation}, ranks {report.world_size})",
+    )
+
+
+def _common_prefixes(report: "PackingReport") -> Lines:
+    if (text := prefixes_text(report)) is not None:
+        yield "common prefixes", text
+
+
+def prefixes_text(report: "PackingReport") -> str | None:
+    """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
+    prefixes = report.prefixes
+    if prefixes is None:
+        return None
+    if prefixes.refused is not None:
+        return f"not shared: {prefixes.refused}"
+    sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
+    if prefixes.images is not None:
+        return f"{prefixes.rows:.2f} of the tokens and {prefixes.images:.2f} of the images are computed{sample}"
+    if prefixes.rows is None:
+        return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
+    documents = prefixes.num_documents or report.num_documents
+    families = f"{documents:,} documents in {prefixes.num_families:,} families"
+    if prefixes.setting == "family":
+        return _families_text(report, prefixes, families)
+    in_families = ""
+    if prefixes.in_families is not None and prefixes.in_families < WORTH_SHARING:
+        neighbours = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
+        in_families = f'"family" {prefixes.in_families:.2f} ({families}{neighbours})'
+    if prefixes.setting == "pack":
+        text = f"{prefixes.rows:.2f} of the tokens are computed{sample}"
+        return text + (f"; with share_prefixes={in_families}" if in_families else "")
+    assert prefixes.in_packs is not None
+    would = [f'"pack" {prefixes.in_packs:.2f} of the tokens{sample}'] if prefixes.in_packs < WORTH_SHARING else []
+    would += [in_families] if in_families else []
+    return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
+
+
+def _families_text(report: "PackingReport", prefixes: PrefixSavings, families: str) -> str:
+    assert prefixes.families_per_step is not None
+    text = (
+        f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
+        f"{prefixes.families_per_step:,.1f} of them"
+    )
+    wanted = report.batch_size * report.accumulation * report.world_size
+    if prefixes.families_per_step < wanted:
+        settings = "gradient_accumulation_steps"
+        settings += " or per_device_train_batch_size" if report.shared is None else ""
+        text += (
+            f", and unpacked {wanted:,} documents: for as many independent ones, raise {settings} "
+            f"{wanted / prefixes.families_per_step:.1f} times"
+        )
+    return text
+
+
+def _against_unpacked(report: "PackingReport") -> Lines:
+    """What packing changes in the optimisation, and what to do about it."""
+    yield "against unpacked", _unpacked_text(report)
+
+
+def _unpacked_text(report: "PackingReport") -> str:
+    documents = report.batch_size * report.accumulation * report.world_size
+    steps = -(-report.num_documents // documents)
+    if STRATEGIES[report.strategy].keeps_steps:
+        same = "the same" if report.unpacked_loss == 1 else "the same but for the loss"
+        return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+    assert report.documents_per_step is not None  # it is known for a table
+    ratio = report.documents_per_step / documents
+    instead_of = f"{report.num_steps:,} steps per epoch instead of {steps:,}"
+    in_steps = f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}"
+    if report.prefixes is not None and report.prefixes.families_per_step is not None:
+        families = report.prefixes.families_per_step
+        rate = "keep learning_rate"
+        if (more := families / documents) > 1.1:
+            rate = f"raise learning_rate about {more**0.5:.1f} times (the square root of the families; Adam)"
+        return (
+            f"{ratio:.1f} times the documents per step, in about {families:,.1f} families (unpacked: {documents:,} "
+            f'documents), and {instead_of}: {rate}, and {in_steps}; share_prefixes="pack" brings no documents together'
+        )
+    if ratio < 1.1:  # a learning rate 1.05 times as high
+        return f"about {documents:,} documents per step, {instead_of}: no setting has to change"
+    # `minibatch` plans by documents, so ranks cannot share its packs.
+    minibatch = ', or set packing_strategy="minibatch" and change nothing' if report.shared is None else ""
+    return (
+        f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {instead_of}: raise learning_rate "
+        f"about {ratio**0.5:.1f} times (the square root; Adam) and {in_steps}{minibatch}"
+    )
+
+
+def _unpacked_loss(report: "PackingReport") -> Lines:
+    if report.unpacked_loss != 1:
+        yield (
+            "unpacked loss",
+            f"{report.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also counts "
+            "the first label of each document in the divisor, although it is not a target; with SGD or max_grad_norm "
+            "its steps are smaller",
+        )
+
+
+def _shared_packs(report: "PackingReport") -> Lines:
+    shared = report.shared
+    if shared is None:
+        return
+    yield (
+        "sequence parallelism",
+        f"micro-steps by degree (ranks that share a pack): {shared.histogram()}; the largest part of a rank has "
+        f"{shared.largest_part:,} tokens",
+    )
+    yield (
+        "modelled time",
+        f"{shared.time_over_bound:.3f} of the lower bound for the documents of these steps; "
+        f"{shared.exchange_share:.1%} of it in the exchange, imbalance {report.imbalance:.3f}",
+    )
+
+
+def _imbalance(report: "PackingReport") -> Lines:
+    if report.shared is not None or report.world_size == 1:
+        return
+    parts = ""
+    if report.images is not None and report.images.tower_imbalance is not None:
+        parts = (
+            f"; of the language model alone {report.images.language_imbalance:.3f}, of the vision tower alone "
+            f"{report.images.tower_imbalance:.3f}"
+        )
+    yield (
+        "imbalance",
+        f"{report.imbalance:.3f} modelled (1 is perfect); lower bound for the documents of these steps: "
+        f"{report.imbalance_bound:.3f}{parts}",
+    )
+
+
+# Streams
+
+
+def _stream(report: "PackingReport") -> Lines:
+    yield "documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"
+
+
+def _steps_of_stream(report: "PackingReport") -> Lines:
+    degree = 1 if report.groups is None else report.groups.smallest_degree
+    yield (
+        "steps",
+        f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
+        f"(accumulation {report.accumulation}, ranks {report.world_size})",
+    )
+
+
+def _groups(report: "PackingReport") -> Lines:
+    if report.groups is not None and report.groups.micro_steps:
+        yield (
+            "sequence parallelism",
+            f"micro-steps by degree (ranks that share a pack): {report.groups.histogram()}",
+        )
+
+
+def _trained_so_far(report: "PackingReport") -> Lines:
+    if not report.num_packs:
+        return
+    read = report.ledger.given
+    yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
+    yield (
+        "trained",
+        f"{report.num_documents:,} documents, {report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained) in "
+        f"{report.num_packs:,} packs",
+    )
+    yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
+
+
+# Both
+
+
+def _lost(report: "PackingReport") -> Lines:
+    ledger, truncated = report.ledger, report.ledger.truncated
+    if truncated.documents:
+        tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
+        yield "truncated", f"{truncated.documents:,} documents lost {tokens}"
+    if ledger.split.documents:
+        yield "split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"
+    for reason, count in ledger.dropped.items():
+        yield f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"
+    if report.documents_not_reached:
+        lost = f"{report.documents_not_reached:,} documents, {report.tokens_not_reached:,} tokens"
+        yield "not reached", f"{lost} per epoch (dataloader_drop_last)"
+    if report.warning is not None:
+        yield "warning", report.warning
+
+
+def _attention(report: "PackingReport") -> Lines:
+    yield "attention", report.attention
+
+
+def _isolation(report: "PackingReport") -> Lines:
+    if report.isolation is None:
+        return
+    if report.isolation.repaired:
+        repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
+        yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
+    yield "isolation", _isolation_text(report.isolation)
+
+
+def _isolation_text(isolation: IsolationReport) -> str:
+    if isolation.error is not None:
+        return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
+    if not isolation.isolated:
+        return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.tolerance:.1e})"
+    gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
+    if not isolation.equal:
+        return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
+    text = (
+        f"proved on this model: documents do not move each other (largest change {isolation.max_change:.1e}, rounding "
+        f"explains {isolation.tolerance:.1e}){gradient}; each equals itself alone"
+    )
+    if isolation.unreachable:
+        text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
+    return text
+
+
+OF_TABLE: tuple[Callable[["PackingReport"], Lines], ...] = (
+    _conversations,
+    _documents,
+    _micro_batch,
+    _tokens,
+    _images,
+    _lengths,
+    _efficiency,
+    _steps,
+    _common_prefixes,
+    _against_unpacked,
+    _unpacked_loss,
+    _shared_packs,
+    _imbalance,
+)
+OF_STREAM = (_stream, _micro_batch, _steps_of_stream, _groups, _trained_so_far)
+LINES = (_lost, _attention, _isolation)  # of both
