@@ -44,13 +44,15 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 
+from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.sorted_set import plan_sorted
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.degrees import modelled_time
-from trl_packfix.planning.families import shared_by_neighbours
+from trl_packfix.planning.degrees import GroupTimes, possible_degrees
+from trl_packfix.planning.families import SharePrefixes, shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
 FILES = CHATS | {"gsm8k": "gsm8k_train.jsonl"}
@@ -134,35 +136,54 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
 
 
 def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
-    reader = TokenReader(rows)
-    documents = make_documents(reader, CAPACITIES[-1], "drop")
+    reader, longest = TokenReader(rows), CAPACITIES[-1]
+    documents = make_documents(reader, longest, "drop")
     documents = replace(documents, tokens=token_order(reader, documents))
-    lengths, tokens = documents.lengths, int(documents.lengths.sum())
-    for setting in ("off", "pack", "family"):
+    degrees = possible_degrees(longest, tokens_per_rank, RANKS, LLAMA_7B.heads)
+
+    def training(setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}
-        planner = EpochPlanner(documents, "stream", 1, CAPACITIES[-1], 2, RANKS, **parts)
-        schedule, units = planner.schedule(0), planner.units()
-        order, offsets = units.of(schedule.order, schedule.offsets)
-        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, planner.bins, planner.parallel)
-        slots = len(schedule.offsets) - 1
-        slot = np.empty(len(documents), dtype=np.int64)
-        slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
-        found = documents.tokens.within(slot)
-        size = lengths[found.order]
-        shared = shared_by_neighbours(found.common, size) if setting != "off" else 0 * size
-        looked_up = np.bincount(slot[found.order], np.where((size - shared > 1) | (shared == 0), size, 0), slots)
-        keys = looked_up.reshape(-1, RANKS) / schedule.degrees[:, None]
-        yield {
-            "documents": len(documents),
-            "method": setting,
-            "steps": planner.num_steps,
-            "rows/tokens": 1 - int(shared.sum()) / tokens,
-            "seconds": None if setting == "pack" else float(time.seconds.sum()),  # planned as "off"
-            "exchange": float(time.exchange.sum() / time.seconds.sum()),
-            "over bound": float(time.seconds.sum() / time.bound),
-            "keys/rank": float(keys.max() / tokens_per_rank),
-            "degrees": " ".join(map(str, np.unique(schedule.degrees).tolist())),
-        }
+        return EpochPlanner(documents, "stream", 1, longest, 2, RANKS, **parts).schedule(0)
+
+    def evaluation(strategy: str, setting: SharePrefixes) -> Schedule:
+        parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting, "shuffle": False}
+        return EpochPlanner(documents, strategy, 1, longest, 1, RANKS, **parts).schedule(0)
+
+    schedules = {setting: training(setting) for setting in ("off", "pack", "family")}
+    schedules |= {f"evaluation, {name}": evaluation("bfd", name) for name in ("off", "pack", "family")}
+    schedules["evaluation, sorted"] = plan_sorted(documents, tokens_per_rank, RANKS, degrees).schedule(0)
+    for name, schedule in schedules.items():
+        yield {"documents": len(documents), "method": name} | computed(schedule, documents, tokens_per_rank, name)
+
+
+def computed(schedule: Schedule, documents: Documents, tokens_per_rank: int, name: str) -> Row:
+    """What the packs of a schedule compute, and their seconds by the model of time."""
+    slots = len(schedule.offsets) - 1
+    slot = np.empty(len(documents), dtype=np.int64)
+    slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
+    found = documents.tokens.within(slot)
+    size = documents.lengths[found.order]
+    shared = shared_by_neighbours(found.common, size) * (not name.endswith("off"))
+    times, seconds, exchange = GroupTimes(LLAMA_7B), 0.0, 0.0
+
+    def of_groups(values: np.ndarray) -> np.ndarray:
+        return np.bincount(slot[found.order], values, slots).reshape(-1, RANKS)
+
+    rows = of_groups(size - shared)
+    for degree in np.unique(schedule.degrees).tolist():
+        model, steps = LLAMA_7B.shared_by(degree), schedule.degrees == degree
+        costs = of_groups(model(size) - model(shared))[steps][:, ::degree]
+        seconds += times.seconds(costs, rows[steps][:, ::degree], degree).max(axis=1).sum()
+        exchange += times.seconds(0 * costs, rows[steps][:, ::degree], degree).mean(axis=1).sum()
+    keys = of_groups(np.where((size - shared > 1) | (shared == 0), size, 0)) / schedule.degrees[:, None]
+    return {
+        "micro-steps": len(schedule.degrees),
+        "rows/tokens": 1 - float(shared.sum() / size.sum()),
+        "seconds": float(seconds),
+        "exchange": float(exchange / seconds),
+        "keys/rank": float(keys.max() / tokens_per_rank),
+        "degrees": " ".join(map(str, np.unique(schedule.degrees).tolist())),
+    }
 
 
 # Planning many documents

@@ -201,6 +201,7 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
 # Training
 
 TOKENS_PER_RANK = 32
+TOKENS_OF_ALIKE = {"pack": 64, "family": 48}
 ACCUMULATION = 3
 NUM_STEPS = 3
 
@@ -319,7 +320,7 @@ def make_trainer(
     `shards` the ranks read a stream of so many.
     """
     is_one = engine is None
-    tokens_per_rank = 2 * TOKENS_PER_RANK if alike == "pack" else TOKENS_PER_RANK
+    tokens_per_rank = TOKENS_OF_ALIKE.get(alike, TOKENS_PER_RANK)
     defaults = {
         "share_prefixes": alike if alike and not is_one else "off",
         "packing_strategy": "bfd" if alike else "stream",

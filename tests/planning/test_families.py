@@ -25,12 +25,13 @@ from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.sorted_set import plan_sorted
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.degrees import modelled_time, smallest_degree
+from trl_packfix.planning.degrees import BESIDE, modelled_time, smallest_degree
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
@@ -369,9 +370,9 @@ def test_families_are_units_on_groups_of_ranks(
     for first, stop in pairwise(pieces.offsets):
         members = pieces.order[first:stop]
         rows = int(pieces.rows[np.searchsorted(pieces.offsets, first)])
-        # A family needs no more ranks than twice its longest document, and no more than `max_length`
+        # A family needs no more ranks than a document that is so much longer, and no more than `max_length`
         longest = int(documents.lengths[members].max())
-        assert rows <= tokens_per_rank * smallest_degree(min(2 * longest, 256), tokens_per_rank)
+        assert rows <= tokens_per_rank * smallest_degree(min(BESIDE * longest, 256), tokens_per_rank)
     for rank, each in enumerate(ranks):
         sampler = PackedBatchSampler(each, rank)
         sampler.set_epoch(epoch)
@@ -401,6 +402,27 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
     assert rows["family"] < 0.7 * rows["off"]
     assert seconds["family"] < 0.7 * seconds["off"]
+
+
+def test_evaluation_on_groups_shares_by_plan():
+    """More than among documents that meet by chance, and no less than families."""
+    tokens = chats(num=120, longest=250)
+    _, documents = sorted_documents(tokens)
+    parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS, "shuffle": False}
+    schedules = {
+        name: EpochPlanner(documents, "bfd", 1, 256, share_prefixes=name, **parts).schedule(0)
+        for name in ("pack", "family")
+    }
+    found = plan_sorted(documents, 64, 4, degrees=(1, 2, 4))
+    schedules["sorted"] = found.schedule(0)
+    rows = {
+        name: sum(rows_of(tokens, schedule.order[a:b]) for a, b in pairwise(schedule.offsets) if b > a)
+        for name, schedule in schedules.items()
+    }
+    assert rows["sorted"] < 0.75 * rows["pack"] and rows["sorted"] < 1.05 * rows["family"], rows
+    assert found.degrees == tuple(np.unique(found.schedule(0).degrees)) and found.tokens_per_rank == 64
+    # Proved degrees only
+    assert plan_sorted(documents, 64, 4, degrees=(4,)).degrees == (4,)
 
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packfix.planning.costs import CostModel, Heads
-from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups
-from trl_packfix.planning.families import make_pieces, shared_by_neighbours, sort_by_tokens
+from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups, schedule_in_order
+from trl_packfix.planning.families import TokenOrder, make_pieces, shared_by_neighbours, sort_by_tokens
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.packs import plan_bfd
 from trl_packfix.planning.schedule import num_optimizer_steps, schedule_minibatches, schedule_packs
@@ -38,14 +38,17 @@ def units_of(kind: str, tokens: list[np.ndarray], room: int = 64) -> Units:
         return Units(lengths, MODEL)
     if kind == "images":
         return Units(lengths, MODEL, np.random.default_rng(len(tokens)).integers(0, 3, len(tokens)) * 1e14)
+    return make_pieces(sorted_by_tokens(tokens), lengths, lengths - 1, MODEL, room)
 
+
+def sorted_by_tokens(tokens: list[np.ndarray]) -> TokenOrder:
     def read(chosen, first, width):
         found = np.full((len(chosen), width), 2**32 - 1, dtype=">u4")
         for row, i in enumerate(chosen.tolist()):
             found[row, : len(tokens[i][first:])] = tokens[i][first : first + width]
         return found
 
-    return make_pieces(sort_by_tokens(lengths, read), lengths, lengths - 1, MODEL, room)
+    return sort_by_tokens(np.array([len(each) for each in tokens]), read)
 
 
 def check(schedule, units: Units, num_documents: int, capacity: int, degrees: np.ndarray) -> None:
@@ -114,6 +117,33 @@ def test_units_on_groups_of_ranks(kind, num, seed, accumulation, world_size, bal
         one = [divided.one_degree(divided.members, degree, accumulation) for degree in parallel.degrees]
         chosen = time.seconds[step * accumulation : (step + 1) * accumulation].sum()
         assert chosen <= min(each.seconds for each in one if each is not None) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    world_size=st.sampled_from([4, 8]),
+    degrees=st.sampled_from([(1, 2, 4), (4,), (1, 4), (2, 4)]),
+)
+def test_a_sorted_set_is_on_the_fewest_ranks_that_hold_each_pack(num, seed, world_size, degrees):
+    tokens = tokens_of(num, seed)
+    lengths = np.array([len(each) for each in tokens])
+    order = sorted_by_tokens(tokens)
+    schedule = schedule_in_order(order, lengths, 16, world_size, degrees)
+    assert sorted(schedule.order.tolist()) == list(range(num))
+    assert schedule.degrees.tolist() == sorted(schedule.degrees.tolist(), reverse=True)
+    assert {len(list(schedule.micro_batches(rank))) for rank in range(world_size)} == {len(schedule.degrees)}
+    slots = len(schedule.offsets) - 1
+    slot = np.empty(num, dtype=np.int64)
+    slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
+    within = order.within(slot)
+    own = lengths[within.order] - shared_by_neighbours(within.common, lengths[within.order])
+    rows = np.bincount(slot[within.order], own, slots).reshape(-1, world_size)
+    assert (rows <= 16 * schedule.degrees[:, None]).all()
+    for step, degree in enumerate(schedule.degrees.tolist()[:-1]):  # the packs of the last one are split
+        smaller = max((each for each in degrees if each < degree), default=0)
+        assert rows[step].max() > 16 * smaller and (rows[step][::degree] > 0).all()
 
 
 # What a unit costs

@@ -316,6 +316,11 @@ def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
     num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT not in batch)
     assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
+    # The same packs with sequence parallelism, here on one rank
+    parts = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}
+    _, on_parts, rows_on_parts, _ = evaluated(tmp_path, **parts)
+    assert rows_on_parts == rows
+    assert {name: on_parts[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
     # The control: each row once
     count_rows_once(monkeypatch)
     _, wrong, *_ = evaluated(tmp_path)

@@ -24,11 +24,14 @@ from .arrays import Float64Array, Int64Array
 from .balance import balanced
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
+from .families import TokenOrder, pack_in_order
 from .packs import PackPlan
-from .schedule import Schedule, packs_of_steps
+from .schedule import Schedule, packs_of_steps, split_up_to
 from .units import Bins, Units
 
 FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
+
+BESIDE = 8  # times a document: room of a group that shares it; half as many or all ranks take up to 10 % longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +108,26 @@ def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
 def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -> Int64Array:
     """Most rows of a piece of a family that begins with each document, for `make_pieces`, shape (N,).
 
-    The smallest group that holds twice the document, or S ranks. In a smaller piece the document would be computed
-    again for a few others; a larger one would need a higher degree, and all of its rows would pay the exchange. To
-    `FILL` of the group, because several pieces share a pack.
+    To `FILL` of the group, because several pieces share a pack.
 
-    >>> room_of_families(np.array([10, 60, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
+    >>> room_of_families(np.array([10, 20, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
     [95, 190, 380, 390]
     """
-    twice = np.minimum(2 * lengths, smallest * tokens_per_rank)
-    doublings = np.frexp(-(-twice // tokens_per_rank) - 1)[1]  # of the degree, from 1 on
-    return np.maximum((FILL * tokens_per_rank * 2.0**doublings).astype(np.int64), lengths)
+    degrees = tuple(1 << i for i in range(smallest.bit_length()))
+    return np.maximum((FILL * room_beside(lengths, tokens_per_rank, degrees)).astype(np.int64), lengths)
+
+
+def room_beside(lengths: Int64Array, tokens_per_rank: int, degrees: tuple[int, ...]) -> Int64Array:
+    """Rows of the smallest group that holds each document `BESIDE` times, else of the largest group, shape (N,).
+
+    In a smaller group, a document that others share would be computed again for a few of them. A larger group would pay
+    more for the exchange.
+
+    >>> room_beside(np.array([10, 20, 130, 390]), tokens_per_rank=100, degrees=(1, 2, 4)).tolist()
+    [100, 200, 400, 400]
+    """
+    rooms = tokens_per_rank * np.array(degrees)
+    return rooms[np.searchsorted(rooms, np.minimum(BESIDE * lengths, rooms[-1]))]
 
 
 def possible_degrees(
@@ -193,26 +206,60 @@ def schedule_groups(plan: PackPlan, units: Units, num_steps: int, bins: Bins, pa
     """
     planned = replace(bins, world_size=bins.world_size // parallel.smallest)
     steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, planned)
-    sizes: list[Int64Array] = []
     order: list[Int64Array] = []
     degrees: list[int] = []
     for packs in steps:
         divided = divide_step(packs, units, bins, parallel)
         degrees += divided.degrees
         order += divided.packs
-        sizes.append(_slot_sizes(divided, bins))
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    world_size, accumulation = bins.world_size, bins.accumulation
-    return Schedule(np.concatenate(order), offsets, accumulation, world_size, num_skipped, np.array(degrees))
+    return _schedule(order, degrees, bins, num_skipped)
 
 
-def _slot_sizes(divided: DividedStep, bins: Bins) -> Int64Array:
-    """Documents of every slot: those of a group are in the slot of its first rank."""
-    sizes = np.zeros((bins.accumulation, bins.world_size), np.int64)
-    packs = iter(divided.packs)
-    for row, degree in zip(sizes, divided.degrees, strict=True):
-        row[::degree] = [len(next(packs)) for _ in range(0, bins.world_size, degree)]
-    return sizes.ravel()
+def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, num_skipped: int = 0) -> Schedule:
+    """Packs of groups, micro-step after micro-step; those of a group are in the slot of its first rank."""
+    sizes = np.zeros((len(degrees), bins.world_size), np.int64)
+    given = iter(packs)
+    for row, degree in zip(sizes, degrees, strict=True):
+        row[::degree] = [len(next(given)) for _ in range(0, bins.world_size, degree)]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    order = np.concatenate(packs) if packs else np.zeros(0, np.int64)
+    return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, np.array(degrees))
+
+
+def schedule_in_order(
+    tokens: TokenOrder, lengths: Int64Array, tokens_per_rank: int, world_size: int, degrees: tuple[int, ...] = ()
+) -> Schedule:
+    """Packs of neighbours in the order of their tokens, on the fewest ranks that hold them; one pack per rank and step.
+
+    A micro-step has the degree of its largest pack. They come in the order of their degrees, so packs of one degree
+    share micro-steps; the last micro-step has its packs split, or some ranks would have none.
+
+    Args:
+        tokens: the documents, sorted by their tokens.
+        lengths: tokens of each document, shape (N,).
+        tokens_per_rank: most rows of a pack on one rank.
+        degrees: ranks that may share a pack, ascending; the largest group holds the longest document. (): packs are on
+            one rank each, and the schedule has no degrees.
+
+    >>> tokens = TokenOrder(np.array([0, 2, 1, 3]), np.array([0, 31, 0, 0]))  # 0 and 2 share 30 rows
+    >>> lengths = np.array([40, 70, 40, 20])  # the pack of 0 and 2 has 50 rows and is split, so that no rank waits
+    >>> schedule = schedule_in_order(tokens, lengths, tokens_per_rank=50, world_size=2, degrees=(1, 2))
+    >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
+    ([[[1, 3], [0]], [[1, 3], [2]]], array([2, 1]))
+    """
+    bins = Bins(capacity=tokens_per_rank, world_size=world_size)
+    packs, rows = pack_in_order(tokens, lengths, room_beside(lengths, tokens_per_rank, degrees or (1,)))
+    of_packs = [next(degree for degree in degrees or (1,) if n <= degree * tokens_per_rank) for n in rows]
+    order = sorted(range(len(packs)), key=lambda i: -of_packs[i])
+    filled: list[Int64Array] = []
+    chosen: list[int] = []
+    while order:
+        chosen.append(of_packs[order[0]])
+        num = world_size // chosen[-1]
+        step, order = split_up_to([packs[i] for i in order[:num]], lengths, num), order[num:]
+        filled += step + [np.zeros(0, np.int64)] * (num - len(step))
+    schedule = _schedule(filled, chosen, bins)
+    return schedule if degrees else replace(schedule, degrees=None)
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep:

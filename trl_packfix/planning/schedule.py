@@ -114,11 +114,11 @@ def packs_of_steps(
     packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
         # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
-        packs = _split_up_to(packs, rows, num_steps)
+        packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
-    steps = (_split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
+    steps = (split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
     return steps, sum(len(pack) for pack in skipped)
 
 
@@ -209,7 +209,7 @@ def _longest_processing_time(longest_first: Int64Array, lengths: Int64Array, num
     return bins
 
 
-def _split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
+def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
     """Halve the packs with the most tokens until there are `num`, or no pack has two documents."""
     if len(packs) >= num:
         return packs

@@ -35,6 +35,7 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
+from ..planning.degrees import possible_degrees
 from .checks import check_prepared, check_tokenised
 from .config import SFTConfig
 from .images import check_padded_images
@@ -206,9 +207,9 @@ class Evaluation:
     def _sorts_evaluation(self) -> bool:
         """Whether documents that begin alike are brought together.
 
-        With packs of several ranks they meet by chance. With images, too: to sort them, all would have to be processed.
+        With images they meet by chance: to sort them, all would have to be processed.
         """
-        return self._shares_evaluation and self.args.tokens_per_rank is None and self._data.images is None
+        return self._shares_evaluation and self._data.images is None
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
@@ -300,8 +301,12 @@ class Evaluation:
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
         args = self.args
         max_length = args.max_length or int(documents.lengths.max())
-        if self._sorts_evaluation:
+        tokens_per_rank = args.tokens_per_rank
+        if self._sorts_evaluation and tokens_per_rank is None:
             return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
+        if self._sorts_evaluation and tokens_per_rank is not None:
+            possible = possible_degrees(max_length, tokens_per_rank, args.world_size, self._cost_model.heads)
+            return plan_sorted(documents, tokens_per_rank, args.world_size, self._training_degrees or possible)
         return EpochPlanner(
             documents,
             "bfd",
