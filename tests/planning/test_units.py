@@ -15,7 +15,9 @@ from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_
 from trl_packfix.planning.families import TokenOrder, make_pieces, shared_by_neighbours, sort_by_tokens
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.packs import plan_bfd
+from trl_packfix.planning.plans import RunPlans
 from trl_packfix.planning.schedule import num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Bins, Units
 
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 6, 2, 64, 64),))  # 6 heads: uneven on 4 ranks
@@ -144,6 +146,43 @@ def test_a_sorted_set_is_on_the_fewest_ranks_that_hold_each_pack(num, seed, worl
     for step, degree in enumerate(schedule.degrees.tolist()[:-1]):  # the packs of the last one are split
         smaller = max((each for each in degrees if each < degree), default=0)
         assert rows[step].max() > 16 * smaller and (rows[step][::degree] > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    num=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    strategy=st.sampled_from(["stream", "bfd", "minibatch"]),
+    accumulation=st.integers(1, 3),
+    world_size=st.sampled_from([1, 4]),
+    on_groups=st.booleans(),
+    epoch=st.integers(0, 2),
+)
+def test_a_run_is_planned_from_units_and_settings_alone(
+    kind, num, seed, strategy, accumulation, world_size, on_groups, epoch
+):
+    units, traits, order = units_of(kind, tokens_of(num, seed)), STRATEGIES[strategy], np.arange(num)
+    parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4))
+    on_groups = on_groups and world_size == 4 and not traits.keeps_steps
+    bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size)
+    plans = RunPlans(strategy=traits, bins=bins, seed=seed % 100, parallel=parallel if on_groups else None)
+    if traits.keeps_steps:
+        if kind == "families":
+            return  # those of its steps: `test_families.py`
+        schedule = plans.schedule_kept_steps(units, order)
+        assert schedule.num_steps == plans.num_kept_steps(num)
+        steps = [sorted(schedule.step_documents(step).tolist()) for step in range(schedule.num_steps)]
+        assert steps == [np.flatnonzero(plans.kept_steps(order) == step).tolist() for step in range(len(steps))]
+    else:
+        first = plans.plan(units, 0)
+        schedule = plans.schedule(units, epoch, first, plans.num_steps(first.num_packs))
+        again = plans.schedule(units, epoch, plans.plan(units, 0), schedule.num_steps)
+        assert again.order.tolist() == schedule.order.tolist() and schedule.num_steps == -(
+            -first.num_packs // plans.num_bins
+        )
+    degrees = np.ones(schedule.num_steps * accumulation, np.int64) if schedule.degrees is None else schedule.degrees
+    check(schedule, units, num, 16 if on_groups else 64, degrees)
 
 
 # What a unit costs

@@ -105,6 +105,23 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def cached_packs(
+    file: Path | None, make: Callable[[], CachedPacks], num_documents: int, *, num_degrees: int = 0, writes: bool = True
+) -> CachedPacks:
+    """The packs in `file`; if it does not hold them, those that `make` makes, written there if this process `writes`.
+
+    Args:
+        file: None: they are not cached.
+        num_documents, num_degrees: that the packs have.
+    """
+    packs = None if file is None else read_cached_packs(file, num_documents, num_degrees)
+    if packs is None:
+        packs = make()
+        if file is not None and writes:
+            cache_packs(file, packs)
+    return packs
+
+
 def read_cached_packs(path: Path, num_documents: int, num_degrees: int = 0) -> CachedPacks | None:
     """The packs that `cache_packs` wrote there, if they hold `num_documents` documents; else None."""
     try:

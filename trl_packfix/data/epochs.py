@@ -1,4 +1,4 @@
-"""The schedule of every epoch: documents -> plan -> schedule. Schedules of many documents are cached.
+"""The schedule of every epoch: documents -> units -> plan -> schedule -> cache.
 
 The first plan and every schedule are cached beside the documents, for all ranks of a node and for the next start. Each
 file name is a hash of everything its content depends on. A process that does not find the file computes the content
@@ -6,7 +6,6 @@ itself, so no process waits.
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +16,19 @@ import numpy as np
 from ..planning.arrays import Float64Array, Int64Array
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import (
-    FILL,
     SequenceParallel,
     Speeds,
     possible_degrees,
     room_of_families,
-    schedule_groups,
     smallest_degree,
 )
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
-from ..planning.packs import PackPlan, plan_blocks, reordered
-from ..planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
+from ..planning.packs import PackPlan
+from ..planning.plans import RunPlans
+from ..planning.schedule import Schedule
 from ..planning.strategies import STRATEGIES, Strategy, StrategyTraits
 from ..planning.units import Balance, Bins, Synchronisation, Units
-from .cache_files import CODE, PREFIX, CachedPacks, cache_packs, read_cached_packs
+from .cache_files import CODE, PREFIX, CachedPacks, cached_packs
 from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
@@ -86,16 +84,15 @@ class EpochPlanner:
             possible = possible_degrees(self.max_length, self.tokens_per_rank, self.world_size, self.cost_model.heads)
             self._first_degrees = possible if self.degrees is None else self.degrees
         if self._traits.keeps_steps:
-            self.num_steps = num_optimizer_steps(
-                len(self.documents), self.batch_size * self.accumulation, self.world_size, self.drop_last
-            )
+            self.num_steps = self._plans.num_kept_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
-            packs = self._read_or_compute("plan", 0, self._plan)
-            self.first_plan = PackPlan(packs.order, packs.offsets, self.units().rows, self.capacity)
-            self.num_steps = num_optimizer_steps(
-                self.first_plan.num_packs, self.accumulation, self._num_groups, self.drop_last
+            units = self.units()
+            packs = cached_packs(
+                self.file("plan", 0), lambda: _packs(self._plans.plan(units, 0)), len(units), writes=self.writes_cache
             )
+            self.first_plan = PackPlan(packs.order, packs.offsets, units.rows, self.capacity)
+            self.num_steps = self._plans.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
             raise ValueError(
@@ -136,6 +133,18 @@ class EpochPlanner:
         )
 
     @property
+    def _plans(self) -> RunPlans:
+        return RunPlans(
+            strategy=self._traits,
+            bins=self.bins,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            parallel=None if self.tokens_per_rank is None else self.parallel,
+            block=self.documents.block,
+        )
+
+    @property
     def shares_families(self) -> bool:
         """Whether documents that begin alike are planned as one."""
         return self.share_prefixes == "family"
@@ -159,7 +168,8 @@ class EpochPlanner:
         if not self._traits.keeps_steps:
             return self._pieces
         assert self.documents.tokens is not None
-        return self.pieces(self.documents.tokens.within(self._unpacked_steps(epoch)), splits_copies=False)
+        of_steps = self.documents.tokens.within(self._plans.kept_steps(self._unpacked_order(epoch)))
+        return self.pieces(of_steps, splits_copies=False)
 
     @property
     def parallel(self) -> SequenceParallel:
@@ -180,26 +190,22 @@ class EpochPlanner:
         return self.batch_size * self.max_length
 
     @property
-    def _planned_capacity(self) -> int:
-        """Tokens to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
-        return self.capacity if self.tokens_per_rank is None else max(int(FILL * self.capacity), 1)
-
-    @property
     def _smallest_degree(self) -> int:
         """The smallest number of ranks that hold a document of `max_length`."""
         return 1 if self.tokens_per_rank is None else smallest_degree(self.max_length, self.tokens_per_rank)
-
-    @property
-    def _num_groups(self) -> int:
-        """Groups of ranks for which packs are planned."""
-        return self.world_size // self._smallest_degree
 
     def schedule(self, epoch: int) -> Schedule:
         """Documents of every step, micro-batch and rank of one epoch."""
         if not self.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            order, offsets, num_skipped, degrees = self._read_or_compute("schedule", epoch, self._schedule)
+            order, offsets, num_skipped, degrees = cached_packs(
+                self.file("schedule", epoch),
+                lambda: _packs(self._schedule(epoch)),
+                len(self.documents),
+                num_degrees=0 if self.tokens_per_rank is None else self.num_steps * self.accumulation,
+                writes=self.writes_cache,
+            )
             self._latest = (epoch, Schedule(order, offsets, self.accumulation, self.world_size, num_skipped, degrees))
         return self._latest[1]
 
@@ -225,40 +231,16 @@ class EpochPlanner:
         key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PREFIX}-packs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
 
-    def _read_or_compute(
-        self, kind: Literal["plan", "schedule"], epoch: int, make: Callable[[int], PackPlan | Schedule]
-    ) -> CachedPacks:
-        file = self.file(kind, epoch)
-        num_degrees = 0
-        if self.tokens_per_rank is not None and kind == "schedule":
-            num_degrees = self.num_steps * self.accumulation
-        num_packed = len(self.units()) if kind == "plan" else len(self.documents)
-        packs = None if file is None else read_cached_packs(file, num_packed, num_degrees)
-        if packs is None:
-            packs = _packs(make(epoch))
-            if file is not None and self.writes_cache:
-                cache_packs(file, packs)
-        return packs
-
-    def _plan(self, epoch: int) -> PackPlan:
-        units = self.units()
-        lengths = units.rows
-        if self.tokens_per_rank is not None:  # a longer unit is alone in its pack, which may be full
-            lengths = np.minimum(lengths, self._planned_capacity)
-        rng = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-        if self._traits.plan is None:
-            assert self.documents.block is not None  # what keeps steps has no plan
-            return plan_blocks(self.documents.block, lengths, self.batch_size, self.capacity, rng)
-        order = np.arange(len(lengths))
-        if self.shuffle:
-            order = units.visited(np.random.default_rng((self.seed, epoch)).permutation(len(lengths)))
-        return self._traits.plan(lengths, self._planned_capacity, order, rng)
-
     def _schedule(self, epoch: int) -> Schedule:
-        units = self.units(epoch)
-        schedule = self._minibatches(units, epoch) if self._traits.keeps_steps else self._schedule_plan(units, epoch)
-        rng = np.random.default_rng((self.seed, epoch, len(units))) if self.shuffle else None
-        order, offsets = units.documents(schedule.order, schedule.offsets, rng)
+        units, plans = self.units(epoch), self._plans
+        if plans.parallel is not None and epoch == 0:
+            plans = replace(plans, parallel=replace(plans.parallel, degrees=self._first_degrees))
+        if self._traits.keeps_steps:
+            schedule = plans.schedule_kept_steps(units, self._unpacked_order(epoch))
+        else:
+            assert self.first_plan is not None
+            schedule = plans.schedule(units, epoch, self.first_plan, self.num_steps)
+        order, offsets = units.documents(schedule.order, schedule.offsets, plans.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
@@ -269,38 +251,9 @@ class EpochPlanner:
             room = room_of_families(documents.lengths, self.tokens_per_rank, self._smallest_degree)
         return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, room, splits_copies)
 
-    def _minibatches(self, units: Units, epoch: int) -> Schedule:
-        """The schedule of the units of `minibatch`: a step has the documents of the unpacked run."""
-        if not isinstance(units, Pieces):
-            return schedule_minibatches(units, self._unpacked_order(epoch), self.batch_size, self.bins)
-        step = self._unpacked_steps(epoch)[units.order[units.offsets[:-1]]]
-        by_step = np.argsort(step, kind="stable")
-        bounds = np.searchsorted(step[by_step], np.arange(self.num_steps + 1))
-        return schedule_steps(units, by_step, bounds, self.bins)
-
-    def _unpacked_steps(self, epoch: int) -> Int64Array:
-        """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it."""
-        per_step = self.batch_size * self.accumulation * self.world_size
-        reached = self._unpacked_order(epoch)[: self.num_steps * per_step]
-        step = np.full(len(self.documents), -1)
-        step[reached] = np.arange(len(reached)) // per_step
-        return step
-
     def _unpacked_order(self, epoch: int) -> np.ndarray:
         num = len(self.documents)
         return unpacked_order(num, self.seed, epoch) if self.shuffle else np.arange(num)
-
-    def _schedule_plan(self, units: Units, epoch: int) -> Schedule:
-        """The schedule of the packs of a plan."""
-        assert self.first_plan is not None  # every strategy except `minibatch` has one
-        plan = self.first_plan if epoch == 0 else self._plan(epoch)
-        if plan.num_packs > self.num_steps * self.accumulation * self._num_groups and not self.drop_last:
-            # The Trainer computed the number of steps from the first plan. A plan that needs more cannot be used.
-            plan = reordered(self.first_plan, np.random.default_rng((self.seed, epoch)))
-        if self.tokens_per_rank is None:
-            return schedule_packs(plan, units, self.num_steps, self.bins)
-        parallel = self.parallel if epoch else replace(self.parallel, degrees=self._first_degrees)
-        return schedule_groups(plan, units, self.num_steps, self.bins, parallel)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:

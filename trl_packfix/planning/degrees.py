@@ -282,10 +282,10 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, parallel: Seq
 
 
 class Step:
-    """The units of one optimizer step, longest first, while they are divided into micro-steps and groups."""
+    """The units of one optimizer step, longest and dearest first, while they are divided among groups of ranks."""
 
     def __init__(self, members: Int64Array, units: Units, bins: Bins, parallel: SequenceParallel):
-        self.members = members[np.argsort(-units.rows[members], kind="stable")]
+        self.members = members[np.lexsort((-units.costs()[members], -units.rows[members]))]
         self.units = units
         self.bins = bins
         self.parallel = parallel

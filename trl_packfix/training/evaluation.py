@@ -305,8 +305,8 @@ class Evaluation:
         if self._sorts_evaluation and tokens_per_rank is None:
             return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
         if self._sorts_evaluation and tokens_per_rank is not None:
-            possible = possible_degrees(max_length, tokens_per_rank, args.world_size, self._cost_model.heads)
-            return plan_sorted(documents, tokens_per_rank, args.world_size, self._training_degrees or possible)
+            possible = possible_degrees(max_length, tokens_per_rank, args.world_size, self._data.cost_model.heads)
+            return plan_sorted(documents, tokens_per_rank, args.world_size, self._data.degrees or possible)
         return EpochPlanner(
             documents,
             "bfd",
