@@ -12,16 +12,16 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.schedule import EMPTY, schedule_minibatches
+from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Bins, Units
 
-STRATEGIES = ("stream", "bfd", "bfd_split", "wrapped", "minibatch")
 ATTENTION_DOMINATES = CostModel(per_token=1, per_pair=1 / 6)
 
 
 def planner(lengths, strategy, max_length=12, **kwargs):
     data = Dataset.from_dict({"input_ids": [list(range(n)) for n in lengths]})
-    overlong = "split" if strategy == "bfd_split" else "truncate"
-    documents = make_documents(TokenReader(data), max_length, overlong, wrapped=strategy == "wrapped")
+    traits = STRATEGIES[strategy]
+    documents = make_documents(TokenReader(data), max_length, traits.overlong, wrapped=traits.cuts_blocks)
     return EpochPlanner(documents, strategy, max_length=max_length, **kwargs)
 
 
@@ -31,7 +31,7 @@ documents_of_a_dataset = st.lists(st.integers(2, 40), min_size=1, max_size=200)
 @settings(max_examples=250, deadline=None)
 @given(
     lengths=documents_of_a_dataset,
-    strategy=st.sampled_from(STRATEGIES),
+    strategy=st.sampled_from([*STRATEGIES]),
     batch_size=st.integers(1, 4),
     accumulation=st.integers(1, 8),
     world_size=st.integers(1, 8),
@@ -77,7 +77,7 @@ def test_every_document_once_per_epoch_over_all_ranks(
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=documents_of_a_dataset,
-    strategy=st.sampled_from(STRATEGIES),
+    strategy=st.sampled_from([*STRATEGIES]),
     accumulation=st.integers(1, 4),
     world_size=st.integers(1, 4),
 )

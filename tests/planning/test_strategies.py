@@ -1,18 +1,27 @@
 """One list of strategies: what follows from each is read from its record, nowhere from its name."""
 
 import ast
+import doctest
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.runs import trainer
 
 import trl_packfix
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.cli import main
+from trl_packfix.data.epochs import EpochPlanner
+from trl_packfix.data.loaders import PackedBatchSampler
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.strategies import STRATEGIES, StrategyTraits
 
 ROOT = Path(trl_packfix.__file__).parents[1]
@@ -46,50 +55,80 @@ def test_no_module_decides_by_the_name_of_a_strategy():
     assert found == {}
 
 
-def pairs(lengths, capacity, order, rng):
-    """Two documents to a pack, as they come."""
-    assert lengths.max() <= capacity / 2 and sorted(order) == list(range(len(lengths)))
-    offsets = np.append(np.arange(0, len(order), 2), len(order))
-    return PackPlan(order, offsets, lengths, capacity)
+@pytest.fixture
+def next_fit(monkeypatch):
+    """Adds the strategy of CONTRIBUTING as it says: the function and one record, from its own lines."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    added = [block for block in blocks if "next_fit" in block]
+    assert len(added) == 2, "one block with the function, one with the record"
+    monkeypatch.setitem(STRATEGIES, "next_fit", None)  # is taken out again
+    names = {"np": np, "PackPlan": PackPlan, "StrategyTraits": StrategyTraits, "STRATEGIES": STRATEGIES}
+    for block in added:
+        exec(block, names)
+    return names["plan_next_fit"]
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """A strategy as CONTRIBUTING says: one record."""
-    monkeypatch.setitem(STRATEGIES, "pairs", StrategyTraits(plan=pairs))
+def registered(next_fit):
+    """Documents of four tokens, of which two fit a pack."""
     return Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(10, 34)]})
 
 
+def test_the_example_of_contributing_is_what_it_says(next_fit):
+    runner = doctest.DocTestRunner()
+    (example,) = doctest.DocTestFinder().find(next_fit, "plan_next_fit", globs={"np": np, "plan_next_fit": next_fit})
+    runner.run(example)
+    assert runner.summarize() == (0, 1)
+
+
 def test_one_record_makes_a_strategy(registered, tmp_path, capsys):
-    plan = plan_packs([4] * 24, 64, "pairs", seed=1)
+    plan = plan_packs([4] * 24, 8, "next_fit", seed=1)
     assert np.diff(plan.offsets).tolist() == [2] * 12
-    assert not np.array_equal(plan.order, plan_packs([4] * 24, 64, "pairs", seed=1, epoch=1).order)
-    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(registered, 32, 2, "pairs")]
+    assert not np.array_equal(plan.order, plan_packs([4] * 24, 8, "next_fit", seed=1, epoch=1).order)
+    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(registered, 4, 2, "next_fit")]
     assert [len(pack) for pack in packs] == [8] * 12
     assert sorted(pack[i] for pack in packs for i in (3, 7)) == list(range(10, 34))
-    in_order = [
-        batch["input_ids"][0, 3::4].tolist() for batch in packed_dataloader(registered, 32, 2, "pairs", shuffle=False)
-    ]
-    assert in_order == [[i, i + 1] for i in range(10, 34, 2)]
-    run = trainer(tmp_path, registered, packing_strategy="pairs", num_train_epochs=1)
+    in_order = packed_dataloader(registered, 4, 2, "next_fit", shuffle=False)
+    assert [batch["input_ids"][0, 3::4].tolist() for batch in in_order] == [[i, i + 1] for i in range(10, 34, 2)]
+    size = {"max_length": 4, "per_device_train_batch_size": 2}
+    run = trainer(tmp_path, registered, packing_strategy="next_fit", num_train_epochs=1, **size)
     run.train()
-    assert run.state.max_steps == 12 == run.packing_report.num_packs and run.packing_report.strategy == "pairs"
+    assert run.state.max_steps == 12 == run.packing_report.num_packs and run.packing_report.strategy == "next_fit"
     assert [entry["documents_per_step"] for entry in run.state.log_history if "documents_per_step" in entry] == [2] * 12
     registered.save_to_disk(tmp_path / "rows")
     capsys.readouterr()
-    command = [
-        "plan",
-        str(tmp_path / "rows"),
-        "--max-length",
-        "32",
-        "--batch-size",
-        "2",
-        "--strategy",
-        "pairs",
-        "--json",
-    ]
-    assert main(command) in (0, None)
-    assert "pairs" in json.dumps(json.loads(capsys.readouterr().out))
+    words = ["--max-length", "4", "--batch-size", "2", "--strategy", "next_fit", "--json"]
+    assert main(["plan", str(tmp_path / "rows"), *words]) in (0, None)
+    assert "next_fit" in json.dumps(json.loads(capsys.readouterr().out))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 60), epoch=st.integers(0, 1), data=st.data())
+def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, seed, num, epoch, data):
+    """Nothing but its record says that it exists."""
+    rng = np.random.default_rng(seed)
+    stems = [rng.integers(0, 99, 40) for _ in range(3)]
+    rows = [[*stems[i % 3][: rng.integers(1, 41)], *rng.integers(0, 99, rng.integers(1, 20))] for i in range(num)]
+    reader = TokenReader(Dataset.from_dict({"input_ids": rows}))
+    documents = make_documents(reader, 64)
+    documents = replace(documents, tokens=token_order(reader, documents))
+    share_prefixes = data.draw(st.sampled_from(["off", "family"]))
+    tokens_per_rank = data.draw(st.sampled_from([None, 16, 64]))
+    how = {"share_prefixes": share_prefixes, "tokens_per_rank": tokens_per_rank}
+    plans = [EpochPlanner(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
+    batches = []
+    for rank, plan in enumerate(plans):
+        sampler = PackedBatchSampler(plan, rank)
+        sampler.set_epoch(epoch)
+        batches.append(list(sampler))
+    assert {len(each) for each in batches} == {plans[0].num_steps * 2}
+    schedule, units = plans[0].schedule(epoch), plans[0].units()
+    assert sorted(schedule.order.tolist()) == list(range(len(documents)))
+    order, offsets = units.of(schedule.order, schedule.offsets)
+    total = np.concatenate([[0], np.cumsum(units.rows[order])])
+    packs = np.diff(total[offsets]).reshape(-1, 4)
+    room = 64 if tokens_per_rank is None else tokens_per_rank * schedule.degrees[:, None]
+    assert (packs <= room).all()
 
 
 def test_an_unknown_strategy_and_a_record_without_a_function_raise(registered, tmp_path):
