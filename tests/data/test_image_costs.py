@@ -18,7 +18,8 @@ from trl_packfix.data.image_collator import ImageExamples
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents
-from trl_packfix.planning.costs import CostModel, TowerCosts
+from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
+from trl_packfix.planning.degrees import Speeds, modelled_time
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training import trainer as trainer_module
@@ -117,6 +118,26 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
     assert 1 <= bound <= 1 + waiting(ours)
     tokens = [sum(lengths[batch[batch >= 0]]) for rank in range(4) for batch in ours.schedule(0).micro_batches(rank)]
     assert max(tokens) <= 2048 and sorted(ours.schedule(0).order) == list(range(len(documents)))
+
+
+def test_degrees_are_chosen_by_text_and_images():
+    """Every rank of a group runs the vision tower, so images on many ranks are dear."""
+    documents = documents_with_images()
+    heads = Heads(layers=8, heads=8, kv_heads=2, key_dim=16, value_dim=16)
+    costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=2e-1))
+    links = Speeds(flops=1e12, latency_within=1e-6)
+    settings = {"accumulation": 2, "world_size": 4, "tokens_per_rank": 512, "cost_model": costs, "speeds": links}
+    ours = EpochPlanner(documents, "stream", 1, 2048, **settings)
+    text = replace(documents, image_values=None, image_squares=None)
+    by_tokens = EpochPlanner(text, "stream", 1, 2048, **settings)
+    units, taken = ours.units(), {}
+    for name, plan in (("both", ours), ("tokens", by_tokens)):
+        schedule = plan.schedule(0)
+        assert sorted(schedule.order) == list(range(len(documents)))
+        time = modelled_time(schedule, units, ours.bins, ours.parallel)
+        assert time.bound <= time.seconds.sum() * (1 + 1e-9)
+        taken[name] = (time.seconds.sum(), schedule.degrees.mean())
+    assert taken["both"][0] < 0.95 * taken["tokens"][0] and taken["both"][1] < taken["tokens"][1], taken
 
 
 def test_cached_documents_have_the_costs_of_their_images(tmp_path):
