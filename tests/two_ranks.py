@@ -483,7 +483,7 @@ PADDED = {"packing": False}
 
 
 HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
-ALTERNATING = ("model", "leaking", "mamba", "lfm2")  # the last raises on a pack until it is repaired
+ALTERNATING = ("model", "leaking", "mamba", "lfm2")
 
 
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:

@@ -235,7 +235,7 @@ def test_boundaries_are_given_to_the_attention_of_the_text_only():
 
 def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
     """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
-    model = tiny_model("mamba")  # it leaks; the search first looks for positions that do not restart
+    model = tiny_model("bloom")  # it leaks; the search first looks for positions that do not restart
     packed = PackedModel(model, torch.float32, "cpu", 64)
     ran = []
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])

@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).parents[1] / "on_flash_attn.py"
 # without attention, several rotary embeddings, layer norms on heads; and types that are repaired around it.
 NATIVE = """apertus arcee cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox
     granite granitemoe helium llama mistral mixtral nemotron olmo olmo2 olmoe opt phi phi3 qwen2 qwen3
-    qwen3_moe seed_oss smollm3 stablelm starcoder2""".split()
-REPAIRED = "bamba bart jamba lfm2 qwen3_next".split()
+    bamba jamba lfm2 qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2""".split()
+REPAIRED = "bart minimax recurrent_gemma".split()
 # FlashAttention-2 would drop the sinks of one, the config of another refuses it, and on the third transformers does not
 # pass its window: the proof against the model as given finds that
 OTHERS = {"gpt_oss": "packfix_varlen", "hrm_text": "packfix_varlen", "qwen2_moe": "sdpa"}

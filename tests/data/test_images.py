@@ -294,14 +294,17 @@ def test_positions_over_the_whole_row_are_found():
 
 
 @pytest.mark.parametrize(
-    "family, unpacks, repaired",
-    [pytest.param("gemma3", True, [], marks=gemma3_leaks), ("qwen3_5", False, ["Qwen3_5GatedDeltaNet"])],
+    "family, unpacks",
+    [pytest.param("gemma3", True, marks=gemma3_leaks), ("qwen3_5", False)],
 )
-def test_families_that_leak_are_right_after_repair(family, unpacks, repaired):
+def test_families_with_masks_or_mixers_are_right(family, unpacks):
+    """The masks of gemma3 need images. The mixers of qwen3_5 start anew in each document."""
     model = build_model(family)
     packed = PackedModel(model, torch.float32, "cpu", 512, images=examples_of(family, model))
     assert packed.prove(model).isolated and packed.is_proved
-    assert packed.is_unpacked == unpacks and [repair.module for repair in packed.repaired] == repaired
+    assert packed.is_unpacked == unpacks and packed.repaired == []
+    if not unpacks:
+        return
     refused = PackedModel(build_model(family), torch.float32, "cpu", 512, "raise", images=examples_of(family, model))
     report = refused.prove(refused.model)
     assert not report.isolated

@@ -560,7 +560,7 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
 
 
 def test_a_leaking_model_is_refused_on_a_stream(tmp_path):
-    run = trainer(tmp_path, texts().to_iterable_dataset(), model="mamba", max_steps=1, on_leak="raise")
+    run = trainer(tmp_path, texts().to_iterable_dataset(), model="bloom", max_steps=1, on_leak="raise")
     with pytest.raises(PackingLeakError):
         run.train()
 

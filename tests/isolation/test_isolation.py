@@ -71,7 +71,6 @@ def test_the_models_own_masks_pass_too(model, attention):
         ("bloom", "self_attention"),
         ("mpt", "attn"),
         ("falcon", "self_attention"),
-        ("jamba", "mamba"),
         ("rwkv", "time_shift"),
     ],
 )

@@ -110,7 +110,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     assert found.max_gradient > 1e-2 and not found.isolated
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bloom"])
+@pytest.mark.parametrize("model_type", ["minimax", "bloom"])
 def test_documents_of_a_repaired_model_are_packed_whole(model_type):
     model = zoo.build_model(model_type)
     packed = packed_model(model)
@@ -157,11 +157,11 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
     assert run.data.shares_prefixes and run.packed_model.prefixes_are_proved
     assert all(a < b for a, b in zip(shared, whole, strict=True))
-    mamba = zoo.build_model("mamba")
-    mamba.resize_token_embeddings(300)
+    bloom = zoo.build_model("bloom")
+    bloom.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
-        run, unshared = rows_trained(tmp_path / "mamba", model=mamba, share_prefixes="pack")
+        run, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
     assert not run.data.shares_prefixes and unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
     assert prefixes_text(run.packing_report).startswith("not shared: these modules are repaired")
@@ -171,7 +171,7 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
 @pytest.mark.parametrize(
     "model, settings, reason",
     [
-        ("mamba", {"share_prefixes": "family"}, "repaired.*planned packs do not fit"),
+        ("bloom", {"share_prefixes": "family"}, "repaired.*planned packs do not fit"),
         ("llama", {"share_prefixes": "pack", "on_leak": "raise", "enforce_flash_attention": False}, "'sdpa'"),
     ],
 )

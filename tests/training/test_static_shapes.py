@@ -74,10 +74,10 @@ class Kept(torch.nn.Module):
         ("mixtral", {}),
         ("llama4_text", {}),
         ("llama", {"enforce_flash_attention": False}),
-        ("mamba", {}),  # repaired, as rows
-        ("falcon", {}),
+        ("mamba", {}),
+        ("falcon", {}),  # repaired, as rows
         ("qwen3_next", {}),
-        ("mamba", {"on_leak": "unpack"}),
+        ("bloom", {"on_leak": "unpack"}),
     ],
     ids=str,
 )

@@ -1,8 +1,9 @@
-"""Sequence parallelism: attention over a pack of which each rank of a group holds a part.
+"""Sequence parallelism: attention and recurrent mixers over a pack of which each rank of a group holds a part.
 
-Before attention the ranks of a group exchange tokens for heads (all-to-all): each then holds all T tokens of some of
-the heads, and computes them with the boundaries of the whole pack. After it they exchange heads for tokens. Everything
-else in a model works on one token at a time and sees its own part only. This is DeepSpeed-Ulysses (arXiv 2309.14509).
+Before attention, or a scan (`mixers.py`), the ranks of a group exchange tokens for heads (all-to-all): each then holds
+all T tokens of some of the heads, and computes them with the boundaries of the whole pack. After it they exchange heads
+for tokens. A short convolution gets the last tokens of the part before. Everything else in a model works on one token
+at a time and sees its own part only. This is DeepSpeed-Ulysses (arXiv 2309.14509).
 
 Heads need not divide by the degree s: the member with index j computes the query heads H * j // s to H * (j + 1) // s.
 It gets the key and value heads that these queries read, so that there may be fewer of them than ranks.
@@ -83,31 +84,40 @@ class HeadExchange:
         self.heads, self._key_heads = self._ranges[index]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange tokens for heads: (1, H or G, T / s, D) -> (1, own heads, T, D).
+        """`exchange` for the three tensors of attention."""
+        query, key, value = self.exchange([query], [key, value])
+        return query, key, value
 
-        Keys and values come with the heads that the own queries read. If a group of queries that share a key head is
-        cut by the end of a range, keys and values are repeated, one head per query head.
+    def exchange(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+        """Exchange tokens for heads: (1, H, T / s, D) and (1, G, T / s, D) -> (1, own heads, T, D), in this order.
+
+        Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key
+        head is cut by the end of a range, they are repeated, one head per query head. All have the same dtype.
         """
-        num_tokens = query.shape[2]
-        queries, keys = zip(*self._ranges, strict=True)
-        pieces = list(zip(_cut(query, queries), _cut(key, keys), _cut(value, keys), strict=True))
+        ranges = list(zip(*self._ranges, strict=True))
+        heads = [0] * len(queries) + [1] * len(keys)  # which of the two ranges each tensor has
+        states = [*queries, *keys]
+        num_tokens = states[0].shape[2]
+        pieces = list(zip(*(_cut(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
         send = [sum(x.numel() for x in piece) for piece in pieces]
-        own = [(_length(self.heads), query), (_length(self._key_heads), key), (_length(self._key_heads), value)]
-        sizes = [heads * num_tokens * like.shape[3] for heads, like in own]
+        own = [_length((self.heads, self._key_heads)[i]) for i in heads]
+        sizes = [count * num_tokens * x.shape[3] for count, x in zip(own, states, strict=True)]
         flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
         got = _Exchange.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
-        query, key, value = (
-            part.reshape(self.degree, heads, num_tokens, like.shape[3]).transpose(0, 1).flatten(1, 2)[None]
-            for part, (heads, like) in zip(got.split(sizes, dim=1), own, strict=True)
-        )
+        found = [
+            part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
+            for part, count, x in zip(got.split(sizes, dim=1), own, states, strict=True)
+        ]
         reads = [head // self._queries_per_key - self._key_heads.start for head in _numbers(self.heads)]
-        per_key = len(reads) // key.shape[1]
+        per_key = len(reads) // _length(self._key_heads)
         if reads != [i // max(per_key, 1) for i in range(len(reads))]:
             # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
             first = self.heads.start - self._key_heads.start * self._queries_per_key
             one_each = slice(first, first + len(reads))
-            key, value = (x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in (key, value))
-        return query, key, value
+            found[len(queries) :] = [
+                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in found[len(queries) :]
+            ]
+        return found
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""
@@ -129,7 +139,7 @@ def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[s
     """
     if num_heads < degree:
         raise ValueError(
-            f"Attention with {num_heads} head(s) got a part of a pack on {degree} ranks. Each rank computes at least "
+            f"A layer with {num_heads} head(s) got a part of a pack on {degree} ranks. Each rank computes at least "
             f"one head. Set `tokens_per_rank` so that a document needs at most {num_heads} rank(s)."
         )
     per_key = num_heads // num_key_heads
@@ -151,6 +161,26 @@ def _cut(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
         # split, not slices: the backward of each slice would allocate a gradient of all heads
         return states[0].split([_length(heads) for heads in ranges])
     return [states[0, heads] for heads in ranges]  # several members read the same key head
+
+
+def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
+    """The last `width` rows of the part before this one: (1, T / s, C) -> (1, width, C).
+
+    The first part gets those of the last one, and does not read them.
+
+    Raises:
+        ValueError: a part has fewer rows.
+    """
+    if rows.shape[1] < width:
+        raise ValueError(
+            f"A part of {rows.shape[1]} token(s) came to a convolution that reads {width} tokens before each. They "
+            "would come from more than one rank. Raise `tokens_per_rank`."
+        )
+    group = group_of(degree)
+    index = dist.get_rank(group)
+    size = width * rows.shape[2]
+    send, receive = ([size if j == (index + step) % degree else 0 for j in range(degree)] for step in (1, -1))
+    return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
+from .mixers import MixerNames
 from .models import backbone, base_model, text_config
 from .rows import DocumentRows, Group
 from .runs import SharedRuns
@@ -61,6 +62,8 @@ class PackedForward:
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
             int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
         run_lengths: rows and keys of each run on the host, (runs, 2), or None.
+        mixers: the functions of mixers that are replaced during this forward, or None.
+        derived: what modules derive from the boundaries once per pack.
     """
 
     cu_seq_lens_q: Tensor
@@ -73,8 +76,9 @@ class PackedForward:
     part_tokens: int | None = None
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
+    mixers: MixerNames | None = field(default=None, repr=False, compare=False)
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
-    _derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shared(self) -> SharedRuns | None:
@@ -82,7 +86,7 @@ class PackedForward:
         if self.kv_index is None:
             return None
         bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
-        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self._derived)
+        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self.derived)
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -97,6 +101,13 @@ class PackedForward:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def document_rows(self, budget: float) -> DocumentRows:
+        """The rows of documents in batches of at most `budget` padded tokens, cached per pack."""
+        name = ("rows", undivided(budget))
+        if name not in self.derived:
+            self.derived[name] = DocumentRows(self.lengths, self.cu_seq_lens_q.device, name[1])
+        return self.derived[name]
 
     def documents(self, budget: float) -> "DocumentBatches":
         """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack.
@@ -116,7 +127,7 @@ class PackedForward:
         budget = undivided(budget)
         if budget not in self._batches:
             device = self.cu_seq_lens_q.device
-            rows = DocumentRows(self.lengths, device, budget)
+            rows = self.document_rows(budget)
             batches = []
             for group in rows.groups:
                 bounds = torch.arange(group.num_rows + 1, dtype=torch.int32, device=device) * group.longest
@@ -167,14 +178,33 @@ def undivided(budget: float) -> float:
 packed_forwards: list[PackedForward] = []
 
 
+def running_pack() -> PackedForward | None:
+    """The packed forward whose documents a module must separate; None outside of packs and in repaired modules."""
+    running = packed_forwards[-1] if packed_forwards else None
+    return None if running is None or running.rows is not None else running
+
+
+def enter(running: PackedForward) -> None:
+    """Make `running` the packed forward from which modules read their boundaries, until `leave`."""
+    packed_forwards.append(running)
+    if running.mixers is not None:
+        running.mixers.enter()
+
+
+def leave() -> None:
+    running = packed_forwards.pop()
+    if running.mixers is not None:
+        running.mixers.leave()
+
+
 @contextmanager
 def entered(running: PackedForward) -> Iterator[None]:
     """Within this context, `running` is the packed forward from which modules read their boundaries."""
-    packed_forwards.append(running)
+    enter(running)
     try:
         yield
     finally:
-        packed_forwards.pop()
+        leave()
 
 
 def in_backward() -> bool:
@@ -262,6 +292,7 @@ class PackedForwardGuard(ModelHooks):
 
     Attributes:
         ignores_masks: see `PackedForward`.
+        mixers: the functions of the model's mixers that are replaced while packs run.
     """
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
@@ -270,6 +301,7 @@ class PackedForwardGuard(ModelHooks):
         self.ignores_masks = False
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
+        self.mixers = MixerNames(model, running_pack)
 
     def _register(self) -> list[RemovableHandle]:
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
@@ -299,8 +331,8 @@ class PackedForwardGuard(ModelHooks):
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs, layout)
-                running = replace(running, ignores_masks=self.ignores_masks)
-            packed_forwards.append(running)
+                running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
+            enter(running)
             if running.kv_index is not None:
                 # A module would take the boundaries of runs for those of documents; our attention reads `running`
                 kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
@@ -310,7 +342,7 @@ class PackedForwardGuard(ModelHooks):
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
-            packed_forwards.pop()
+            leave()
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:

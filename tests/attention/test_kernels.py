@@ -1,0 +1,132 @@
+"""Hybrid models on transformers' path with kernels, without a GPU: `on_kernels.py` in a process, and its stand-ins."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.launch import environment
+from support.versions import current_models
+
+SCRIPT = Path(__file__).parents[1] / "on_kernels.py"
+SITE = SCRIPT.parent / "support" / "kernel_site"
+CONVOLUTION = "causal_conv1d_fn(seq_idx)"
+DELTA = {CONVOLUTION, "chunk_gated_delta_rule(cu_seqlens)"}
+MAMBA2 = {CONVOLUTION, "mamba_split_conv1d_scan_combined(seq_idx)"}
+MAMBA1 = {CONVOLUTION, "selective_scan_fn()"}
+# The kernels that a pack reaches, and the boundaries that they get
+CALLS = {
+    "qwen3_5_text": DELTA, "olmo_hybrid": DELTA, "lfm2": {CONVOLUTION}, "bamba": MAMBA2, "falcon_h1": MAMBA2,
+    "nemotron_h": MAMBA2, "jamba": MAMBA1,
+    # transformers 5.23 does not pass the boundaries on to its scan
+    "kimi_linear": {CONVOLUTION, "chunk_kda(cu_seqlens)"},
+}  # fmt: skip
+TRAINED = ["bamba", "kimi_linear"]
+
+
+def run(folder, *arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"type"')]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    return {row["type"]: row for row in run(tmp_path_factory.mktemp("judged"), "judge", *CALLS)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@current_models
+@pytest.mark.parametrize("model_type", CALLS)
+def test_a_pack_equals_its_documents_on_the_kernels(model_type, judged):
+    """In fp64 to rounding: nothing is repaired, and no document reaches another."""
+    row = judged[model_type]
+    assert row["proved"] and row["right"] and not row["unpacked"] and row["repairs"] == [], row
+    assert row["exact"] < 1e-13, row
+    assert set(row["calls"]) == CALLS[model_type] and row["silent"] == [], row
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return run(folder, "train", str(folder / "output"), *TRAINED)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@current_models
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_trainings_on_the_kernels(model_type, trained):
+    """Full and LoRA, without and with both kinds of checkpointing, against padded rows of unpacked training."""
+    rows = [row for row in trained if row["type"] == model_type]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["repaired"] == [] and row["silent"] == [] and row["still"] == [], row
+        fuses = any("split" in call for call in row["calls"])
+        assert fuses is (model_type == "bamba" and not row["lora"]), row
+        if model_type != "bamba" or not row["lora"]:  # without packing the fused kernel leaves adapters out
+            assert row["error"] < 1e-3, row
+    assert rows[0]["error"] == rows[1]["error"] == rows[2]["error"] < 1e-5
+    assert len({row["error"] for row in rows[3:]}) == 1
+
+
+# The stand-ins themselves
+
+
+@pytest.fixture
+def site(monkeypatch):
+    monkeypatch.syspath_prepend(str(SITE))
+    names = {
+        "convolution": "causal_conv1d.causal_conv1d_interface",
+        "delta": "fla.ops.gated_delta_rule",
+        "chunks": "mamba_ssm.ops.triton.ssd_combined",
+        "strict": "strict",
+    }
+    before = set(sys.modules)
+    yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in names.items()})
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def channel_last(channels, num_tokens, dtype=torch.float32):
+    return torch.randn(1, num_tokens, channels, dtype=dtype).transpose(1, 2)
+
+
+def test_the_stand_in_of_the_convolution_refuses_what_the_kernel_refuses(site):
+    kernel, weight = site.convolution.causal_conv1d_fn, torch.randn(8, 4)
+    numbers = torch.zeros(1, 6, dtype=torch.int32)
+    for given, more, message in (
+        (channel_last(8, 6).contiguous(), {"seq_idx": numbers}, "channel last"),
+        (channel_last(8, 6), {"seq_idx": numbers.long()}, "kInt32"),
+        (channel_last(8, 6), {"seq_idx": numbers[:, 1:]}, "must have shape"),
+        (channel_last(8, 6, torch.float64), {}, "float64"),
+        (channel_last(4, 6), {"weight": weight[:4]}, "divisible by 8"),
+        (channel_last(8, 6), {"weight": torch.randn(8, 5)}, "width"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            kernel(given, **({"weight": weight} | more))
+
+
+def test_the_stand_in_of_a_scan_refuses_and_records(site):
+    heads = [torch.randn(2, 6, 2, 4) for _ in range(3)]
+    gates = [-torch.rand(2, 6, 2), torch.rand(2, 6, 2)]
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match="batch size is expected to be 1 rather than 2"):
+        site.delta.chunk_gated_delta_rule(*heads, *gates, cu_seqlens=bounds)
+    one = [x[:1] for x in (*heads, *gates)]
+    out, states = site.delta.chunk_gated_delta_rule(*one, cu_seqlens=bounds, output_final_state=True)
+    for i, part in enumerate((slice(0, 2), slice(2, 6))):
+        alone, state = site.delta.chunk_gated_delta_rule(*(x[:, part] for x in one), output_final_state=True)
+        assert torch.equal(out[:, part], alone) and torch.equal(states[i : i + 1], state)
+    assert site.strict.silent == []
+    site.delta.chunk_gated_delta_rule(*one, cu_seqlens=bounds[:2])
+    assert "do not cover 6 tokens" in site.strict.silent[0]
+    states = torch.randn(1, 6, 2, 4)
+    with pytest.raises(AssertionError):
+        site.chunks.mamba_chunk_scan_combined(states, states[..., 0], torch.ones(3), states, states, chunk_size=4)

@@ -1,0 +1,122 @@
+"""Runs hybrid models through transformers' path with kernels on the CPU, with strict stand-ins for the packages.
+
+    python tests/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
+    python tests/on_kernels.py train FOLDER bamba       # a JSON line per training
+
+A process of its own: transformers looks for causal_conv1d, flash-linear-attention and mamba_ssm when it is imported.
+What the stand-ins (`support/kernel_site`) can and cannot show is said in their `strict.py`.
+"""
+
+import sys
+from pathlib import Path
+
+import support  # isort: skip - sets the environment before torch is imported
+
+sys.path.insert(0, str(Path(support.__file__).parent / "kernel_site"))
+
+import json
+import time
+import warnings
+from contextlib import contextmanager
+
+import strict
+import torch
+import transformers
+from peft import LoraConfig
+from support.runs import texts, trainer
+from sweep.judge import Judge
+from sweep.model_types import MAX_LENGTH
+
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.survey import zoo
+
+
+def recorded() -> dict:
+    """What the stand-ins saw since the last call."""
+    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
+    strict.calls.clear()
+    strict.silent.clear()
+    return found
+
+
+@contextmanager
+def in_double():
+    """Within this context a model in fp64 computes in fp64 what it computes in fp32 otherwise, such as norms."""
+    names = [(torch, "float32", torch.float64), (torch.Tensor, "float", torch.Tensor.double)]
+    before = [getattr(owner, name) for owner, name, _ in names]
+    try:
+        for owner, name, value in names:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(names, before, strict=True):
+            setattr(owner, name, value)
+
+
+def judge(model_type: str) -> dict:
+    """The probe's result for a tiny model in fp32, and the judge's in fp32 and fp64."""
+    started = time.process_time()
+    truth = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    model = zoo.build_model(model_type)
+    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH)
+    report = packed.prove(model)
+    found = {"type": model_type, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
+    found |= {"proved": report.isolated and report.equal, "repairs": list(map(str, packed.repaired))}
+    recorded()
+    judgement = truth.judge(model)
+    found |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
+    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    truth.pristine.set_experts_implementation("eager")
+    with in_double():
+        exact = truth.compare(model, torch.float64)
+    return found | {"exact": exact.decisive, "seconds": round(time.process_time() - started, 1)}
+
+
+def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch.Tensor, dict]:
+    """The change of the trained weights in three steps of SGD."""
+    model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
+    sgd = {"optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0.0, "max_steps": 3, "seed": 3}
+    run = trainer(folder, texts(), model, peft, **sgd, **settings)
+    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    recorded()
+    run.train()
+    moved = {name: (p.detach() - before[name]).flatten() for name, p in trained.items()}
+    still = sorted(name for name, move in moved.items() if not move.any())
+    repaired = list(map(str, run.packed_model.repaired)) if settings.get("packing", True) else []
+    return torch.cat(list(moved.values())), {"still": still, "repaired": repaired} | recorded()
+
+
+def trainings(folder: Path, model_type: str):
+    """Packed training with kernels, beside TRL's padded rows without packing, also through the kernels."""
+    for lora in (False, True):
+        expected = change(folder, model_type, lora, packing=False)[0]
+        for checkpointing in (None, True, False):
+            settings = {"packing_strategy": "minibatch"}
+            if checkpointing is not None:
+                kwargs = {"use_reentrant": checkpointing}
+                settings |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+            moved, found = change(folder, model_type, lora, **settings)
+            error = ((moved - expected).norm() / expected.norm()).item()
+            yield {"type": model_type, "lora": lora, "reentrant": checkpointing, "error": error} | found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    strict.options["aligned"] = False
+    strict.dtypes.add(torch.float64)
+    command, *arguments = sys.argv[1:]
+    if command == "judge":
+        found = map(judge, arguments)
+    else:
+        found = (row for kind in arguments[1:] for row in trainings(Path(arguments[0]), kind))
+    for row in found:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

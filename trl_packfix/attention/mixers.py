@@ -1,0 +1,344 @@
+"""Recurrent mixers in packs: convolutions and scans that start anew in each document, also over ranks.
+
+The mixers of hybrid models (Mamba, gated delta nets, Kimi's delta attention, short convolutions) call functions by name
+in their modeling module: a short convolution and a scan. `MixerNames` replaces these names while packs run, and puts
+them back after each forward. What replaces them reads the boundaries of the running forward, as `packfix_varlen` does.
+It calls the function that was there, so transformers' choice between a kernel and torch stays.
+
+transformers has ways of its own to choose a kernel by name, and none reaches these functions. The attention interface
+has no entry for them. `use_kernel_func_from_hub_with_fallback` looks for the package once, at import, and keeps the
+result in a closure. `kernelize` and `KernelConfig` take repositories of the Hub only, need the package `kernels`, and
+replace a function for the life of the model. So this is the one place where the package replaces a name of another
+library. A name that is not found is no error: its module leaks, and the leak probe finds and repairs it.
+
+    convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
+                 gets the W - 1 tokens before it (zeros, or the end of the part before), laid end to end
+    scan         a kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Every other gets documents as
+                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention
+    fused        convolution, scan and output projection in one: only where nothing of it would be lost
+
+T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads of keys.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .exchange import HeadExchange, exchange_halo, group_of
+from .rows import Axes
+
+if TYPE_CHECKING:
+    from .forwards import PackedForward
+
+# What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
+GIVEN_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+
+
+class Scan(NamedTuple):
+    """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
+
+    Attributes:
+        values: tensors of H heads, (1, T, H) or (1, T, H, D).
+        keys: tensors of G heads, each read by H / G neighbouring heads of values.
+        parameters: one entry per head of values, or None.
+        call: (values, keys, parameters, **boundaries) -> (rows, T, H, D).
+        boundaries: name of the argument of boundaries, if the kernel takes one.
+    """
+
+    values: Sequence[Tensor]
+    keys: Sequence[Tensor]
+    parameters: Sequence[Tensor | None]
+    call: Callable[..., Tensor]
+    boundaries: str | None
+
+
+def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
+    """Run the scan on each document of the pack: (1, T / s, H, D)."""
+    values, keys, parameters = list(scan.values), list(scan.keys), scan.parameters
+    exchange = None
+    if running.degree > 1:
+        exchange = HeadExchange(values[0].shape[2], keys[0].shape[2], running.degree)
+        values, keys = _to_heads(exchange, values, keys)
+        parameters = [None if each is None else each[exchange.heads] for each in parameters]
+    if scan.boundaries is not None:
+        out = scan.call(values, keys, parameters, **{scan.boundaries: _boundaries(running, scan.boundaries, values[0])})
+    else:
+        rows = running.document_rows(running.num_tokens)
+        outs = [
+            scan.call([group.split(x, TOKENS) for x in values], [group.split(x, TOKENS) for x in keys], parameters)
+            for group in rows.groups
+        ]
+        out = rows.join(outs, TOKENS)
+    return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
+
+
+def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The own heads of all T tokens, from all heads of the tokens of this part."""
+    found: dict[int, Tensor] = {}
+    both = [*values, *keys]
+    for dtype in dict.fromkeys(x.dtype for x in both):  # such as fp32 for the decay, beside values in bf16
+        chosen = [i for i, x in enumerate(both) if x.dtype == dtype]
+        wide = [x.unsqueeze(-1) if x.dim() == 3 else x for x in (both[i] for i in chosen)]
+        num_values = sum(i < len(values) for i in chosen)
+        states = [x.transpose(1, 2) for x in wide]
+        got = exchange.exchange(states[:num_values], states[num_values:])
+        for i, x in zip(chosen, got, strict=True):
+            x = x.transpose(1, 2)
+            found[i] = x.squeeze(-1) if both[i].dim() == 3 else x
+    ordered = [found[i] for i in range(len(both))]
+    return ordered[: len(values)], ordered[len(values) :]
+
+
+def _boundaries(running: "PackedForward", name: str, like: Tensor) -> Tensor:
+    """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
+
+    flash-linear-attention keeps what it derives from boundaries, and finds it by the identity of the tensor.
+    """
+    if name == "cu_seqlens":
+        return running.cu_seq_lens_q
+    if name not in running.derived:
+        running.derived[name] = _documents(running, like.shape[1]).to(torch.int32)[None]
+    return running.derived[name]
+
+
+def _documents(running: "PackedForward", num_tokens: int) -> Tensor:
+    """The number of the document of each token, (T,), without a wait for the device."""
+    bounds = running.cu_seq_lens_q
+    numbers = torch.arange(len(bounds) - 1, device=bounds.device)
+    return torch.repeat_interleave(numbers, bounds.diff(), output_size=num_tokens)
+
+
+# ---- The convolution
+
+
+def convolve(
+    inner: Callable,
+    running: "PackedForward",
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> Tensor:
+    """A causal convolution per channel: (1, C, T / s), weight (C, W) -> (1, C, T / s)."""
+    call = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
+    rows = states.transpose(1, 2)  # (1, T / s, C)
+    if _takes(inner, "seq_idx") and running.degree == 1:
+        seq_idx = _boundaries(running, "seq_idx", rows)
+        # The kernel takes boundaries only where the channels of a token are neighbours
+        return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, seq_idx=seq_idx)
+    width = weight.shape[-1]
+    before = [rows.new_zeros(1, 1, rows.shape[2])]
+    if running.degree > 1:
+        before.append(exchange_halo(rows, width - 1, running.degree))
+    source, own = _stretches(running, width, rows.shape[1], rows.device)
+    laid_out = torch.cat([*before, rows], dim=1).index_select(1, source)
+    return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
+
+
+def _stretches(running: "PackedForward", width: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
+
+    The first tensor has places in: a row of zeros, the W - 1 last rows of the part before with several ranks, own rows.
+    """
+    name = ("stretches", width, num_rows)
+    if name not in running.derived:
+        first, halo = 0, 0
+        if running.degree > 1:
+            first, halo = dist.get_rank(group_of(running.degree)) * num_rows, width - 1
+        bounds = running.cu_seq_lens_q.to(device=device, dtype=torch.int64)
+        tokens = torch.arange(num_rows, device=device) + first
+        document = torch.bucketize(tokens, bounds[1:], right=True)
+        own = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
+        source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=device)
+        for back in range(width):
+            earlier = tokens - back
+            place = earlier - first + 1 + halo
+            source[own - back] = torch.where(earlier >= bounds[document], place, 0)
+        running.derived[name] = source, own
+    return running.derived[name]
+
+
+# ---- The scans
+
+
+def scan_delta(
+    inner: Callable,
+    running: "PackedForward",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """A gated delta rule: query, key (1, T, G, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
+
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Any, **boundaries: Tensor) -> Tensor:
+        value, g, beta = values
+        return inner(*keys, value, g=g, beta=beta, **options, **boundaries)[0]
+
+    name = "cu_seqlens" if _takes(inner, "cu_seqlens") else None
+    return run_scan(Scan([value, g, beta], [query, key], [], call, name), running), None
+
+
+def scan_chunks(
+    inner: Callable,
+    running: "PackedForward",
+    states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Mamba-2: states (1, T, H, P), dt (1, T, H), B, C (1, T, G, N), A, D, dt_bias (H,)."""
+    options = _without_boundaries(options) | {"initial_states": None, "return_final_states": False}
+    D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
+    gate = [] if z is None else [z]
+
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **boundaries: Tensor) -> Tensor:
+        states, dt, *gate = values
+        A, D, dt_bias = parameters
+        per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
+        return inner(states, dt, A, *keys, **per_head, **options, **boundaries)
+
+    name = "seq_idx" if _takes(inner, "seq_idx") else None
+    return run_scan(Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name), running)
+
+
+def scan_channels(
+    inner: Callable,
+    running: "PackedForward",
+    states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    **options: Any,
+) -> Tensor | tuple[Tensor, None]:
+    """Mamba-1: states, dt, z (1, C, T), A (C, N), B, C (1, N, T), D, delta_bias (C,). Each channel is a head.
+
+    No kernel takes boundaries, so documents are rows.
+    """
+    options = _without_boundaries(options)
+    D, z, bias, returns_state = (options.pop(name, None) for name in ("D", "z", "delta_bias", "return_last_state"))
+    gate = [] if z is None else [z.transpose(1, 2)]
+
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any]) -> Tensor:
+        states, dt, *gate = (x.transpose(1, 2) for x in values)
+        B, C = (x[:, :, 0].transpose(1, 2) for x in keys)
+        A, D, bias = parameters
+        per_channel = {"D": D, "z": gate[0] if gate else None, "delta_bias": bias}
+        return inner(states, dt, A, B, C, **per_channel, **options).transpose(1, 2)[..., None]
+
+    values = [states.transpose(1, 2), dt.transpose(1, 2), *gate]
+    keys = [x.transpose(1, 2)[:, :, None] for x in (B, C)]
+    out = run_scan(Scan(values, keys, [A, D, bias], call, None), running)
+    out = out[..., 0].transpose(1, 2)
+    return (out, None) if returns_state else out
+
+
+def run_fused(inner: Callable, running: "PackedForward", *args: Any, **options: Any) -> Tensor | None:
+    """Convolution, scan and output projection in one kernel; None makes the mixer run them one by one.
+
+    The kernel gets the weights of the projection, so an adapter on it would have no effect and no gradient. Under an
+    adapter they are frozen.
+    """
+    weight = options.get("outproj_weight")
+    if not _takes(inner, "seq_idx") or running.degree > 1 or weight is None or not weight.requires_grad:
+        return None
+    return inner(*args, **_without_boundaries(options), seq_idx=_boundaries(running, "seq_idx", args[0]))
+
+
+def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: given for name, given in options.items() if name not in GIVEN_BOUNDARIES}
+
+
+@cache
+def _takes(inner: Callable, name: str) -> bool:
+    """Whether the kernel behind a function of transformers has an argument of this name.
+
+    transformers' wrapper holds the arguments of what it calls. Those of its fallbacks in torch have no boundaries.
+    """
+    if not inspect.isfunction(inner):
+        return False
+    return name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
+
+
+# What replaces a function of a modeling module, by its name there
+REPLACEMENTS: dict[str, Callable] = {
+    "causal_conv1d_fn": convolve,
+    "torch_chunk_gated_delta_rule": scan_delta,
+    "chunk_kimi_delta_attention": scan_delta,
+    "mamba2_chunk_scan": scan_chunks,
+    "mamba2_split_conv1d_scan_combined": run_fused,
+    "mamba_selective_scan": scan_channels,
+    "mamba_inner_fn": run_fused,
+}
+
+
+# ---- The names
+
+
+class MixerNames:
+    """The functions that the mixers of a model call, replaced between `enter` and `leave`. Calls may be nested.
+
+    Args:
+        model: the model. Adapters and wrappers do not matter: the classes of its modules say where the functions are.
+        running: returns the packed forward whose documents are to be separated, or None.
+
+    Attributes:
+        found: the names, such as "modeling_lfm2.causal_conv1d_fn".
+    """
+
+    def __init__(self, model: nn.Module, running: Callable[[], "PackedForward | None"]):
+        self._running = running
+        self._entered: list[list[Callable]] = []  # for each `enter`, what the names were
+        classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+        modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
+        self._places = [
+            (vars(sys.modules[module]), name)
+            for module in modules
+            for name in REPLACEMENTS
+            if name in vars(sys.modules.get(module))
+        ]
+        self.found = [f"{names['__name__'].rpartition('.')[2]}.{name}" for names, name in self._places]
+
+    def enter(self) -> None:
+        before = [names[name] for names, name in self._places]
+        self._entered.append(before)
+        for (names, name), function in zip(self._places, before, strict=True):
+            if function not in _made.values():
+                names[name] = self._replaced(function, name)
+
+    def leave(self) -> None:
+        for (names, name), function in zip(self._places, self._entered.pop(), strict=True):
+            names[name] = function
+
+    def _replaced(self, function: Callable, name: str) -> Callable:
+        """What replaces `function`: it does the same in each document of the running pack."""
+        if function not in _made:
+            replacement, running = REPLACEMENTS[name], self._running
+
+            # Not compiled with the model: how documents are separated depends on each pack
+            @torch.compiler.disable
+            @wraps(function)
+            def replaced(*args: Any, **kwargs: Any) -> Any:
+                pack = running()
+                return function(*args, **kwargs) if pack is None else replacement(function, pack, *args, **kwargs)
+
+            _made[function] = replaced
+        return _made[function]
+
+
+# What replaces each function: one for all models, so that code compiled with it stays valid
+_made: dict[Callable, Callable] = {}
