@@ -1,6 +1,7 @@
 """Runs hybrid models through transformers' path with kernels on the CPU, with strict stand-ins for the packages.
 
     python tests/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
+    python tests/on_kernels.py rounding bamba            # the probe where Mamba-2's kernel rounds most
     python tests/on_kernels.py train FOLDER bamba       # a JSON line per training
 
 A process of its own: transformers looks for causal_conv1d, flash-linear-attention and mamba_ssm when it is imported.
@@ -17,16 +18,19 @@ sys.path.insert(0, str(Path(support.__file__).parent / "kernel_site"))
 import json
 import time
 import warnings
-from contextlib import contextmanager
+from unittest import mock
 
 import strict
 import torch
 import transformers
 from peft import LoraConfig
+from support.double import in_double
 from support.runs import texts, trainer
 from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
 
+from trl_packfix.isolation import probe
+from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.survey import zoo
 
@@ -37,20 +41,6 @@ def recorded() -> dict:
     strict.calls.clear()
     strict.silent.clear()
     return found
-
-
-@contextmanager
-def in_double():
-    """Within this context a model in fp64 computes in fp64 what it computes in fp32 otherwise, such as norms."""
-    names = [(torch, "float32", torch.float64), (torch.Tensor, "float", torch.Tensor.double)]
-    before = [getattr(owner, name) for owner, name, _ in names]
-    try:
-        for owner, name, value in names:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for (owner, name, _), value in zip(names, before, strict=True):
-            setattr(owner, name, value)
 
 
 def judge(model_type: str) -> dict:
@@ -103,6 +93,21 @@ def trainings(folder: Path, model_type: str):
             yield {"type": model_type, "lora": lora, "reentrant": checkpointing, "error": error} | found
 
 
+def rounding(model_type: str) -> dict:
+    """The probe's numbers for a model whose decays are large, with and without what Mamba-2's kernel rounds."""
+    model = zoo.build_model(model_type)
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.data += 40
+    PackedModel(model, torch.float32, "cpu", MAX_LENGTH).attend()
+    report = check_isolation(model, MAX_LENGTH)
+    found = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
+    found |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}
+    with mock.patch.object(probe, "tokens_summed_in_common", lambda model: 0):
+        report = check_isolation(model, MAX_LENGTH)
+    return found | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -110,8 +115,8 @@ def main() -> None:
     strict.options["aligned"] = False
     strict.dtypes.add(torch.float64)
     command, *arguments = sys.argv[1:]
-    if command == "judge":
-        found = map(judge, arguments)
+    if command != "train":
+        found = map({"judge": judge, "rounding": rounding}[command], arguments)
     else:
         found = (row for kind in arguments[1:] for row in trainings(Path(arguments[0]), kind))
     for row in found:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import two_ranks
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from support.double import in_double
 from support.launch import free_port
 from support.models import build_tiny_model, build_tokenizer
 from support.prefixes import forest
@@ -39,10 +40,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import trl_packfix
-from trl_packfix.attention import exchange, varlen
+from trl_packfix import PackingLeakError
+from trl_packfix.attention import exchange, mixers, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.forwards import CU_SEQ_LENS, PackedForward, entered, packed_forwards
+from trl_packfix.attention.forwards import (
+    CU_SEQ_LENS,
+    PackedForward,
+    entered,
+    mark_packed_forwards,
+    packed_forwards,
+)
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loaders, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
@@ -51,8 +59,10 @@ from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.planning.families import Pieces
+from trl_packfix.survey import zoo
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.planner import make_planner
@@ -194,6 +204,98 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
         dist.all_reduce(total, group=exchange.group_of(degree))
         gaps.append(total - expected_grads[3])
     largest = torch.stack([gap.abs().max() for gap in gaps]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+# Mixers of hybrid models
+
+
+@contextmanager
+def without_halo():
+    """The convolution of a part begins with zeros."""
+    with mock.patch.object(mixers, "exchange_halo", lambda rows, width, degree: torch.zeros_like(rows[:, :width])):
+        yield
+
+
+@contextmanager
+def halo_without_gradient():
+    """What the convolution of the next part reads gets no gradient."""
+    right = exchange.exchange_halo
+    with mock.patch.object(mixers, "exchange_halo", lambda *given: right(*given).detach()):
+        yield
+
+
+@contextmanager
+def own_states_only():
+    """A scan begins anew in each part, on all its heads."""
+    right = mixers.run_scan
+
+    def wrong(scan, running):
+        if running.degree == 1:
+            return right(scan, running)
+        bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
+        return right(scan, PackedForward(bounds, bounds, running.part_tokens, running.part_tokens))
+
+    with mock.patch.object(mixers, "run_scan", wrong):
+        yield
+
+
+MIXER_FAULTS = {"no_halo": without_halo, "no_gradient": halo_without_gradient, "no_states": own_states_only}
+HYBRIDS = {"delta": "qwen3_5_text", "scan": "falcon_h1", "mamba": "mamba"}
+MIXED = ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "mamba2", "jamba", "mamba"]
+
+
+def hybrids(folder: Path) -> dict:
+    """Largest difference of parts from the whole pack, in fp64; and what the proof says, also with faults."""
+    start_gloo()
+    exchange.make_groups((2, 4))
+    with in_double():
+        cases = {(kind, degree): mixed_difference(kind, degree) for kind in MIXED for degree in (2, 4)}
+    verdicts = {}
+    for name in HYBRIDS.values():
+        for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in MIXER_FAULTS)):
+            model = zoo.build_model(name)
+            packed = PackedModel(model, torch.float32, "cpu", 64)
+            packed.prove(model)
+            with MIXER_FAULTS[fault]() if fault else nullcontext():
+                try:
+                    report = packed.prove_degree(model, degree)
+                    verdicts[name, fault, degree] = report.isolated and report.equal, report.max_gradient
+                except PackingLeakError as error:
+                    verdicts[name, fault, degree] = False, str(error)
+    return {"cases": cases, "verdicts": verdicts}
+
+
+def mixed_difference(kind: str, degree: int) -> float:
+    """Of the logits, relative to the largest, and of the gradients of all parameters, summed over the parts."""
+    model = zoo.build_model(kind).double().train()
+    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
+    batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])
+    weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
+    tokens = sum(LENGTHS) // degree
+    first = dist.get_rank() % degree * tokens
+    found = []
+    for is_part in (False, True):
+        given = parts.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
+        own = slice(first, first + tokens) if is_part else slice(None)
+        model.zero_grad()
+        logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
+        (logits * weights[:, own]).sum().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if is_part:
+            for grad in grads:
+                dist.all_reduce(grad, group=exchange.group_of(degree))
+        found.append([logits.detach(), *grads])
+    guard.remove()
+    whole = [found[0][0][:, first : first + tokens], *found[0][1:]]
+    scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
+    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
+    largest = torch.stack(gaps).max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
@@ -702,7 +804,13 @@ KINDS = {
     "stream": {"shards": 1, "evaluates": True},
     "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"},
     "alike_stream": {"alike": "pack", "shards": 1, "packing_strategy": "stream"},
+    # Recurrent mixers
+    "delta": {"model": "delta"},
+    "delta_checkpointed": {"model": "delta", "gradient_checkpointing": True},
+    "scan": {"model": "scan"},
+    "mamba": {"model": "mamba"},
 }
+HYBRID = ["delta", "scan", "mamba"]
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
 ALIKE += ["alike_family", "alike_family_weighted"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
@@ -720,12 +828,13 @@ OF_ENGINES = {
         "smoothed",
         *ALIKE,
         *STREAMS,
+        *HYBRID,
     ],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
-    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards"],
+    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards", "delta_checkpointed"],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream", "scan"],
 }
 LAUNCHES = {
     "one": [None],
@@ -778,6 +887,7 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"} | {"max_steps": 6}
             found[f"ddp/restart_{kind}"] = partial(restart, name=f"ddp/restart_{kind}", engine="ddp", **settings)
         found["ddp/attention"] = attention
+        found["ddp/hybrids"] = hybrids
         found["ddp/proofs"] = partial(proofs, engine="ddp")
         for fault, kind in PLANTED.items():
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
@@ -844,6 +954,9 @@ def main(folder: Path, only: list[str]) -> int:
         (folder / f"{engine}.json").write_text(json.dumps(two_ranks.deepspeed_config(engine)))
     for name, (model_type, sizes) in MODELS.items():
         build_tiny_model(model_type, **sizes).save_pretrained(folder / "models" / name)
+    for name, model_type in HYBRIDS.items():
+        model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        model.save_pretrained(folder / "models" / name)
     launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
     ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
     return int(not all(ended))

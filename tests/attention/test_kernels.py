@@ -52,6 +52,15 @@ def test_a_pack_equals_its_documents_on_the_kernels(model_type, judged):
     assert set(row["calls"]) == CALLS[model_type] and row["silent"] == [], row
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
+    """It sums decays over documents, so gradients of others cancel up to rounding only."""
+    (row,) = run(tmp_path, "rounding", "bamba")
+    assert row["isolated"] and row["equal"] and row["gradient"] == 0.0, row
+    assert not row["strictly"] and row["strict_gradient"] > 0, row
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")

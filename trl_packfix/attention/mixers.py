@@ -286,6 +286,20 @@ REPLACEMENTS: dict[str, Callable] = {
 }
 
 
+def tokens_summed_in_common(model: nn.Module) -> int:
+    """The chunk size of Mamba-2's kernel, in tokens, if the model runs packs on it; else 0.
+
+    The kernel sums the decays of a chunk, whichever documents its tokens belong to. Each document gets a difference of
+    two sums. So decays of other documents cancel up to rounding only, in outputs and in gradients.
+    """
+    mixers = [
+        module
+        for module in model.modules()
+        if (scan := vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")) and _takes(scan, "seq_idx")
+    ]
+    return max((getattr(module, "chunk_size", 0) for module in mixers), default=0)
+
+
 # ---- The names
 
 

@@ -39,6 +39,11 @@ def below_head(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in dict.fromkeys((model.base_model, backbone(model))) if module is not model]
 
 
+def has_attention(model: nn.Module) -> bool:
+    """Whether a module of the model is attention, by its name. Pure Mamba models have none."""
+    return any("attention" in type(module).__name__.lower() for module in model.modules())
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """The config of the part that reads packs: of a multimodal model that of its text decoder, else the model's."""
     return model.config.get_text_config(decoder=True)

@@ -125,6 +125,8 @@ class IsolationReport:
         else:
             gap = max(self.max_change, self.max_difference)
             found = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
+            if gap <= self.tolerance and self.max_gradient:
+                found = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         raise PackingLeakError(
             f"A pack was shared by {self.degree} ranks, and {found}. It worked on one rank, so a module other than "

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
-from ..attention.models import base_model
+from ..attention.models import base_model, has_attention
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
@@ -184,9 +184,9 @@ class PackedModel:
         reason = self._cannot_share()
         if reason is not None:
             raise PackingLeakError(
-                f"A pack was to be shared by {degree} ranks, and {reason}. Only attention exchanges tokens between "
-                "ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are then at "
-                "most as long as one rank can train)."
+                f"A pack was to be shared by {degree} ranks, and {reason}. Only attention and mixers exchange tokens "
+                "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
+                "then at most as long as one rank can train)."
             )
         found = check_isolation(wrapped, self.max_length, degree, given=self.attention.previous)
         agreed((found.isolated, found.equal))
@@ -223,7 +223,7 @@ class PackedModel:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
             return "these modules are repaired: " + "; ".join(str(repair) for repair in self.repaired)
-        if self.attention.name != ATTENTION_NAME:
+        if self.attention.name != ATTENTION_NAME and has_attention(base_model(self.model)):
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 

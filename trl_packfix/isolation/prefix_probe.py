@@ -8,7 +8,6 @@ each document must also have the states, and the gradients with respect to its s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from typing import Any
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
-from .probe import NO_GRADIENT, CannotRun, Examples, Probe, exact
+from .probe import FINEST, CannotRun, Examples, Probe, wrong_gradient
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
-# Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
-FINEST = 1e-4
 
 
 class PrefixProbe(Probe):
@@ -37,8 +34,11 @@ class PrefixProbe(Probe):
         self._collate = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
-        """Documents with a common beginning, two that are equal, one that ends where others go on, and one apart."""
-        trunk = self.tokens(TRUNK)
+        """Documents with a common beginning, two that are equal, one that ends where others go on, and one apart.
+
+        Two more have another beginning: with one alone, every shared row would have the same rows before it.
+        """
+        trunk, other_trunk = self.tokens(TRUNK), self.tokens(BRANCH)
         first, third = torch.cat([trunk, self.tokens(9)]), torch.cat([trunk, self.tokens(7)])
         documents = [
             first,
@@ -48,6 +48,8 @@ class PrefixProbe(Probe):
             third.clone(),
             self.tokens(8),
             torch.cat([third[: TRUNK + 4], self.tokens(5)]),
+            torch.cat([other_trunk, self.tokens(6)]),
+            torch.cat([other_trunk, self.tokens(9)]),
         ]
         changes = [
             (0, torch.cat([trunk, self.tokens(9)])),
@@ -55,6 +57,7 @@ class PrefixProbe(Probe):
             (2, torch.cat([trunk[:14], self.tokens(8)])),
             (4, self.tokens(12)),
             (6, third[: TRUNK + 2].clone()),
+            (7, torch.cat([other_trunk, self.tokens(4)])),
         ]
         return [ids[:max_length] for ids in documents], [(i, ids[:max_length]) for i, ids in changes]
 
@@ -83,45 +86,30 @@ class PrefixProbe(Probe):
         states are those of its run, so its shared rows get it through attention only.
         """
         limit = max(FINEST, self.rounding(documents) ** 0.5)
-        batch, every, shared = self._shared(documents)
+        batch, every, shared = self._shared(documents, self.degree)
         largest = 0.0
         for ids, rows, first in zip(documents, every, shared, strict=True):
             if first >= len(rows):
                 continue  # all its rows belong to other documents, too
-            found = self._embedding_gradient(batch, rows[first:])
+            found = self._embedding_gradient(batch, rows[first:], self.degree)
             with self.evaluating(), self.as_given(len(ids)):
                 wanted = self._embedding_gradient(self.row(ids), torch.arange(first, len(rows), device=self.device))
             if found is None or wanted is None:
                 return None
-            is_other = torch.ones(len(found), dtype=torch.bool, device=found.device)
-            is_other[rows] = False
-            largest = max(largest, found[is_other].abs().max().item())
-            own, wanted = found[rows], wanted[: len(rows)]
-            is_lost = ((own == 0).all(-1) & (wanted != 0).any(-1)).any()
-            gap = inf if is_lost else ((own - wanted).abs().max() / wanted.abs().max()).item()
-            if not gap <= limit:
-                largest = max(largest, gap)
+            largest = max(largest, wrong_gradient(found, rows, wanted[: len(rows)], limit))
         return largest
 
-    def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor) -> Tensor | None:
-        """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings."""
-        try:
-            with self.embeddings() as embedded:
-                states = self._states(dict(batch))[0][rows]
-                weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(len(rows))).to(states)
-                (gradient,) = torch.autograd.grad((states * weights).sum(), embedded[0])
-        except RuntimeError as error:
-            if any(words in str(error) for words in NO_GRADIENT):
-                return None
-            raise
-        return exact(gradient.reshape(-1, gradient.shape[-1]))
+    def _shared(self, documents: list[Tensor], degree: int = 1) -> tuple[dict[str, Any], list[Tensor], list[int]]:
+        """The batch, the rows of each document from which a token is predicted, and how many of them it shares.
 
-    def _shared(self, documents: list[Tensor]) -> tuple[dict[str, Any], list[Tensor], list[int]]:
-        """The batch, the rows of each document from which a token is predicted, and how many of them it shares."""
+        With a degree above 1 the batch is the own part, and rows are those of the pack.
+        """
         batch = self._batch(documents)
         layout = layout_of(batch)
         saved = layout.sizes(torch.ones(len(documents), device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
+        if degree > 1:
+            batch = self._batch(documents, degree)
         return batch, rows, [0] * len(documents) if saved is None else saved.tolist()
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import inf
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
 from ..attention.forwards import all_in_one_batch
 from ..attention.kernels import KernelError
+from ..attention.mixers import tokens_summed_in_common
 from ..attention.models import base_model, below_head, text_config
 from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator
@@ -40,6 +43,10 @@ LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime tha
 SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
 PADDING = 2  # tokens behind a document in a padded row
 READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
+# Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
+FINEST = 1e-4
+# As many times the rounding of states is that of gradients; above the second nothing is compared
+FINER, COARSE_GRADIENT = 64, 1e-2
 LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
 # Documents, and others to put in the place of one: (index, document). In the probe for images they are not tensors.
 Examples = tuple[list[Any], Sequence[tuple[int, Any]]]
@@ -92,6 +99,7 @@ class Probe:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in `autograd.grad` through it.
+        takes_gradient: whether gradients are tested: without an engine, and with DDP alone on several ranks per pack.
         degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
         traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
             one after the other.
@@ -102,6 +110,9 @@ class Probe:
     def __init__(self, model: Any, degree: int = 1, given: str | None = None):
         model = self.model = uncompiled(model)
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self._below_ddp = uncompiled(model.module) if is_ddp else model
+        self.takes_gradient = not self.has_engine or (is_ddp and degree > 1)
         while _is_wrapped(model):
             model = uncompiled(model.module)
         self.inner = base_model(model)
@@ -310,7 +321,7 @@ class Probe:
         watcher = DrawWatcher(self.inner, self.device)
         watcher.install()
         try:
-            self.packed([self.tokens(n) for n in (3, 5)])
+            self.packed([self.tokens(n) for n in (13, 11)])
         except CannotRun:
             pass  # the next run raises it again
         finally:
@@ -335,7 +346,10 @@ class Probe:
 
         None if the model does not support it. Raises `CannotRun` if the model raises.
         """
+        if self.degree > 1:
+            return self._gradient_on_ranks(documents)
         lengths, largest = [len(ids) for ids in documents], 0.0
+        rounding = self._shared_rounding()
         try:
             with self.embeddings() as embedded:
                 states = self._states(self._batch(documents))[0].split(lengths)
@@ -345,8 +359,9 @@ class Probe:
                     if gradient[..., 0].numel() != sum(lengths):
                         return None  # the backbone gets documents as padded rows, not the pack
                     parts = gradient.reshape(-1, gradient.shape[-1]).split(lengths)
-                    others = [part.abs().max().item() for i, part in enumerate(parts) if i != own]
-                    largest = max(largest, *others)
+                    others = max(part.abs().max().item() for i, part in enumerate(parts) if i != own)
+                    if others > rounding * parts[own].abs().max().item():
+                        largest = max(largest, others)
         except RuntimeError as error:
             if any(words in str(error) for words in NO_GRADIENT):
                 return None
@@ -358,6 +373,60 @@ class Probe:
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
         return largest
+
+    def _shared_rounding(self) -> float:
+        """Gradient between documents, relative to the largest within one, that rounding in a kernel may cause."""
+        return tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
+
+    def _gradient_on_ranks(self, documents: list[Tensor]) -> float | None:
+        """As `gradient`; or the relative difference from the gradient of a document alone, if it is no rounding.
+
+        A gradient that is not sent back to the rank that it belongs to moves no other document.
+        """
+        # In half precision a rounding may choose other experts: only gradients that are lost or others' are found
+        rounding, limit = self._shared_rounding(), FINER * self.rounding(documents)
+        limit = limit if limit < COARSE_GRADIENT else inf
+        largest, start = 0.0, 0
+        for ids in documents:
+            own = torch.arange(start, start + len(ids), device=self.device)
+            start += len(ids)
+            found = self._embedding_gradient(self._batch(documents, self.degree), own, self.degree)
+            with self.evaluating(), self.as_given(len(ids)):
+                wanted = self._embedding_gradient(self.row(ids), torch.arange(len(ids), device=self.device))
+            if found is None or wanted is None:
+                return None
+            largest = max(largest, wrong_gradient(found, own, wanted[: len(ids)], limit, rounding))
+        return largest
+
+    def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
+        """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings, (T, D).
+
+        With a degree above 1 `batch` is the own part of the pack, and `rows` are those of the pack. None if the model
+        does not support it.
+        """
+        model = self.model
+        try:
+            with self.embeddings() as embedded:
+                self.model = self._below_ddp  # DDP would wait for the gradients of parameters
+                states = self._states(dict(batch))[0]
+                drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
+                weights = states.new_zeros(degree * len(states), states.shape[1])
+                weights[rows] = drawn.to(states)
+                first = 0 if degree == 1 else dist.get_rank(group_of(degree)) * len(states)
+                loss = (states * weights[first : first + len(states)]).sum()
+                (gradient,) = torch.autograd.grad(loss, embedded[0])
+        except RuntimeError as error:
+            if any(words in str(error) for words in NO_GRADIENT):
+                return None
+            raise
+        finally:
+            self.model = model
+        gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
+        if degree == 1:
+            return gradient
+        parts = [torch.empty_like(gradient) for _ in range(degree)]
+        dist.all_gather(parts, gradient.contiguous(), group=group_of(degree))
+        return torch.cat(parts)
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
@@ -380,6 +449,8 @@ class Probe:
     def rounding(self, documents: list[Tensor]) -> float:
         """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
 
+        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents.
+
         It is computed from the coarsest dtype of any module's output. The dtype of the weights is not enough:
         accelerate runs fp32 weights under autocast inside the model's forward.
         """
@@ -397,7 +468,7 @@ class Probe:
             for handle in handles:
                 handle.remove()
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return (4 if eps > 1e-4 else 32) * eps
+        return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
 
     @contextmanager
     def rounded_otherwise(self, draw: int) -> Iterator[None]:
@@ -488,6 +559,22 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     """Largest difference of these documents' states; infinity if any is nan."""
     gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
+
+
+def wrong_gradient(found: Tensor, own: Tensor, wanted: Tensor, limit: float, rounding: float = 0.0) -> float:
+    """What is wrong with the gradient of a document with respect to the rows of its pack, (T, D); 0 if nothing.
+
+    It is the largest one of rows that are not its own (above `rounding` times the largest), or the difference from
+    `wanted`, that of the document alone, relative to its largest and above `limit`.
+    """
+    is_other = torch.ones(len(found), dtype=torch.bool, device=found.device)
+    is_other[own] = False
+    mine, scale = found[own], wanted.abs().max()
+    others = found[is_other].abs().max().item() if is_other.any() else 0.0
+    largest = others if others > rounding * scale.item() else 0.0
+    is_lost = ((mine == 0).all(-1) & (wanted != 0).any(-1)).any().item()
+    gap = inf if is_lost else ((mine - wanted).abs().max() / scale).item()
+    return largest if gap <= limit and not is_lost else max(largest, gap)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -97,13 +97,17 @@ def delta_rule(query, key, value, g, beta, scale, initial_state, cu_seqlens, nor
 
 
 def scan_chunks(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_limit):
-    """Mamba-2: x (b, T, h, p), dt (b, T, h), A (h,), B, C (b, T, groups, n)."""
+    """Mamba-2: x (b, T, h, p), dt (b, T, h), A (h,), B, C (b, T, groups, n).
+
+    As in the kernel, a decay is a difference of sums over all tokens before, also those of other documents.
+    """
     dtype, heads = x.dtype, x.shape[2]
     x, dt, A, B, C = wide(x, dt, A, B, C)
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     B, C = (y.repeat_interleave(heads // y.shape[2], dim=2) for y in (B, C))
-    decay = (dt * A).exp()
+    sums = (dt * A).cumsum(dim=1)
+    decay = (sums - F.pad(sums, (0, 0, 1, 0))[:, :-1]).exp()
     add = torch.einsum("bthp,bthn->bthpn", x * dt[..., None], B)
     numbers = documents(x.shape[1], seq_idx=seq_idx)
     none = x.new_zeros(x.shape[0], heads, x.shape[3], B.shape[3])
