@@ -79,10 +79,12 @@ def test_trainings_on_the_kernels(model_type, trained):
         assert row["repaired"] == [] and row["silent"] == [] and row["still"] == [], row
         fuses = any("split" in call for call in row["calls"])
         assert fuses is (model_type == "bamba" and not row["lora"]), row
-        if model_type != "bamba" or not row["lora"]:  # without packing the fused kernel leaves adapters out
-            assert row["error"] < 1e-3, row
+        if model_type == "bamba" and row["lora"]:  # without packing the fused kernel leaves adapters out
+            assert "No adapter of `base_model.model.model.layers.*.mamba.out_proj` got a gradient" in row["refusal"]
+        else:
+            assert row["refusal"] is None and row["error"] < 1e-3, row
     assert rows[0]["error"] == rows[1]["error"] == rows[2]["error"] < 1e-5
-    assert len({row["error"] for row in rows[3:]}) == 1
+    assert len({row["moved"] for row in rows[3:]}) == 1
 
 
 # The stand-ins themselves

@@ -194,3 +194,15 @@ def test_boundaries_of_kernels_need_no_host():
         assert mixers._boundaries(pack, "cu_seqlens", torch.empty(1, 17, 3)) is pack.cu_seq_lens_q
         source, own = mixers._stretches(pack, 4, 17, torch.device("cpu"))
         assert own.shape == (17,) and source.shape == (17 + 4 * 3,)
+
+
+def test_a_triton_kernel_without_a_gpu_is_named():
+    """As flash-linear-attention ends on a machine without a GPU, where transformers uses it nevertheless."""
+    model = zoo.build_model("lfm2")
+
+    def raise_as_triton(*given):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    model.model.layers[0].register_forward_hook(raise_as_triton)
+    with pytest.raises(ValueError, match=r"in Triton ran without a GPU \(0 active.*Uninstall `flash-linear-attention`"):
+        packed_model(model).prove(model)

@@ -37,6 +37,9 @@ DEVICE_ERROR = re.compile(
 # How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
 KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
 
+# How Triton says that there is no GPU
+NO_DRIVER = "0 active drivers"
+
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
@@ -65,6 +68,12 @@ def _meaning(error: Exception) -> Exception | None:
         return None
     if isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)):
         return None
+    if isinstance(error, RuntimeError) and NO_DRIVER in str(error):
+        raise KernelError(
+            f"A kernel in Triton ran without a GPU ({error}). transformers uses flash-linear-attention and mamba_ssm "
+            "wherever they are installed, also on a CPU. Uninstall `flash-linear-attention` and `mamba_ssm` here (the "
+            "model then runs on torch), or train on a GPU."
+        )
     if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
         return KernelError(str(error))
     return CannotRun(str(error))

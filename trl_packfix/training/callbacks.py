@@ -1,10 +1,15 @@
-"""Callbacks of the trainer: before the first step, and with each checkpoint."""
+"""Callbacks of the trainer: before the first step, in it, and with each checkpoint."""
 
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -86,6 +91,61 @@ class BeforeFirstStep(TrainerCallback):
         if args.packing_report and self.trainer.is_world_process_zero():
             folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
             self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+class AdaptersLearn(TrainerCallback):
+    """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
+
+    Fused kernels of Mamba-2 read the weights of the output projection, and leave an adapter on it out. Adapters on
+    modules that did not run, such as experts or a vision tower, may get their gradients later. Engines that hold
+    gradients elsewhere (DeepSpeed) show none, and nothing is refused.
+    """
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, BaseTunerLayer] | None = None
+        self._ran: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self._adapters is not None:
+            return
+        modules = dict(model.named_modules())
+        self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
+        for parent in {name.rpartition(".")[0] for name in self._adapters}:
+            note = partial(self._note, parent)
+            self._handles.append(modules[parent].register_forward_hook(note))
+
+    def _note(self, name: str, *given: Any) -> None:
+        self._ran.add(name)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        adapters, self._adapters, self._handles = self._adapters or {}, {}, []
+        learns = {name: learning for name, module in adapters.items() if (learning := _learns(module)) is not None}
+        if not any(learns.values()):
+            return
+        dead = {re.sub(r"\d+", "*", name) for name in learns if name.rpartition(".")[0] in self._ran}
+        dead -= {re.sub(r"\d+", "*", name) for name, learning in learns.items() if learning}
+        if dead:
+            name = min(dead)
+            named = f"`{name}`" + (f" (and of {len(dead) - 1} other(s))" if len(dead) > 1 else "")
+            raise ValueError(
+                f"No adapter of {named} got a gradient in the first optimizer step, though the modules around "
+                "them ran: a fused kernel reads the weights under the adapters, which would stay as they are. Remove "
+                f"`{name.rpartition('.')[2]}` from `target_modules`, or train with `packing=True`, where this layer "
+                "runs by itself."
+            )
+
+
+def _learns(adapter: BaseTunerLayer) -> bool | None:
+    """Whether a trained parameter of the adapter has a gradient; None if none is trained."""
+    base = {id(parameter) for parameter in adapter.get_base_layer().parameters()}
+    trained = [p for p in adapter.parameters() if p.requires_grad and id(p) not in base]  # type: ignore[attr-defined]
+    if not trained:
+        return None
+    # Of a sharded parameter only whether it has one: a part of it may be zero
+    return any(p.grad is not None and (isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in trained)
 
 
 class StreamCallback(TrainerCallback):

@@ -36,7 +36,7 @@ from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, add_to_card
 from . import bad_rows, checks, messages, per_turn
-from .callbacks import BeforeFirstStep, BeforeTraining, StreamCallback
+from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
 from .loading import TrainingData
@@ -171,6 +171,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.data.attach()
         self.training_objective.attach()
         self.add_callback(BeforeTraining(self))
+        self.add_callback(AdaptersLearn())
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self))
