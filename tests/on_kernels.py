@@ -26,7 +26,7 @@ import transformers
 from peft import LoraConfig
 from support.double import in_double
 from support.runs import texts, trainer
-from sweep.judge import Judge
+from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
 from trl_packfix.isolation import probe
@@ -57,8 +57,12 @@ def judge(model_type: str) -> dict:
     found |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
     model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     truth.pristine.set_experts_implementation("eager")
+    shares = PrefixJudge(zoo.build_model(model_type), zoo.FIRST_WORD, zoo.VOCABULARY)
+    shares.pristine.set_experts_implementation("eager")
     with in_double():
         exact = truth.compare(model, torch.float64)
+        shared = shares.compare(model, torch.float64)
+    found |= {"shared": shared.error, "shared_refusal": shared.refusal, "shared_calls": recorded()["calls"]}
     return found | {"exact": exact.decisive, "seconds": round(time.process_time() - started, 1)}
 
 

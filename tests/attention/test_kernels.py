@@ -61,6 +61,19 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
     assert not row["strictly"] and row["strict_gradient"] > 0, row
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@current_models
+@pytest.mark.parametrize("model_type", CALLS)
+def test_documents_that_share_prefixes_are_what_they_are_alone_on_the_kernels(model_type, judged):
+    row = judged[model_type]
+    if model_type == "jamba":
+        assert "a scan that cannot begin with the state of a prefix" in row["shared_refusal"], row
+        return
+    assert 0 < row["shared"] < 1e-13, row
+    assert any("initial_state" in call for call in row["shared_calls"]) is (model_type != "lfm2"), row
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")

@@ -2,23 +2,29 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from datasets import Dataset
+from support.double import in_double
 from support.models import build_tiny_model
 from support.rounding import LIMIT
 from support.runs import texts, trainer, weights
 from support.versions import current_models
-from sweep.judge import Judge
+from sweep.judge import Judge, PrefixJudge
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trl_packfix.attention import mixers
+from trl_packfix.attention import mixer_prefixes, mixers
 from trl_packfix.attention.forwards import PackedForward, mark_packed_forwards, packed_forwards
 from trl_packfix.attention.mixers import REPLACEMENTS, MixerNames
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.prefix_probe import PrefixProbe
+from trl_packfix.layout import layout_of
 from trl_packfix.survey import zoo
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -194,6 +200,108 @@ def test_boundaries_of_kernels_need_no_host():
         assert mixers._boundaries(pack, "cu_seqlens", torch.empty(1, 17, 3)) is pack.cu_seq_lens_q
         source, own = mixers._stretches(pack, 4, 17, torch.device("cpu"))
         assert own.shape == (17,) and source.shape == (17 + 4 * 3,)
+
+
+SHARED = ["qwen3_5_text", "olmo_hybrid", "lfm2", "bamba", "falcon_h1", "mamba2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [*SHARED, pytest.param("kimi_linear", marks=current_models)])
+def test_documents_that_share_prefixes_are_what_they_are_alone(model_type):
+    """Logits and every gradient, in fp64."""
+    judge = PrefixJudge(zoo.build_model(model_type), zoo.FIRST_WORD, zoo.VOCABULARY)
+    model = zoo.build_model(model_type)
+    packed = packed_model(model)
+    packed.prove(model)
+    assert packed.prove_prefixes(model) is None
+    for each in (model, judge.pristine):
+        each.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    with in_double():
+        found = judge.compare(model, torch.float64)
+    assert found.refusal is None and 0 < found.error < 1e-13, found
+
+
+@pytest.mark.slow
+def test_training_with_shared_prefixes_is_training(tmp_path):
+    beginning = "the same words at the beginning, "
+    data = Dataset.from_dict(
+        {"text": [beginning + end for end in ("one", "two", "three four", "five", "six", "seven")]}
+    )
+    changes, computed = [], []
+    for share in ("off", "pack"):
+        model = zoo.build_model("qwen3_5_text", vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        start = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
+        settings = {"packing_strategy": "minibatch", "max_steps": 3, "optim": "sgd", "learning_rate": 0.2}
+        run = trainer(tmp_path, data, model, share_prefixes=share, gradient_checkpointing=share == "pack", **settings)
+        run.train()
+        assert run.shares_prefixes is (share == "pack") and not run.packed_model.repaired
+        changes.append(weights(run) - start)
+        computed.append([e["computed_share"] for e in run.state.log_history if "computed_share" in e])
+    assert (changes[0] - changes[1]).norm() / changes[0].norm() < LIMIT and changes[0].norm() > 1e-2
+    assert not computed[0] and max(computed[1]) < 0.9
+
+
+@pytest.mark.parametrize("fault", ["parents", "states", "halo"])
+def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
+    """With one common beginning only, every piece has the same parent."""
+    right, right_stretches = mixer_prefixes.levels_of, mixers._stretches
+
+    def wrong(running):
+        found = right(running)
+        first = found.levels[1]  # all its pieces get the state that most of them need, or none
+        most = first.parents.mode().values.expand_as(first.parents)
+        first = replace(first, parents=most if fault == "parents" else None)
+        levels = [found.levels[0], first, *found.levels[2:]]
+        return replace(found, levels=levels)
+
+    def without_prefix(running, *given):
+        return right_stretches(replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={}), *given)
+
+    model = zoo.build_model("qwen3_5_text")
+    packed = packed_model(model)
+    packed.prove(model)
+    if fault == "halo":
+        monkeypatch.setattr(mixers, "_stretches", without_prefix)
+    else:
+        monkeypatch.setattr(mixer_prefixes, "levels_of", wrong)
+    assert packed.prove_prefixes(model) is not None
+    if fault == "parents":
+        examples = PrefixProbe.examples
+
+        def one_tree(self, longest):
+            documents, changes = examples(self, longest)
+            return documents[:-2], [(i, other) for i, other in changes if i < len(documents) - 2]
+
+        monkeypatch.setattr(PrefixProbe, "examples", one_tree)
+        assert packed.prove_prefixes(model) is None
+
+
+def test_mamba1_packs_whole_documents():
+    """Its scans begin with no state."""
+    model = zoo.build_model("mamba")
+    packed = packed_model(model)
+    packed.prove(model)
+    assert "a scan that cannot begin with the state of a prefix" in packed.prove_prefixes(model)
+
+
+def test_pieces_are_cut_where_documents_part():
+    common, other = [5, 6, 7, 8], [20, 21]
+    documents = [[*common, 9, 10], [*common, 9, 11, 12], [*common, 13], [*other, 30], [*other, 31], [40, 41]]
+    batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
+    tokens, layout = batch["input_ids"][0].tolist(), layout_of(batch)
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    found = mixer_prefixes.pieces_of(PackedForward(*(batch[name] for name in names), kv_index=layout.kv_index))
+    assert [stop for _, stop, _ in found[:-1]] == [start for start, _, _ in found[1:]]
+
+    def path(piece):
+        start, stop, parent = piece
+        return (path(found[parent]) if parent >= 0 else []) + tokens[start:stop]
+
+    paths = [path(piece) for piece in found]
+    assert all(ids in paths for ids in documents)
+    starts = {paths[parent][0] for _, _, parent in found if parent >= 0}
+    assert starts == {5, 20}, "documents of both beginnings go on from a shared piece"
+    assert sum(stop - start for start, stop, _ in found) < sum(map(len, documents))
 
 
 def test_a_triton_kernel_without_a_gpu_is_named():

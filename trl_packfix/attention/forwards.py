@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
 from .mixers import MixerNames
-from .models import backbone, base_model, text_config
+from .models import backbone, base_model, has_attention, text_config
 from .rows import DocumentRows, Group
 from .runs import SharedRuns
 
@@ -399,7 +399,8 @@ def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, A
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention())
-    if layout.shares_rows and (name := text_config(model)._attn_implementation) != ATTENTION_NAME:
+    name = text_config(model)._attn_implementation
+    if layout.shares_rows and name != ATTENTION_NAME and has_attention(model):
         raise ValueError(
             f"a packed batch whose {layout.count} documents share prefixes came to attn_implementation={name!r}: only "
             f"{ATTENTION_NAME} finds the keys that a document shares, and other attention would read keys of other "

@@ -24,13 +24,16 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from .exchange import HeadExchange, exchange_halo, group_of
+from .mixer_prefixes import run_levels
 from .rows import Axes
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class Scan(NamedTuple):
         parameters: one entry per head of values, or None.
         call: (values, keys, parameters, **boundaries) -> (rows, T, H, D).
         boundaries: name of the argument of boundaries, if the kernel takes one.
+        from_states: (values, keys, parameters, states) -> (rows, T, H, D) and the states after it, for rows that begin
+            with these states (None: zeros). Zeros in all tensors leave a state as it is. None if it cannot.
     """
 
     values: Sequence[Tensor]
@@ -57,10 +62,13 @@ class Scan(NamedTuple):
     parameters: Sequence[Tensor | None]
     call: Callable[..., Tensor]
     boundaries: str | None
+    from_states: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
+    if running.kv_index is not None:
+        return run_levels(scan, running)
     values, keys, parameters = list(scan.values), list(scan.keys), scan.parameters
     exchange = None
     if running.degree > 1:
@@ -130,7 +138,12 @@ def convolve(
     """A causal convolution per channel: (1, C, T / s), weight (C, W) -> (1, C, T / s)."""
     call = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
     rows = states.transpose(1, 2)  # (1, T / s, C)
-    if _takes(inner, "seq_idx") and running.degree == 1:
+    if running.degree > 1 and running.kv_index is not None:
+        raise ValueError(
+            f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a convolution on "
+            f'{running.degree} ranks. The tokens before a run may be on any of them. Set `share_prefixes="off"`.'
+        )
+    if _takes(inner, "seq_idx") and running.degree == 1 and running.kv_index is None:
         seq_idx = _boundaries(running, "seq_idx", rows)
         # The kernel takes boundaries only where the channels of a token are neighbours
         return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, seq_idx=seq_idx)
@@ -147,6 +160,7 @@ def _stretches(running: "PackedForward", width: int, num_rows: int, device: torc
     """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
 
     The first tensor has places in: a row of zeros, the W - 1 last rows of the part before with several ranks, own rows.
+    Where documents share prefixes, `kv_index` has the rows before each run.
     """
     name = ("stretches", width, num_rows)
     if name not in running.derived:
@@ -158,10 +172,13 @@ def _stretches(running: "PackedForward", width: int, num_rows: int, device: torc
         document = torch.bucketize(tokens, bounds[1:], right=True)
         own = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
         source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=device)
+        keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(bounds)
         for back in range(width):
-            earlier = tokens - back
-            place = earlier - first + 1 + halo
-            source[own - back] = torch.where(earlier >= bounds[document], place, 0)
+            earlier = keys[document + 1] - bounds[document + 1] + tokens - back
+            is_own = earlier >= keys[document]
+            if running.kv_index is not None:
+                earlier = running.kv_index[earlier.clamp(min=0)]
+            source[own - back] = torch.where(is_own, earlier - first + 1 + halo, 0)
         running.derived[name] = source, own
     return running.derived[name]
 
@@ -186,8 +203,12 @@ def scan_delta(
         value, g, beta = values
         return inner(*keys, value, g=g, beta=beta, **options, **boundaries)[0]
 
+    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Any, states: Tensor | None) -> Any:
+        value, g, beta = values
+        return inner(*keys, value, g=g, beta=beta, **options | {"initial_state": states, "output_final_state": True})
+
     name = "cu_seqlens" if _takes(inner, "cu_seqlens") else None
-    return run_scan(Scan([value, g, beta], [query, key], [], call, name), running), None
+    return run_scan(Scan([value, g, beta], [query, key], [], call, name, from_states), running), None
 
 
 def scan_chunks(
@@ -211,8 +232,17 @@ def scan_chunks(
         per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
         return inner(states, dt, A, *keys, **per_head, **options, **boundaries)
 
+    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], before: Tensor | None) -> Any:
+        states, dt, *gate = values
+        A, D, _ = parameters
+        per_head = {"D": D, "z": gate[0] if gate else None, "initial_states": before, "return_final_states": True}
+        return inner(states, dt, A, *keys, **options | {"dt_softplus": False, "dt_limit": (0.0, inf)} | per_head)
+
     name = "seq_idx" if _takes(inner, "seq_idx") else None
-    return run_scan(Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name), running)
+    if running.kv_index is not None:  # a step of 0 leaves a state as it is, so the kernel may change it no more
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, inf)))
+    return run_scan(Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name, from_states), running)
 
 
 def scan_channels(
@@ -254,7 +284,8 @@ def run_fused(inner: Callable, running: "PackedForward", *args: Any, **options: 
     adapter they are frozen.
     """
     weight = options.get("outproj_weight")
-    if not _takes(inner, "seq_idx") or running.degree > 1 or weight is None or not weight.requires_grad:
+    needs_parts = running.degree > 1 or running.kv_index is not None
+    if not _takes(inner, "seq_idx") or needs_parts or weight is None or not weight.requires_grad:
         return None
     return inner(*args, **_without_boundaries(options), seq_idx=_boundaries(running, "seq_idx", args[0]))
 

@@ -330,7 +330,8 @@ class Probe:
         watcher = DrawWatcher(self.inner, self.device)
         watcher.install()
         try:
-            self.packed([self.tokens(n) for n in (13, 11)])
+            # Parts must not be shorter than a convolution
+            self.packed([self.tokens(n) for n in ((3, 5) if self.degree == 1 else (13, 11))])
         except CannotRun:
             pass  # the next run raises it again
         finally:
