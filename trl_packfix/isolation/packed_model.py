@@ -268,13 +268,6 @@ class PackedModel:
         set_attention(self.model, self.attention.previous)
         if self.images is None:
             self._unpacked = UnpackedForward(self.model)
-        elif self.own_hooks:
-            raise ValueError(
-                f"`neftune_noise_alpha` was given, and {type(base_model(self.model)).__name__} trains on documents "
-                "with images as rows of padded batches, because its documents influence each other in a pack. The "
-                "noise of a document depends on its length, which is not known in such rows. Leave "
-                "`neftune_noise_alpha` unset, or set `packing=False` and `padding_free=False`."
-            )
         else:
             self._unpacked = UnpackedImages(self.model)
         for hooks in self._hooks:

@@ -333,7 +333,8 @@ class TrainingData:
         args = self.args
         hooks = []
         if args.neftune_noise_alpha is not None:
-            hooks.append(DocumentNoise(base_model(self.trainer.model), args.neftune_noise_alpha))
+            model = base_model(self.trainer.model)
+            hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
         return PackedModel(
             self.trainer.model,
             self.attention_dtype,

@@ -17,11 +17,15 @@ class DocumentNoise(ModelHooks):
     L is the length of the document, d the size of the embeddings. Noise is added in every packed forward in train mode.
     The probe, evaluation and generation have no noise. The ranks that share a pack have one seed, and each draws the
     noise of its part from a generator of its own: otherwise equal places of the parts would get equal noise.
+
+    Args:
+        sorts_rows: whether a model that is unpacked embeds the documents longest first. Those with images keep their
+            order, all in one call.
     """
 
-    def __init__(self, model: PreTrainedModel, alpha: float):
+    def __init__(self, model: PreTrainedModel, alpha: float, sorts_rows: bool = True):
         super().__init__()
-        self.model, self.alpha = model, alpha
+        self.model, self.alpha, self.sorts_rows = model, alpha, sorts_rows
         # For each running forward of the model: lengths of its documents, (N,), the document of each token, (1, T), and
         # the index of the part if the batch is a part of a pack. None for a forward without boundaries.
         self._running: list[tuple[Tensor, Tensor, int | None] | None] = []
@@ -53,8 +57,10 @@ class DocumentNoise(ModelHooks):
         lengths, index, part = running
         if output.shape[:2] == index.shape:
             length = lengths[index]
-        else:  # an unpacked model embeds documents as rows, longest first
-            rows = lengths[lengths > 0].sort(descending=True).values  # empty documents pad their number
+        else:  # an unpacked model embeds documents as rows
+            rows = lengths.clamp(min=1)
+            if self.sorts_rows:
+                rows = lengths[lengths > 0].sort(descending=True).values  # empty documents pad their number
             first = self._num_rows % len(rows)
             self._num_rows += len(output)
             length = rows[first : first + len(output), None]
