@@ -475,7 +475,7 @@ GIVEN = {
     "images": (
         MESSAGES.add_column("image", [None] * 2),
         {},
-        r"Images belong to a whole row.*Set `per_turn",
+        r"rows with images have none.*`per_turn=False`",
     ),
     "roles": (
         Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}]),

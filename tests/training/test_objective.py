@@ -172,6 +172,7 @@ def documents_of_pack(batch):
         {"packing_strategy": "minibatch"},
         {"packing_strategy": "minibatch", "loss_type": "dft"},
         {"packing_strategy": "minibatch", "label_smoothing_factor": 0.3},
+        {"max_steps": 1, "label_smoothing_factor": 0.3},  # a stream
         {"packing_strategy": "stream", "pad_to_multiple_of": 32},
         {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing": False},
@@ -181,7 +182,8 @@ def documents_of_pack(batch):
 def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
     model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
     settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3} | settings
-    run = trainer(tmp_path, halves(), model=model, document_weighting="document", **settings)
+    data = halves().to_iterable_dataset() if "max_steps" in settings else halves()
+    run = trainer(tmp_path, data, model=model, document_weighting="document", **settings)
     batches, num_items = first_step(run)
     read = documents_of_rows if settings.get("packing") is False else documents_of_pack
     documents = list(itertools.chain.from_iterable(map(read, batches)))

@@ -192,8 +192,8 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
     images = [column for column in columns if column in IMAGES]
     if images:
         raise ValueError(
-            f"{given} {columns}. Images belong to a whole row (`{images[0]}`), and which of them were seen at a turn "
-            "is not known. Set `per_turn=False`, or remove the column of images if the text alone is to be trained."
+            f"{given} {columns}. It makes rows of tokens, and rows with images (`{images[0]}`) have none: images are "
+            "processed when a row is read. Set `per_turn=False`, or remove the column of images."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         return  # TRL refuses a transform

@@ -3,7 +3,6 @@
 `features.py` says which of them cannot be combined.
 """
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ def text_config(model: Any, args: "SFTConfig") -> PretrainedConfig:
 
 def _setting(name: str, off: Any = None, on: tuple[Any, ...] = ()) -> Choice:
     """A field of the config that has one of the values `on`; if there are none, another value than `off`."""
-    values = ", ".join(f"`{name}={json.dumps(value)}`".replace("false", "False") for value in on)
+    values = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
     def given(given: Given) -> str | None:

@@ -202,7 +202,8 @@ FEATURES = (
             of.IN_FAMILIES: "Documents that begin alike are found by sorting all of them, and all images have the same "
             "placeholder tokens, so every image would have to be processed before training",
             of.SPLIT: "Long documents would be split, and a fragment may begin inside an image",
-            of.PER_TURN: "Images belong to a whole row, and which of them were seen at a turn is not known",
+            of.PER_TURN: "It makes rows of tokens, and rows with images have none: images are processed when a row is "
+            "read",
         },
         remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, which shares among the documents of a pack'},
         page="vision.md",
