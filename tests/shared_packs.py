@@ -35,13 +35,16 @@ from support.launch import free_port
 from support.models import build_tiny_model, build_tokenizer
 from support.prefixes import forest
 from support.versions import wait_for_gathers
+from support.vision import build_model as build_image_model
+from support.vision import build_processor, questions, rows
+from sweep.image_families import make_examples
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trl_packfix
 from trl_packfix import PackingLeakError
-from trl_packfix.attention import exchange, mixers, varlen
+from trl_packfix.attention import exchange, forwards, mixers, tower_division, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import (
@@ -51,15 +54,18 @@ from trl_packfix.attention.forwards import (
     mark_packed_forwards,
     packed_forwards,
 )
+from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.data import loaders, parts, stream
+from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
 from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.planning.families import Pieces
 from trl_packfix.survey import zoo
@@ -327,7 +333,20 @@ class Shared(trl_packfix.SFTTrainer):
         self.engine = two_ranks.engine_of(model)
         layout = layout_of(inputs)
         self.seen.append((layout.degree, layout.index))
-        return super().training_step(model, inputs, num_items_in_batch)
+        with self.counted_in_tower():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    @contextmanager
+    def counted_in_tower(self):
+        """Count the tiles or patches that the vision tower computes on this rank."""
+        modules = self.accelerator.unwrap_model(self.model).named_modules()
+        first = [module for name, module in modules if name.endswith(("patch_embed", "patch_embedding"))]
+        handles = [
+            each.register_forward_pre_hook(lambda module, args: self.computed.append(len(args[0]))) for each in first
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
 
 
 class Whole(Shared):
@@ -350,7 +369,7 @@ class Whole(Shared):
         for slot, degree in enumerate(degrees):
             indices = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]].tolist()
             batch = rows.__getitems__(indices or [loaders.EMPTY])
-            collate = self.data.with_row_values(PackedDataCollator(pad_to_multiple_of=degree))
+            collate = self.data.with_row_values(replace(self.data_collator, rows=PackedDataCollator(degree)))
             batches.append(collate(batch))
         return DataLoader(batches, batch_size=None)
 
@@ -419,14 +438,16 @@ def make_trainer(
     """A trainer on four ranks, or in one process on the same packs, that writes to `folder / name`.
 
     With `alike`, a value of `share_prefixes`, documents begin alike, and four ranks share these beginnings. With
-    `shards` the ranks read a stream of so many.
+    `shards` the ranks read a stream of so many. A `model` with images has documents with images.
     """
-    is_one = engine is None
+    is_one, has_images = engine is None, model in MODELS_OF_IMAGES
     tokens_per_rank = TOKENS_OF_ALIKE.get(alike, TOKENS_PER_RANK)
+    if has_images:
+        tokens_per_rank = (4 if alike else 3) * TOKENS_PER_RANK
     defaults = {
         "share_prefixes": alike if alike and not is_one else "off",
         "packing_strategy": "bfd" if alike else "stream",
-        "max_length": 112,
+        "max_length": 384 if has_images else 112,
         "packing": True,
         "packing_report": False,
         "tokens_per_rank": None if is_one else tokens_per_rank,
@@ -447,20 +468,25 @@ def make_trainer(
         "ddp_timeout": 90,  # turns a hang into an error
         **two_ranks.engine_settings(engine, folder),
     }
-    if data is None:
+    held_out = forest(20, seed=3) if alike else documents(seed=1, num_short=10)
+    if has_images:
+        data = questions(96) if alike else rows(40, counts=(0, 0, 0, 0, 1, 2, 4))
+        held_out = data.select(range(12))
+    elif data is None:
         data = forest(60) if alike else documents()
         data = data if shards is None or is_one else data.to_iterable_dataset(shards)
     args = trl_packfix.SFTConfig(str(folder / name), **(defaults | settings))
     torch.manual_seed(0)  # for the adapters
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     trainer = cls(
-        AutoModelForCausalLM.from_pretrained(folder / "models" / model, dtype=dtype),
+        kind.from_pretrained(folder / "models" / model, dtype=dtype),
         args,
         train_dataset=data,
-        eval_dataset=forest(20, seed=3) if alike else documents(seed=1, num_short=10),
-        processing_class=build_tokenizer(),
+        eval_dataset=held_out,
+        processing_class=build_processor(model) if has_images else build_tokenizer(),
         peft_config=peft_config,
     )
-    trainer.seen, trainer.tokens_per_rank, trainer.shards = [], tokens_per_rank, shards
+    trainer.seen, trainer.tokens_per_rank, trainer.shards, trainer.computed = [], tokens_per_rank, shards, []
     trainer.planned = alike or "off"
     return trainer
 
@@ -493,6 +519,7 @@ def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = 
         "micro_steps": (report.shared or report.groups).micro_steps if engine else None,
         "proved": sorted(trainer.packed_model._proved_degrees),
         "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
+        "computed_in_tower": sum(verdicts_of_all(sum(trainer.computed))) if engine else sum(trainer.computed),
     }
 
 
@@ -522,14 +549,14 @@ def late_shift():
     """Labels are shifted after the cut."""
     right = parts.cut_part
 
-    def wrong(batch, degree, index):
-        part = right(batch, degree, index)
+    def wrong(batch, degree, index, **given):
+        part = right(batch, degree, index, **given)
         if degree > 1:
             own = part["labels"]
             part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
         return part
 
-    with mock.patch.object(loaders, "cut_part", wrong):
+    with mock.patch.object(pack_collator, "cut_part", wrong):
         yield
 
 
@@ -651,11 +678,110 @@ def cut_short():
         yield
 
 
+def changed_inputs(change):
+    """What enters the decoder of an image-text model is changed by `change(part, inputs, rows)`."""
+    right = forwards.cut_to_part
+
+    def wrong(inputs, part_tokens, index):
+        part = right(inputs, part_tokens, index)
+        if part is inputs:
+            return part
+        return part | change(part, inputs, slice(index * part_tokens, (index + 1) * part_tokens))
+
+    return mock.patch.object(forwards, "cut_to_part", wrong)
+
+
+def cut_late():
+    """The parts of a pack with images begin one token late."""
+
+    def late(part, inputs, rows):
+        return {"inputs_embeds": inputs["inputs_embeds"].roll(-1, 1)[:, rows]}
+
+    return changed_inputs(late)
+
+
+def positions_of_the_first():
+    """Every part of a pack with images has the positions of the first."""
+    return changed_inputs(
+        lambda part, inputs, rows: {"position_ids": inputs["position_ids"][..., : rows.stop - rows.start]}
+    )
+
+
+def features_of_the_first():
+    """Every part has the deepstack features of the images at the beginning of the pack."""
+
+    def first(part, inputs, rows):
+        name = "deepstack_visual_embeds"
+        if part.get(name) is None:
+            return {}
+        return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
+
+    return changed_inputs(first)
+
+
+@contextmanager
+def features_late():
+    """Ranks that divide the images of a pack put what the tower returns one row late."""
+    right = TowerDivision.exchanged
+
+    def wrong(self, output, group):
+        return tower_division._replaced(right(self, output, group), lambda tensor: tensor.roll(1, 0))
+
+    with mock.patch.object(TowerDivision, "exchanged", wrong):
+        yield
+
+
+@contextmanager
+def features_without_gradients():
+    """The images of a pack get no gradients. The proof of a degree compares states only."""
+    right = tower_division.exchange_pieces
+    with mock.patch.object(tower_division, "exchange_pieces", lambda *given: right(*given).detach()):
+        yield
+
+
+@contextmanager
+def other_images():
+    """On odd ranks the images of a pack that ranks share are in another order."""
+    right = parts.cut_part
+
+    def wrong(batch, degree, index, **given):
+        if index % 2 and "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"].flip(0)
+        return right(batch, degree, index, **given)
+
+    with mock.patch.object(pack_collator, "cut_part", wrong):
+        yield
+
+
+@contextmanager
+def other_images_unseen():
+    with other_images(), mock.patch.object(SamePackCheck, "check", lambda self, batches: None):
+        yield
+
+
+@contextmanager
+def unproved_other_images():
+    """The proof would find it, too."""
+    with other_images(), mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only):
+        yield
+
+
+IMAGE_MODELS = ("llava", "qwen3_vl")
+IMAGE_FAULTS = {
+    "cut_late": cut_late,
+    "positions_of_the_first": positions_of_the_first,
+    "features_of_the_first": features_of_the_first,
+    "features_late": features_late,
+    "other_images": other_images,
+}
 TRAINING_FAULTS = {
     "family_prefixes": without_prefixes,
     "family_border_lost": border_lost,
     "family_cut_short": cut_short,
     "family_weighted_by_all": counted_by_all,
+    **IMAGE_FAULTS,
+    "features_without_gradients": features_without_gradients,
+    "other_images_unseen": other_images_unseen,
     "own_shards_unseen": own_shards_unseen,
     **FAULTS,
     "one_label_per_row": one_label_per_row,
@@ -708,8 +834,9 @@ def other_packs(folder: Path, engine: str, name: str, data: Callable | None = No
     """What is said when rank 1 has read other documents than rank 0, and after which step."""
     trainer = make_trainer(folder, name, engine, data=data and data(), **settings)
     message = ""
+    fault = {"ddp/own_shards": own_shards, "ddp/other_images": unproved_other_images}.get(name, nullcontext)
     try:
-        with own_shards() if name.endswith("own_shards") else nullcontext():
+        with fault():
             trainer.train()
     except ValueError as error:
         message = str(error)
@@ -765,9 +892,37 @@ def proofs(folder: Path, engine: str) -> dict:
         report = trl_packfix.check_isolation(shifting, degree=degree)
         found["shift", degree] = (report.isolated, report.equal, [leak.module for leak in report.leaks])
     found["bloom"] = trl_packfix.check_isolation(bloom, degree=2).error
+    return {"verdicts": verdicts_of_all(found)}
+
+
+def verdicts_of_all(found: dict) -> list[dict]:
     everyone = [None] * NUM_RANKS
     dist.all_gather_object(everyone, found)
-    return {"verdicts": everyone}
+    return everyone
+
+
+def image_proofs(folder: Path) -> dict:
+    """As `proofs`, for models with images: of documents with images, of text alone, and of shared prefixes."""
+    start_gloo()
+    found = {}
+    checks = {"images": trl_packfix.check_isolation, "shared": check_prefixes}
+    for model in IMAGE_MODELS:
+        right = [(None, 2, "images"), (None, 4, "images"), (None, 2, "shared"), (None, 4, "shared")]
+        wrong = [(fault, 2, "images") for fault in IMAGE_FAULTS]
+        for fault, degree, name in (*right, *wrong, ("other_images", 2, "shared"), ("cut_late", 2, "text")):
+            built = build_image_model(model)
+            select_attention(built)
+            images = None if name == "text" else make_examples(model, built)
+            with IMAGE_FAULTS[fault]() if fault else nullcontext():
+                report = checks.get(name, trl_packfix.check_isolation)(built, 512, degree, images)
+            size = max(report.max_change, report.max_difference) / report.tolerance
+            found[name, model, fault, degree] = (report.isolated and report.equal, size, report.error)
+        for name, kind in (("images", ImageProbe), ("shared", ImagePrefixProbe)):
+            probe = kind(built, make_examples(model, built), degree=2)
+            ids = probe._batch(probe.image_examples()[0])["input_ids"][0]
+            is_image = ids == probe.images.processor.image_token_id
+            found["split", model, name] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
+    return {"verdicts": verdicts_of_all(found)}
 
 
 # Launches
@@ -809,11 +964,19 @@ KINDS = {
     "delta_checkpointed": {"model": "delta", "gradient_checkpointing": True},
     "scan": {"model": "scan"},
     "mamba": {"model": "mamba"},
+    # Images that lie in several parts
+    "images_llava": {"model": "llava", "evaluates": True},
+    "images_qwen2_5_vl": {"model": "qwen2_5_vl", "gradient_checkpointing": True},
+    "images_qwen3_vl": {"model": "qwen3_vl"},
+    "alike_images_llava": {"model": "llava", "alike": "pack", "evaluates": True},
+    "alike_images_qwen3_vl": {"model": "qwen3_vl", "alike": "pack"},
 }
 HYBRID = ["delta", "scan", "mamba"]
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
 ALIKE += ["alike_family", "alike_family_weighted"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
+OF_IMAGES = [kind for kind in KINDS if "images" in kind]
+MODELS_OF_IMAGES = {KINDS[kind]["model"] for kind in OF_IMAGES}
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
     "ddp": [
@@ -829,10 +992,19 @@ OF_ENGINES = {
         *ALIKE,
         *STREAMS,
         *HYBRID,
+        *OF_IMAGES,
     ],
     "zero1": ["full"],
     "zero2": ["full_reentrant"],
-    "zero3": ["full", "lora_checkpointed", "experts", "alike_experts", "stream_shards", "delta_checkpointed"],
+    "zero3": [
+        "full",
+        "lora_checkpointed",
+        "experts",
+        "alike_experts",
+        "stream_shards",
+        "delta_checkpointed",
+        "images_qwen3_vl",
+    ],
     "zero3_offload": ["full"],
     "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream", "scan"],
 }
@@ -863,6 +1035,13 @@ PLANTED = {
     "family_border_lost": "alike_family",
     "family_cut_short": "alike_family",
     "family_weighted_by_all": "alike_family_weighted",
+    # What only images on parts show
+    "cut_late": "images_llava",
+    "positions_of_the_first": "images_qwen2_5_vl",
+    "features_of_the_first": "images_qwen3_vl",
+    "features_late": "images_llava",
+    "features_without_gradients": "images_qwen3_vl",
+    "other_images_unseen": "alike_images_llava",
     # What only streams show
     "own_shards_unseen": "stream_shards",
 }
@@ -886,9 +1065,11 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
         for kind in ("stream", "stream_shards"):
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"} | {"max_steps": 6}
             found[f"ddp/restart_{kind}"] = partial(restart, name=f"ddp/restart_{kind}", engine="ddp", **settings)
+        found["ddp/restart_images"] = partial(restart, name="ddp/restart_images", engine="ddp", model="llava")
         found["ddp/attention"] = attention
         found["ddp/hybrids"] = hybrids
         found["ddp/proofs"] = partial(proofs, engine="ddp")
+        found["ddp/image_proofs"] = image_proofs
         for fault, kind in PLANTED.items():
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
             found[f"ddp/faulty_{fault}"] = partial(faulty, fault=fault, engine="ddp", **settings)
@@ -896,6 +1077,7 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
             "other_packs": {"data": other_tokens},
             "other_second_pass": {"data": other_second_pass, "max_steps": 6},
             "own_shards": KINDS["stream_shards"],
+            "other_images": KINDS["images_qwen3_vl"],
         }
         for name, settings in others.items():
             found[f"ddp/{name}"] = partial(other_packs, engine="ddp", name=f"ddp/{name}", **settings)
@@ -957,6 +1139,8 @@ def main(folder: Path, only: list[str]) -> int:
     for name, model_type in HYBRIDS.items():
         model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
         model.save_pretrained(folder / "models" / name)
+    for name in MODELS_OF_IMAGES:
+        build_image_model(name).save_pretrained(folder / "models" / name)
     launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
     ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
     return int(not all(ended))

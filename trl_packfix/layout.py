@@ -339,7 +339,8 @@ class Part(Layout):
         return self.of.sizes(trained)
 
     def attention(self) -> dict[str, Any]:
-        return self.of.attention() | {"degree": self.degree, "part_tokens": self.num_tokens // self.degree}
+        own = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
+        return self.of.attention() | own
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.of.labels(batch)

@@ -234,7 +234,7 @@ def test_training_with_shared_prefixes_is_training(tmp_path):
         settings = {"packing_strategy": "minibatch", "max_steps": 3, "optim": "sgd", "learning_rate": 0.2}
         run = trainer(tmp_path, data, model, share_prefixes=share, gradient_checkpointing=share == "pack", **settings)
         run.train()
-        assert run.shares_prefixes is (share == "pack") and not run.packed_model.repaired
+        assert run.data.shares_prefixes is (share == "pack") and not run.packed_model.repaired
         changes.append(weights(run) - start)
         computed.append([e["computed_share"] for e in run.state.log_history if "computed_share" in e])
     assert (changes[0] - changes[1]).norm() / changes[0].norm() < LIMIT and changes[0].norm() > 1e-2

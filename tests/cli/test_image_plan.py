@@ -132,10 +132,6 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
             "2 datasets were given, and 1 of them have images",
         ),
         (["plan", "rows.parquet", "--model", "model", "--strategy", "wrapped"], "begin inside an image"),
-        (
-            ["plan", "rows.parquet", "--model", "model", "--tokens-per-rank", "32"],
-            "tokens_per_rank=32` was given with the column `images`",
-        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(words, reason, workplace, capsys, monkeypatch):
@@ -144,3 +140,10 @@ def test_what_cannot_be_planned_is_said(words, reason, workplace, capsys, monkey
     found = capsys.readouterr().err.replace("\n", " ")
     assert re.search(reason, found), found
     assert not (workplace / "both").exists()
+
+
+def test_documents_with_images_are_planned_for_ranks_that_share_packs(workplace, capsys, monkeypatch):
+    monkeypatch.chdir(workplace)
+    words = ["plan", "rows.parquet", "--model", "model", "--max-length", "256", "--tokens-per-rank", "64"]
+    assert main([*words, "--world-size", "4"]) == 0
+    assert re.search(r"degree", capsys.readouterr().out)

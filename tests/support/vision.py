@@ -7,8 +7,10 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
 from sweep.image_families import build_model as build_model
 from sweep.image_families import build_processor as build_processor
+from sweep.image_families import make_examples
 
 from trl_packfix import SFTTrainer
+from trl_packfix.data.image_collator import ImageExamples
 
 from .runs import config
 
@@ -32,12 +34,12 @@ MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string
 SIZES = ((24, 24), (40, 24), (24, 48), (56, 40), (30, 30))
 
 
-def rows(num: int = 16, seed: int = 0) -> Dataset:
-    """Conversations with no, one or two images of several sizes, about images that are encoded as PNG."""
+def rows(num: int = 16, seed: int = 0, counts: tuple[int, ...] = (0, 1, 1, 2)) -> Dataset:
+    """Conversations with as many images as one of `counts`, of several sizes, about images that are encoded as PNG."""
     rng = np.random.default_rng(seed)
     table = []
     for _ in range(num):
-        count = int(rng.choice([0, 1, 1, 2]))
+        count = int(rng.choice(counts))
         sizes = [SIZES[i] for i in rng.integers(0, len(SIZES), count)]
         images = [picture(*size, seed=int(rng.integers(1 << 30))) for size in sizes]
         text = "".join(rng.choice(list("abcdef "), rng.integers(3, 30)))
@@ -69,6 +71,23 @@ def questions(num: int = 24) -> Dataset:
     return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
 
 
+def growing(num: int = 6) -> Dataset:
+    """Conversations of one to three turns, each with an image of its own and all images of the turns before it.
+
+    The last answer is longer than it is in the history, as where a template strips thoughts.
+    """
+    table = []
+    for i in range(num):
+        images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
+        messages = []
+        for turn in range(3):
+            messages.append(message("user", f"turn {turn}", 1))
+            answer = message("assistant", f"{i} as seen, then {turn}")
+            table.append({"images": images[: turn + 1], "messages": [*messages, answer]})
+            messages.append(message("assistant", f"{i} then {turn}"))
+    return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
 ROWS = rows(40)
 QUESTIONS = questions()
 SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}
@@ -87,3 +106,7 @@ def make(
         processing_class=build_processor(family),
         **(trainer_kwargs or {}),
     )
+
+
+def examples_of(family: str) -> ImageExamples:
+    return make_examples(family, build_model(family))

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import tolerance, weight_difference
 from support.versions import trl_trains
-from support.vision import PICTURES, QUESTIONS, SGD, build_model, build_processor, make
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, growing, make
 
 from trl_packfix.attention.forwards import packed_forwards
-from trl_packfix.data.image_collator import ImageExamples, PackedImages, RopeIndex
-from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.data import image_collator
+from trl_packfix.data.image_collator import ImageExamples, PackedImages
+from trl_packfix.data.image_rows import RowProcessor, images_between
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.isolation.check_isolation import check_prefixes
@@ -33,14 +33,6 @@ FAMILIES = ("llava", "qwen2_5_vl", "idefics3")
 
 
 @cache
-def examples_of(family: str) -> ImageExamples:
-    model = build_model(family)
-    kind = type(model.base_model)
-    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
-    process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
-    return ImageExamples(process, rope_index=rope_index)
-
-
 def sharing(examples: ImageExamples, **more) -> PackCollator:
     return PackCollator(PrefixCollator(min_shared=1, compare=examples.process.compare, **more), examples.images)
 
@@ -48,7 +40,10 @@ def sharing(examples: ImageExamples, **more) -> PackCollator:
 def by_placeholder(process: RowProcessor, documents) -> list[Compared]:
     """The fault: images are compared by their placeholder tokens."""
     spans = [process.image_span(document) for document in documents]
-    return [Compared(np.asarray(each["input_ids"]), *span) for each, span in zip(documents, spans, strict=True)]
+    return [
+        Compared(np.asarray(each["input_ids"]), [span] if span[1] else [])
+        for each, span in zip(documents, spans, strict=True)
+    ]
 
 
 # Collating
@@ -73,6 +68,7 @@ SEVEN, EIGHT = torch.tensor([7]), torch.tensor([8])
 @settings(max_examples=60, deadline=None)
 @example([[A, SEVEN], [A, EIGHT]], None)  # they differ right behind the image
 @example([[SEVEN, A, SEVEN, B], [SEVEN, A, EIGHT, B]], None)  # and between two images
+@example([[A, SEVEN, B], [A, SEVEN, A, EIGHT], [A, SEVEN, B, SEVEN, A]], None)  # images of one document are split
 @example([[A, B], [A, A], [B, A]], 8)
 @given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
 def test_every_document_has_its_own_images(found, multiple):
@@ -87,9 +83,10 @@ def test_every_document_has_its_own_images(found, multiple):
         rows = layout.predicting(i)
         assert torch.equal(batch["input_ids"][0, rows], ids[:-1])
         assert [shown[row] for row in rows] == images_of_rows(examples, ids, document.get("pixel_values"))[:-1]
-    for i, first, has_images in collate.rows.collate(documents)[1]:
-        start, stop = examples.process.image_span(documents[i])
-        assert not start < first < stop and has_images == (first <= start or start == stop == 0 == first)
+    for i, first, before, num in collate.rows.collate(documents)[1]:
+        is_image = torch.as_tensor(documents[i]["input_ids"]) == examples.processor.image_token_id
+        assert not is_image[first] or is_image[:first].sum() % 16 == 0
+        assert before <= num <= is_image.sum() // 16 and (num == 0 or before in (0, num) or num > 1)
 
 
 def questions(examples: ImageExamples) -> list[dict]:
@@ -100,6 +97,25 @@ def questions(examples: ImageExamples) -> list[dict]:
         *(examples.joined([head, image, torch.tensor(text)]) for image, text in asked),
         examples.joined([head, torch.tensor([9, 10])]),
     ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "internvl", "llava_next"])
+def test_images_of_one_document_are_shared_one_by_one(family):
+    """A conversation that grows by a screenshot per turn: three documents need three images, not six."""
+    examples = examples_of(family)
+    head, between, screens = torch.arange(20, 40), torch.arange(40, 45), [examples.image(48, 48) for _ in range(3)]
+    parts = [head, screens[0], between, screens[1], between, screens[2]]
+    documents = [examples.joined([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
+    collate = sharing(examples)
+    batch, runs = collate(documents), collate.rows.collate(documents)[1]
+    longest = documents[2]
+    assert batch["pixel_values"].shape == longest["pixel_values"].shape
+    assert batch["input_ids"].shape[1] <= len(longest["input_ids"]) + 8
+    assert any(0 < run.images_before < run.num_images for run in runs), "no image is split off"
+    changed = examples.joined([*parts[:3], examples.image(48, 48), between, screens[2], torch.tensor([5, 4])])
+    number = examples.process.compare([longest, changed])
+    same = [a == b for a, b in zip(*(each.tokens[[first for first, _ in each.images]] for each in number), strict=True)]
+    assert same[0] and same[-1] and not all(same)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,19 +169,22 @@ def test_documents_that_share_images_are_what_they_are_alone(family):
 def in_order_of_documents(self, documents, runs, position_ids):
     """The fault: each image once, and in the order of the documents, not of the rows."""
     entries = right(self, documents, runs, position_ids)
-    own = [documents[i] for i in sorted(run.document for run in runs if run.has_images)]
-    for name in self.layout.images:
-        parts = [each[name] for each in own if name in each]
-        if parts:
-            entries[name] = self.layout.join(name, parts)
-    return entries
+    wrong = right(self, documents, sorted(runs), position_ids)
+    return entries | {name: wrong[name] for name in self.layout.images if name in wrong}
 
 
 right = PackedImages.__call__
 
 
+def first_images(document, first, stop, num):
+    """The fault: of a document whose first images are shared, these again in place of the others."""
+    return images_between(document, 0, stop - first, num)
+
+
 def plant(monkeypatch, fault: str) -> None:
-    if fault == "compared by placeholder":
+    if fault == "first images again":
+        monkeypatch.setattr(image_collator, "images_between", first_images)
+    elif fault == "compared by placeholder":
         monkeypatch.setattr(RowProcessor, "compare", by_placeholder)
     else:
         monkeypatch.setattr(PackedImages, "__call__", in_order_of_documents)
@@ -174,7 +193,7 @@ def plant(monkeypatch, fault: str) -> None:
 FAULTS = ("compared by placeholder", "scattered to the wrong rows")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, "first images again"])
 def test_the_probe_sees_images_of_others(fault, monkeypatch):
     plant(monkeypatch, fault)
     model, packed = proved("llava")
@@ -217,11 +236,11 @@ SIZE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max
 APART = SIZE | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
-def trained(family: str, **more):
+def trained(family: str, data=QUESTIONS, **more):
     """The trainer after four steps, its weights, and how many images went through the tower."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = make(folder, family, QUESTIONS, **(SGD | SIZE | more))
+        run = make(folder, family, data, **(SGD | SIZE | more))
         if "config_class" in more:
             run.model_accepts_loss_kwargs = run.args.gradient_accumulation_steps > 1  # the mean over the step
         seen = []
@@ -263,6 +282,28 @@ def test_training_that_shares_images_is_unpacked_training(family):
     assert report.flops < 0.6
     text = prefixes_text(replace(run.packing_report, prefixes=report))
     assert text.endswith(" of the images are computed")
+
+
+@trl_trains
+def test_training_that_shares_some_images_of_documents_is_unpacked_training(monkeypatch):
+    data, size = growing(), {"per_device_train_batch_size": 9, "max_length": 300}
+    start = torch.cat([p.detach().flatten().double() for p in build_model("llava").parameters()])
+    one = {"max_steps": 2}
+    _, wanted, unshared = trained("llava", data, **(UNPACKED | {"per_device_train_batch_size": 9} | one))
+    _, regrouped, _ = trained(
+        "llava", data, **(UNPACKED | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3} | one)
+    )
+    run, found, seen = trained("llava", data, **(SHARED | size | one))
+    difference, rounding = (weight_difference(each, wanted, start) for each in (found, regrouped))
+    print(f"{difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}")
+    assert run.data.shares_prefixes and difference <= tolerance(rounding)
+    assert sum(seen) < 0.8 * sum(unshared)
+    report = estimated_savings(run.data.planner, run.data.reader)
+    assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
+    plant(monkeypatch, "first images again")
+    monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
+    _, wrong, _ = trained("llava", data, **(SHARED | size | one))
+    assert weight_difference(wrong, wanted, start) > 1e-3
 
 
 @trl_trains

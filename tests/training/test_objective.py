@@ -401,20 +401,25 @@ def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
         assert ratio == pytest.approx(1, abs=5 * 0.447 / (found.numel() * 32) ** 0.5)
 
 
-def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_between_parts():
-    """The ranks of a group have one seed: without their own generators, equal places would get equal noise."""
+@pytest.mark.parametrize("has_images", [False, True])
+def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_between_parts(has_images):
+    """The ranks of a group have one seed: without their own generators, equal places would get equal noise.
+
+    With images each rank embeds the whole pack, and its decoder gets the rows of its part.
+    """
     alpha, draws, degree, size = 5.0, 300, 2, 32
     model = build_tiny_model("llama").train()
     whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
     noise = DocumentNoise(model, alpha)
     seen = []
     for index in range(degree):
-        batch = cut_part(whole, degree, index)
+        batch = cut_part(whole, degree, index, has_images)
+        own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):
             noise._enter(model, (), batch)
             output = torch.zeros(1, batch["input_ids"].shape[1], size)
-            seen.append(noise._add_noise(model, (), output))
+            seen.append(noise._add_noise(model, (), output)[:, own])
             noise._leave(model, (), None)
     parts = torch.stack(seen).view(degree, draws, -1, size)
     after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks

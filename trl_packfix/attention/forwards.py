@@ -21,10 +21,13 @@ from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
+from .decoder_inputs import cut_to_part
+from .exchange import group_of
 from .mixers import MixerNames
 from .models import backbone, base_model, has_attention, text_config
 from .rows import DocumentRows, Group
 from .runs import SharedRuns
+from .tower_division import TowerDivision, divide, outermost
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -58,6 +61,7 @@ class PackedForward:
             boundaries. The leak probe confirms this.
         degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
             holds a part of its tokens.
+        index: which of these ranks this one is, 0 to s - 1.
         part_tokens: tokens of each part; None with degree 1.
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
             int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
@@ -73,6 +77,7 @@ class PackedForward:
     rows: int | None = None
     ignores_masks: bool = False
     degree: int = 1
+    index: int = 0
     part_tokens: int | None = None
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
@@ -302,11 +307,14 @@ class PackedForwardGuard(ModelHooks):
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self.mixers = MixerNames(model, running_pack)
+        self._made: PackedForward | None = None  # the running forward, if no other guard recorded it
+        self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 
     def _register(self) -> list[RemovableHandle]:
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         takers = (self.model, *self.fed)
+        towers = _towers(self.model)
         return [
             *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in takers),
             # always_call: after a forward that raises, the next one must not be marked as packed
@@ -315,7 +323,16 @@ class PackedForwardGuard(ModelHooks):
                 module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
                 for module in _flash_attentions(self.model)
             ),
-            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in _towers(self.model)),
+            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in towers),
+            *(
+                handle
+                for module in outermost(towers)
+                for handle in (
+                    module.register_forward_pre_hook(self._divide, with_kwargs=True),
+                    module.register_forward_hook(self._join, always_call=True),
+                )
+            ),
+            *([backbone(self.model).register_forward_pre_hook(_take_part, with_kwargs=True)] if towers else []),
         ]
 
     def remove(self) -> None:
@@ -332,6 +349,7 @@ class PackedForwardGuard(ModelHooks):
                 # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs, layout)
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
+                self._made = running
             enter(running)
             if running.kv_index is not None:
                 # A module would take the boundaries of runs for those of documents; our attention reads `running`
@@ -339,10 +357,27 @@ class PackedForwardGuard(ModelHooks):
         self._entered.append(layout.is_packed)
         return args, kwargs
 
+    def _divide(self, tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Leave a tower the share of this rank, if ranks share the pack."""
+        running = packed_forwards[-1] if packed_forwards else None
+        division = None
+        # Another guard on this model has the same hooks
+        if running is not None and running is self._made and running.degree > 1:
+            args, kwargs, division = divide(args, kwargs, running.degree, running.index)
+        self._divisions.append(division)
+        return args, kwargs
+
+    def _join(self, tower: nn.Module, args: tuple, output: Any) -> Any:
+        division = self._divisions.pop() if self._divisions else None
+        if division is None or output is None:  # None after a forward that raised
+            return output
+        return division.exchanged(output, group_of(len(division.rows)))
+
     def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
             leave()
+            self._made = None
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
@@ -378,6 +413,15 @@ def _take_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     Its flash attention has boundaries of its own under the same names.
     """
     return args, {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+
+
+def _take_part(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
+    running = packed_forwards[-1] if packed_forwards else None
+    if running is None or running.part_tokens is None:
+        return None
+    inputs = {name: given for name, given in kwargs.items() if name not in CU_SEQ_LENS}
+    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
 def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -20,12 +20,13 @@ READ = frozenset(("input_ids", "labels"))
 class Run(NamedTuple):
     """Rows of a pack: the tokens of `document` from the token `first` on.
 
-    `has_images` is False if the images of the document, if it has any, are before it.
+    `images_before` of the document's `num_images` images are before it. Both are 0 in a run of a whole document.
     """
 
     document: int
-    first: int
-    has_images: bool
+    first: int = 0
+    images_before: int = 0
+    num_images: int = 0
 
 
 @dataclass
@@ -108,7 +109,7 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
             "use_cache": False,
         }
-        return batch, [Run(i, 0, True) for i in range(len(documents))]
+        return batch, [Run(i) for i in range(len(documents))]
 
     def _padding(self, num_tokens: int, degree: int) -> int:
         return -num_tokens % math.lcm(self.pad_to_multiple_of or 1, degree)

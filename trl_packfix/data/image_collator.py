@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .collator import IGNORE_INDEX, READ, PackedDataCollator, Run
-from .image_rows import RowProcessor
+from .image_rows import RowProcessor, images_between
 from .pack_collator import PackCollator
 from .parts import PartOf
 from .prefix_collator import PrefixCollator
@@ -265,19 +265,28 @@ class PackedImages:
             if any(name in each for each in documents):
                 row = torch.zeros(position_ids.shape, dtype=torch.int64)
                 start = 0
-                for i, first, _ in runs:
+                for i, first, *_ in runs:
                     stop = start + len(documents[i]["input_ids"]) - first
                     if name in documents[i]:
                         row[:, start:stop] = documents[i][name][:, first:]
                     start = stop
                 entries[name] = row
-        with_images = [documents[run.document] for run in runs if run.has_images]
+        with_images = [_images_of(documents[run.document], run) for run in runs]
         for name in self.layout.images:
             parts = [each[name] for each in with_images if name in each]
             if parts:
                 entries[name] = self.layout.join(name, parts)
         if self.rope_index is not None:
-            positions = [self.rope_index(documents[i])[:, first:] for i, first, _ in runs]
+            positions = [self.rope_index(documents[i])[:, first:] for i, first, *_ in runs]
             rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
             entries["position_ids"] = torch.cat([position_ids[None], torch.cat([*positions, rest], dim=1)[:, None]])
         return entries
+
+
+def _images_of(document: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The images of a document that are computed in a run of it; {} if there are none."""
+    if run.images_before == 0:
+        return document
+    if run.images_before == run.num_images:
+        return {}
+    return images_between(document, run.images_before, run.num_images, run.num_images)

@@ -109,27 +109,42 @@ class RowProcessor:
         """
         if "pixel_values" not in document:
             return 0, 0
+        is_image = self._is_image(document)
+        where = np.flatnonzero(is_image)
+        return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+
+    def _is_image(self, document: dict[str, Any]) -> npt.NDArray[np.bool_]:
         is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
         for name in TOKEN_KINDS:
             if name in document:
                 is_image = is_image | (document[name][0].numpy() != 0)
-        where = np.flatnonzero(is_image)
-        return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+        return np.asarray(is_image)
 
     def compare(self, documents: Sequence[dict[str, Any]]) -> list[Compared]:
-        """What is compared to find common beginnings: tokens and, in place of the first placeholder, all images.
+        """What is compared to find common beginnings: tokens and, in place of its first placeholder, each image.
 
-        Two documents have the same number there if the processor returns the same for all of their images.
+        Two images have the same number there if the processor returns the same for them. All images of a document count
+        as one if their outputs cannot be told apart.
         """
         numbers: dict[bytes, int] = {}
         compared = []
         for document in documents:
-            tokens, (first, stop) = np.asarray(document["input_ids"]), self.image_span(document)
-            if first < stop:
-                tokens = tokens.astype(np.int64)
-                tokens[first] = IMAGES_FROM + numbers.setdefault(_content(document), len(numbers))
-            compared.append(Compared(tokens, first, stop))
+            tokens, spans = np.asarray(document["input_ids"]).astype(np.int64), self._image_spans(document)
+            for i, (first, _) in enumerate(spans):
+                content = _content(images_between(document, i, i + 1, len(spans)))
+                tokens[first] = IMAGES_FROM + numbers.setdefault(content, len(numbers))
+            compared.append(Compared(tokens, spans))
         return compared
+
+    def _image_spans(self, document: dict[str, Any]) -> list[tuple[int, int]]:
+        """The span of each image whose outputs can be told apart from the others, else the one of all."""
+        first, stop = self.image_span(document)
+        if first == stop:
+            return []
+        edges = np.flatnonzero(np.diff(self._is_image(document)[first:stop].astype(np.int8))) + first + 1
+        starts, stops = [first, *edges[1::2].tolist()], [*edges[::2].tolist(), stop]
+        spans = list(zip(starts, stops, strict=True))
+        return spans if _ends_of_images(document, len(spans)) is not None else [(first, stop)]
 
 
 def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool) -> Dataset:
@@ -251,11 +266,44 @@ def sequence_sizes(document: dict[str, Any]) -> Tensor:
     return sequences.any(1) * sequences.shape[1]
 
 
-def _content(document: dict[str, Any]) -> bytes:
-    """Hash of all that the processor returns for the images of a document."""
+def images_between(document: dict[str, Any], first: int, stop: int, num: int) -> dict[str, Tensor]:
+    """What the processor returns for the images `first` to `stop - 1` of the `num` images of a document, by name."""
+    names = document.keys() - READ - {*TOKEN_KINDS}
+    if (first, stop) == (0, num):
+        return {name: document[name] for name in names}
+    ends = _ends_of_images(document, num)
+    assert ends is not None  # else they count as one
+    images = {}
+    for name, (axis, each) in ends.items():
+        begin = 0 if first == 0 else each[first - 1]
+        images[name] = document[name].narrow(axis, begin, (0 if stop == 0 else each[stop - 1]) - begin)
+    return images
+
+
+def _ends_of_images(document: dict[str, Any], num: int) -> dict[str, tuple[int, list[int]]] | None:
+    """For each output of the processor its axis of images, and where each of `num` images ends there; None if unknown.
+
+    An output has one entry per image, or the patches of all images, with the grid of each.
+    """
+    grid = document.get("image_grid_thw")
+    patches = [] if grid is None or len(grid) != num else grid.prod(-1).cumsum(0).tolist()
+    ends = {}
+    for name in document.keys() - READ - {*TOKEN_KINDS}:
+        shape = document[name].shape
+        if patches and name == "pixel_values" and shape[0] == patches[-1]:
+            ends[name] = 0, patches
+        elif num in shape[:1] or (shape[:1] == (1,) and num in shape[1:2]):
+            ends[name] = 0 if shape[0] == num else 1, [*range(1, num + 1)]
+        else:
+            return None
+    return ends
+
+
+def _content(images: dict[str, Tensor]) -> bytes:
+    """Hash of what the processor returns for images."""
     digest = hashlib.blake2b()
-    for name in sorted(document.keys() - READ - {*TOKEN_KINDS}):
-        values = document[name].contiguous()
+    for name in sorted(images):
+        values = images[name].contiguous()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
         digest.update(values.flatten().view(torch.uint8).numpy().data)
     return digest.digest()

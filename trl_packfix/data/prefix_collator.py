@@ -35,13 +35,12 @@ class Compared(NamedTuple):
 
     Attributes:
         tokens: numbers below 2**32 - 1 that are compared in place of the tokens, (n,).
-        first, stop: the tokens from the first image to the end of the last, which are shared all or not at all; 0, 0
-            without images.
+        images: first token of each image, and the one after its last. The tokens of an image are shared all or not at
+            all.
     """
 
     tokens: npt.NDArray
-    first: int = 0
-    stop: int = 0
+    images: Sequence[tuple[int, int]] = ()
 
 
 Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
@@ -108,7 +107,7 @@ class PrefixCollator(PackedDataCollator):
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
 
-        A document that would begin to differ among images shares what is before them.
+        A document that would begin to differ in an image shares what is before it.
         """
         return self._order(documents, *self._read(documents))[:2]
 
@@ -124,9 +123,9 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            _, first, stop = compared[i]
-            if first < shared[place] < stop:
-                shared[place] = first if first >= self.min_shared else 0
+            inside = [first for first, stop in compared[i].images if first < shared[place] < stop]
+            if inside:
+                shared[place] = inside[0] if inside[0] >= self.min_shared else 0
         rest = sorted(set(range(len(tokens))) - set(may_share))
         return order + rest, shared[: len(places)] + [0] * len(rest), compared
 
@@ -163,7 +162,8 @@ class PrefixCollator(PackedDataCollator):
             shared_of[i] = length - own
             if own:
                 runs.append(ids[common:])
-                runs_of.append(Run(i, common, common <= compared[i].first))
+                images = compared[i].images
+                runs_of.append(Run(i, common, sum(first < common for first, _ in images), len(images)))
                 starts.append(common)
                 keys.append(path)
             trained = labels[i][1:] != IGNORE_INDEX

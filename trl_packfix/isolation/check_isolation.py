@@ -59,7 +59,7 @@ def check_isolation(
         model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
         max_length: the longest document of the run, in tokens; None is the number of positions of the model.
         degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
-            with the same model.
+            with the same model and images.
         images: makes documents with images, which are tested after those of text alone; None tests text.
         given: the attention implementation that the model had before it was set up for packs. A document alone runs on
             it. None: the current one, or transformers' default if that is `packfix_varlen`.
@@ -79,7 +79,7 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, given)
+    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, degree, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
@@ -114,7 +114,7 @@ def check_prefixes(
     relative difference of its gradients. With `images` documents share images, and text in front of other images.
     """
     make_groups((degree,))
-    probe = PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, given)
+    probe = PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, degree, given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             return _judge_all(probe, max_length)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..attention.exchange import group_of
 from .probe import Examples, Probe
 
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
@@ -25,8 +27,13 @@ class ImageSource(Protocol):
     def joined(self, parts: Sequence[Any]) -> dict[str, Any]:
         """A document of tokens, (n,), and images in this order."""
 
-    def packed(self, documents: Sequence[dict[str, Any]], shares: bool = False) -> dict[str, Any]:
-        """The batch of documents in one pack, as in training, without labels; `shares` common beginnings."""
+    def packed(
+        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, index: int | None = None
+    ) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels; `shares` common beginnings.
+
+        The pack is one for `degree` ranks: the part of the rank `index`, or the whole pack without one.
+        """
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:
         """The batch of one document in unpacked training, without labels."""
@@ -43,12 +50,13 @@ class ImageDocument:
 
 
 def image_documents(
-    images: ImageSource, tokens: Callable[[int], Tensor]
+    images: ImageSource, tokens: Callable[[int], Tensor], splits: bool = False
 ) -> tuple[list[Any], list[tuple[int, ImageDocument]]]:
     """Four documents of unequal layout, and others to put in the place of one: (index, document).
 
     The second ends with an image and the third begins with one, so a model that joins neighbouring images joins them.
-    The last has no image.
+    The last has no image. With `splits` it is so long that the middle of the pack, where a part ends at every degree,
+    is in the middle of an image.
     """
     square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
     head, tail, end = tokens(5), tokens(9), tokens(6)
@@ -56,12 +64,9 @@ def image_documents(
     def made(*parts: Any) -> ImageDocument:
         return ImageDocument(images.joined(parts))
 
-    documents = [
-        made(head, square, tail),
-        made(tokens(3), first, tokens(4), last),
-        made(high, end),
-        ImageDocument(images.joined([tokens(11)])),
-    ]
+    documents = [made(head, square, tail), made(tokens(3), first, tokens(4), last), made(high, end)]
+    before = sum(map(len, documents[:2]))
+    documents.append(made(tokens(max(11, before - len(end)) if splits else 11)))
     changes = [
         (0, made(head, images.image(*SQUARE), tail)),  # another image
         (0, made(head, images.image(*HIGH), tail)),  # of another size
@@ -82,17 +87,18 @@ class ImageProbe(Probe):
 
     shares = False  # whether documents of a pack share common beginnings
 
-    def __init__(self, model: Any, images: ImageSource, given: str | None = None):
-        super().__init__(model, given=given)
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, given: str | None = None):
+        super().__init__(model, degree, given)
         self.images = images
 
     def image_examples(self) -> Examples:
         """Documents with images, and changes of them."""
-        return image_documents(self.images, self.tokens)
+        return image_documents(self.images, self.tokens, splits=self.degree > 1)
 
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
-        assert degree == 1  # ranks do not share packs with images
-        return self._moved(self.images.packed([self._values(each) for each in documents], self.shares))
+        values = [self._values(each) for each in documents]
+        index = dist.get_rank(group_of(degree)) if degree > 1 else None
+        return self._moved(self.images.packed(values, self.shares, self.degree, index))
 
     def _values(self, document: Any) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])

@@ -172,8 +172,9 @@ class PackedModel:
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
         """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
 
-        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. A model that is proved at
-        this degree already is not probed again. All ranks must call it.
+        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. With images both have
+        images that lie in several parts. A model that is proved at this degree already is not probed again. All ranks
+        must call it.
 
         Raises:
             PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
@@ -188,7 +189,7 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
-        found = check_isolation(wrapped, self.max_length, degree, given=self.attention.previous)
+        found = check_isolation(wrapped, self.max_length, degree, self.images, self.attention.previous)
         agreed((found.isolated, found.equal))
         found.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved and (reason := self._refusal_of_prefixes(wrapped, degree)) is not None:
@@ -238,7 +239,9 @@ class PackedModel:
             if name != self.attention.name:
                 set_attention(self.model, name)
             given = self.attention.previous
-            probe = Probe(wrapped, given=given) if self.images is None else ImageProbe(wrapped, self.images, given)
+            probe = (
+                Probe(wrapped, given=given) if self.images is None else ImageProbe(wrapped, self.images, given=given)
+            )
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             try:
                 with probe.undisturbed():

@@ -106,7 +106,7 @@ class PrefixProbe(Probe):
         """
         batch = self._batch(documents)
         layout = layout_of(batch)
-        saved = layout.sizes(torch.ones(len(documents), device=self.device)).saved
+        saved = layout.sizes(torch.ones(layout.count, device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
         if degree > 1:
             batch = self._batch(documents, degree)
@@ -121,12 +121,14 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     shares = True
 
-    def __init__(self, model: Any, images: ImageSource, given: str | None = None):
-        ImageProbe.__init__(self, model, images, given)
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, given: str | None = None):
+        ImageProbe.__init__(self, model, images, degree, given)
 
     def image_examples(self) -> Examples:
         """An image that three documents share, another of its size behind the same text, and two images that two share.
 
+        A third document shares the first of these two, so that a run has some of the images of its document. If ranks
+        share the pack, the middle of its rows, where a part ends, is in the middle of an image.
         The runs are in another order than the documents, so images in the order of documents would be seen.
         """
         image = self.images.image
@@ -146,8 +148,12 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             made(other_head, wide, between, high, question, self.tokens(2)),
             made(head, square, question[:2], self.tokens(11)),
             made(other_head, wide, between, high, question),
+            made(other_head, wide, between, self.tokens(4)),
             made(self.tokens(8)),
         ]
+        if self.degree > 1:  # the collator sorts a document that begins with an image to the end
+            before = self._batch(documents)["input_ids"].shape[1]
+            documents.append(made(image(*HIGH), self.tokens(before)))
         changes = [
             (0, made(head, image(*SQUARE), question, self.tokens(9))),  # another image
             (0, made(head, wide, question, self.tokens(9))),  # that of other documents, of another size

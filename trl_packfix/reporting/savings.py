@@ -111,8 +111,9 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
         lengths, counts = documents.lengths[pack], reader.image_counts[documents.row[pack]]
         saved_rows = layout_of(batch).sizes(torch.ones(len(pack))).saved
         shared = np.zeros(len(pack), dtype=np.int64) if saved_rows is None else saved_rows.numpy()
-        own = np.zeros(len(pack))  # 1 where the images of a document are computed in its run
-        own[[run.document for run in runs if run.has_images]] = 1
+        own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run
+        for run in runs:
+            own[run.document] = 1 - run.images_before / max(run.num_images, 1)
         costs, saved = planner.cost_model(lengths), planner.cost_model(shared)
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]

@@ -197,7 +197,6 @@ FEATURES = (
         conflicts={
             of.STREAM: "The length of a document with images is known only after its images are processed, which "
             "happens once before training, and a stream is read only once",
-            of.TOKENS_PER_RANK: "It was tested on text alone",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
             of.IN_FAMILIES: "Documents that begin alike are found by sorting all of them, and all images have the same "
             "placeholder tokens, so every image would have to be processed before training",

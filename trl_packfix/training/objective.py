@@ -357,7 +357,8 @@ class Objective:
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         sums = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any()]
-        self.totals.add_batch([*sums, flops + self.tower_flops(inputs)])
+        # Each rank of a group gets all images of the pack, and they divide them
+        self.totals.add_batch([*sums, flops + self.tower_flops(inputs) * layout.is_first])
 
     def training_flops(self, lengths: Tensor) -> Tensor:
         """FLOPs of forward and backward of the text of these documents, (N,); 0 if the cost is not known."""

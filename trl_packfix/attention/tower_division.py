@@ -1,0 +1,139 @@
+"""Divide the images of a pack among the ranks that share it: each goes through the vision tower once.
+
+Each rank of a group gets all images. A hook before the tower leaves it a share, and a hook behind it exchanges what the
+tower returns, so that the rest of the model sees all images. In backward a rank gets the gradients of its share from
+all ranks. Towers compute images apart from each other, which the proof of each degree confirms.
+
+Two forms are divided: tiles of one size, (N, channels, height, width), and the patches of N images, (P, values), with
+the grid of each image. Any other is computed whole on each rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from .exchange import exchange_pieces
+
+# Arguments of a tower with one entry per tile
+OF_TILES = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}
+
+
+@dataclass(frozen=True)
+class TowerDivision:
+    """The share of each rank in a call of a tower.
+
+    Attributes:
+        rows: of the tower's input, tiles or patches, for each rank.
+        index: this rank. If it has no image, it computes the first, so that all ranks call the tower.
+        computed: rows that it computes.
+    """
+
+    rows: list[int]
+    index: int
+    computed: int
+
+    def exchanged(self, output: Any, group: Any) -> Any:
+        """The output of the tower on this share -> that on all images.
+
+        Raises:
+            ValueError: a tensor does not have its rows along the first axis.
+        """
+        tensors = list(_tensors(output))
+        shares = [self._own(tensor) for tensor in tensors]
+        send = torch.cat([share.flatten() for share in shares])
+        sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
+        ranks = len(self.rows)
+        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group)
+        pieces = [
+            piece.split(size) for piece, size in zip(got.split([sum(size) for size in sizes]), sizes, strict=True)
+        ]
+        whole = (
+            torch.cat([piece.view(-1, *tensor.shape[1:]) for piece in of_ranks]).to(tensor.dtype)
+            for tensor, of_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
+        )
+        return _replaced(output, lambda tensor: next(whole))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows) % self.computed:
+            raise ValueError(
+                f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.computed} of "
+                f"{sum(self.rows)} patches or tiles, which the {len(self.rows)} ranks that share a pack divide. Its "
+                "first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
+            )
+        return tensor[: self._rows_of(tensor, self.rows[self.index])]
+
+    def _rows_of(self, tensor: Tensor, rows: int) -> int:
+        """Rows of the output for so many rows of the input: fewer, if the tower merges patches."""
+        return tensor.shape[0] * rows // self.computed
+
+
+def divide(
+    args: tuple, kwargs: dict[str, Any], degree: int, index: int
+) -> tuple[tuple, dict[str, Any], TowerDivision | None]:
+    """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
+    given = dict(enumerate(args)) | kwargs
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    pixels = next(iter(tensors.values()), None)
+    grid = tensors.get("grid_thw")
+    if pixels is None:
+        return args, kwargs, None
+    if grid is not None and pixels.dim() == 2 and len(tensors) == 2:
+        sizes = grid.prod(-1).tolist()
+    elif pixels.dim() == 4 and all(
+        (name in OF_TILES or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
+    ):
+        sizes = [1] * len(pixels)
+    else:
+        return args, kwargs, None
+    bounds = _bounds(sizes, degree)
+    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    rows = [starts[stop] - starts[start] for start, stop in pairwise(bounds)]
+    first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
+    own = slice(starts[first], starts[stop])
+    cut = {name: value[first:stop] if value is grid else value[own] for name, value in tensors.items()}
+    given |= cut
+    division = TowerDivision(rows, index, own.stop - own.start)
+    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}, division
+
+
+def _bounds(sizes: list[int], degree: int) -> list[int]:
+    """Where the share of each rank begins: the middle of each of its images is in its share of the rows.
+
+    >>> _bounds([4, 4, 4, 12], 2), _bounds([1], 4)
+    ([0, 3, 4], [0, 0, 0, 1, 1])
+    """
+    total, middle, ranks = sum(sizes), 0.0, []
+    for size in sizes:
+        ranks.append(int((middle + size / 2) * degree / total))
+        middle += size
+    return [sum(rank < j for rank in ranks) for j in range(degree + 1)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, ModelOutput | list | tuple):
+        for each in value.values() if isinstance(value, ModelOutput) else value:
+            yield from _tensors(each)
+
+
+def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with other tensors, in the order of `_tensors`."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _replaced(each, replace) for name, each in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, replace) for each in value)
+    return value
+
+
+def outermost(towers: list[nn.Module]) -> list[nn.Module]:
+    """Those that are in no other."""
+    inside = {module for tower in towers for module in tower.modules() if module is not tower}
+    return [tower for tower in towers if tower not in inside]
