@@ -1001,12 +1001,13 @@ OF_ENGINES = {
         "lora_checkpointed",
         "experts",
         "alike_experts",
+        "alike_family",
         "stream_shards",
         "delta_checkpointed",
         "images_qwen3_vl",
     ],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "stream", "scan"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "alike_family", "stream", "scan"],
 }
 LAUNCHES = {
     "one": [None],
