@@ -543,14 +543,16 @@ def test_blocks_of_tokens_are_those_of_the_rows():
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
 
-def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("parts", [{}, {"batch_size": 1, "tokens_per_rank": 128}], ids=["ranks", "groups"])
+def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch, parts):
     monkeypatch.setattr(epochs, "MANY", 1)
     Dataset.from_dict({"input_ids": [each.tolist() for each in TOKENS]}).save_to_disk(tmp_path)
 
     def start(share_prefixes="family"):
         reader = TokenReader(load_from_disk(tmp_path))
         documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
-        plan = EpochPlanner(documents, "stream", 2, 256, 2, 2, share_prefixes=share_prefixes)
+        size = {"batch_size": 2, "max_length": 256, "accumulation": 2, "world_size": 2} | parts
+        plan = EpochPlanner(documents, "stream", **size, share_prefixes=share_prefixes)
         return plan, plan.schedule(0), make_report(plan, "truncate", reader).prefixes
 
     _, off, _ = start("off")
@@ -560,6 +562,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch)
         monkeypatch.delattr(TokenReader, name)
     again, same, savings_again = start()
     assert np.array_equal(same.order, schedule.order) and savings_again == saved
+    assert np.array_equal(same.degrees, schedule.degrees) and (same.degrees is None) == (not parts)
     assert again.file("plan", 0).exists() and again.file("schedule", 0).exists()
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
