@@ -121,12 +121,12 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
 
 
 def test_degrees_are_chosen_by_text_and_images():
-    """Every rank of a group runs the vision tower, so images on many ranks are dear."""
+    """Many ranks for a document whose images are large, whatever its tokens."""
     documents = documents_with_images()
     heads = Heads(layers=8, heads=8, kv_heads=2, key_dim=16, value_dim=16)
-    costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=2e-1))
+    costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=1.0))
     links = Speeds(flops=1e12, latency_within=1e-6)
-    settings = {"accumulation": 2, "world_size": 4, "tokens_per_rank": 512, "cost_model": costs, "speeds": links}
+    settings = {"accumulation": 2, "world_size": 4, "tokens_per_rank": 2048, "cost_model": costs, "speeds": links}
     ours = EpochPlanner(documents, "stream", 1, 2048, **settings)
     text = replace(documents, image_values=None, image_squares=None)
     by_tokens = EpochPlanner(text, "stream", 1, 2048, **settings)
@@ -137,7 +137,7 @@ def test_degrees_are_chosen_by_text_and_images():
         time = modelled_time(schedule, units, ours.bins, ours.parallel)
         assert time.bound <= time.seconds.sum() * (1 + 1e-9)
         taken[name] = (time.seconds.sum(), schedule.degrees.mean())
-    assert taken["both"][0] < 0.95 * taken["tokens"][0] and taken["both"][1] < taken["tokens"][1], taken
+    assert taken["both"][0] < 0.85 * taken["tokens"][0] and taken["both"][1] > taken["tokens"][1], taken
 
 
 def test_cached_documents_have_the_costs_of_their_images(tmp_path):

@@ -28,9 +28,8 @@ class Units:
         cost_model: FLOPs in the language model.
         image_costs: FLOPs of the images of each unit in the vision tower, shape (U,); None without images.
 
-    >>> units = Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0]))
-    >>> units.costs().tolist(), units.costs(degree=2).tolist()  # the tower runs on both ranks
-    ([12.0, 47.0], [12.0, 52.0])
+    >>> Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0])).costs().tolist()
+    [12.0, 47.0]
     """
 
     rows: Int64Array
@@ -44,14 +43,14 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """FLOPs of each unit on all ranks of a group together, shape (U,).
 
-        Each of the ranks runs the vision tower on all images, so their costs grow with the degree.
+        They grow where heads do not divide. The ranks divide the images.
 
         Args:
             degree: ranks that share a bin.
         """
         if degree not in self._costs:
             costs = self._language_costs(self.cost_model.shared_by(degree))
-            self._costs[degree] = costs if self.image_costs is None else costs + degree * self.image_costs
+            self._costs[degree] = costs if self.image_costs is None else costs + self.image_costs
         return self._costs[degree]
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
