@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 tests/two_ranks_rows.py ENGINE FOLDER
 
-ENGINE is "ddp", "zero3" or "fsdp2". The main process saves the results by name in FOLDER/result.pt.
+ENGINE is "ddp", "zero2", "zero3" or "fsdp2". The main process saves the results by name in FOLDER/result.pt.
 """
 
 import json
@@ -68,19 +68,19 @@ def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: A
 
 def main(engine: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
-    if engine == "zero3":
+    if engine.startswith("zero"):
         import deepspeed
 
         # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         wait_for_gathers()
-        (folder / "zero3.json").write_text(json.dumps(deepspeed_config(engine)))
+        (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}
     result = {}
     for name, options in RUNS.items():
         settings = {} if engine == "ddp" else engine_settings(engine, folder)  # resets what the run before has set
-        if engine == "zero3":
+        if engine.startswith("zero"):
             settings["use_cpu"] = False  # which would hide the ranks
         result[name] = run(name, *models[name], **(options | settings))
         print(engine, name, result[name]["summary"], flush=True)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -197,7 +195,7 @@ class PackedRows(ModelHooks):
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, given):
             batch = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
-            if not self._on_rows[torch.is_grad_enabled()]:
+            if batch is not None and not self._on_rows[torch.is_grad_enabled()]:
                 batch = self._proved_on(module, given, batch)
         self._running.append(batch)
         if batch is None:
@@ -260,26 +258,24 @@ class PackedRows(ModelHooks):
 
     # The proof on the first batch
 
-    def _proved_on(self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch | None) -> RowsOfBatch | None:
+    def _proved_on(self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
         """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
 
-        Where it does not, nothing is shared, or rows stay padded from now on, on all ranks.
+        Where it does not, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch
+        may come later than that of another, and padded rows give the same gradients.
         """
         wants_gradients = torch.is_grad_enabled()
-        while True:
-            reason = None if batch is None else self._difference(module, given, batch, wants_gradients)
-            outcomes = _of_all_ranks((batch is None, reason))
-            if any(is_none for is_none, _ in outcomes):  # not all have rows to compare: again with the next batch
-                return None
-            reason = next((found for _, found in outcomes if found is not None), None)
-            if reason is None:
-                self._on_rows = {False: True, True: wants_gradients or self._on_rows[True]}
-                return batch
-            if not self.collate.shares:
-                self._refuse(f"on its first batch, {reason}")
-                return None
+        reason = self._difference(module, given, batch, wants_gradients)
+        if reason is not None and self.collate.shares:
             self._share_nothing(f"on its first batch, {reason}")
-            batch = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+            whole = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+            assert whole is not None
+            batch, reason = whole, self._difference(module, given, whole, wants_gradients)
+        if reason is not None:
+            self._refuse(f"on its first batch, {reason}")
+            return None
+        self._on_rows = {False: True, True: wants_gradients or self._on_rows[True]}
+        return batch
 
     def _difference(
         self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch, wants_gradients: bool
@@ -393,9 +389,3 @@ def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:
     grid = flat.new_zeros(batch.shape[0] * batch.shape[1], *flat.shape[1:])
     grid = grid.index_copy(0, batch.cells, flat.index_select(0, batch.rows))
     return grid.unflatten(0, batch.shape) if has_batch else grid
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    return gather_object([value])
