@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -16,6 +17,7 @@ from support.lifted import in_float64
 from support.models import build_tiny_model
 from support.rounding import tolerance
 from support.rows import build_trainer, train
+from support.vision import make
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.forwards import packed_forwards
@@ -257,6 +259,25 @@ def test_what_a_pack_would_need_in_its_own_order_is_named():
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         model(**batch, position_ids=torch.arange(32)[None].expand(4, -1))
+
+
+def test_rows_with_images_keep_their_padding_and_rows_of_text_do_not(tmp_path):
+    settings = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
+    trainer = make(tmp_path, "llava", trainer_class=trl.SFTTrainer, **settings)
+    model, images = trainer.model, next(iter(trainer.get_train_dataloader()))
+    assert images["pixel_values"].ndim > 2 and not images["attention_mask"].all()
+    images = {name: images[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    text = {name: values[:2] for name, values in rows_that_share().items()}
+    text["input_ids"] = text["input_ids"] % 60 + 10
+    batches = [batch | {"use_cache": False} for batch in (images, text)]
+    wanted = [model(**batch).logits for batch in batches]
+    record = pack_forward(trainer)
+    with pytest.warns(UserWarning, match="got pixel_values, one value per token or image.*with padding"):
+        assert torch.equal(model(**batches[0]).logits, wanted[0])
+    assert record.tokens.padded == 0
+    mask = text["attention_mask"].bool()
+    assert torch.allclose(model(**batches[1]).logits[mask], wanted[1][mask], atol=1e-5)
+    assert record.tokens.padded == 64
 
 
 # The proof on the first batch. Each fault is planted where packs are made.
