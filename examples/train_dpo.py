@@ -1,6 +1,6 @@
 """Watch DPO without padding on a CPU: a real pretrained chat model learns to prefer JSON, and the margin grows.
 
-    python examples/train_dpo.py          # SmolLM2-135M-Instruct with LoRA, 32 pairs
+    python examples/train_dpo.py          # SmolLM2-135M-Instruct with LoRA, 32 pairs, about 110 CPU seconds
     python examples/train_dpo.py --tiny   # a tiny random model, in seconds
 
 Pairs are answers to one order in plain English: the order as JSON (chosen), and a friendly sentence (rejected). The

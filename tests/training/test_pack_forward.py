@@ -432,6 +432,18 @@ def test_half_precision_is_packed():
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and abs(losses[0][2] - losses[0][0]) > 0.02
 
 
+def test_reference_log_probabilities_are_precomputed_on_packs():
+    """By `pack_forward` on the model, because the constructor of the trainer computes them."""
+    model = build_tiny_model("llama")
+    record = pack_forward(model)
+    trainer = build_trainer("dpo", model, precompute_ref_log_probs=True)
+    assert 0 < record.tokens.computed < record.tokens.real < record.tokens.padded
+    record.remove()
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    wanted, _ = trainer.compute_ref_log_probs(trainer.model, batch)
+    assert trainer.train_dataset["ref_chosen_logps"][:4] == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_compiled_training_is_training():
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "dtype": torch.float32}
