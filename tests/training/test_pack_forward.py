@@ -86,9 +86,14 @@ CASES = [
 NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, options in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, model_type, options", CASES, ids=NAMES)
 def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
     compare(kind, model_type, **options)
+
+
+def test_two_steps_of_dpo():
+    compare("dpo", "gemma3", max_steps=2)
 
 
 @pytest.mark.slow
@@ -97,11 +102,13 @@ def test_weights_of_other_types(model_type):
     compare("dpo", model_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", DPO_LOSSES)
 def test_every_loss_of_dpo(loss_type):
     compare("dpo", loss_type=loss_type, max_steps=2, **DPO_LOSSES[loss_type])
 
 
+@pytest.mark.slow
 def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
     options = {"config": {"router_aux_loss_coef": 0.5, "output_router_logits": True}}
     plain, trainer, _ = compare("dpo", "mixtral", **options)
@@ -421,6 +428,7 @@ def test_a_model_is_packed_once():
     assert "packed with" in record.summary()
 
 
+@pytest.mark.slow
 def test_half_precision_is_packed():
     """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
     losses = []
