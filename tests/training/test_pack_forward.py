@@ -456,9 +456,20 @@ def test_reference_log_probabilities_are_precomputed_on_packs():
 def test_compiled_training_is_training():
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "dtype": torch.float32}
     stock, _, _ = train("dpo", packed=False, **options)
+    torch.compiler.reset()  # else dynamo runs the graphs of the model before, which has no hooks
     packed, _, record = train("dpo", packed=True, **options)
     assert stock.abs().max() > MOVED and (stock - packed).abs().max() < 1e-5 * stock.abs().max()
     assert record.tokens.computed < record.tokens.real
+
+
+def test_it_is_said_if_no_row_is_packed():
+    trainer = build_trainer("trainer", build_tiny_model("llama"), max_steps=2)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "attention_mask"}
+    pack_forward(trainer)
+    with pytest.warns(UserWarning, match="packed no rows in the first 1 steps of Trainer") as said:
+        trainer.train()
+    assert len([warning for warning in said if "packed no rows" in str(warning.message)]) == 1
 
 
 def test_the_log_counts_tokens_and_trackers_get_it():

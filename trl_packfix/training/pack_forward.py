@@ -1,5 +1,6 @@
 """`pack_forward`: any trainer of TRL without padding, by hooks below the head of its models."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -157,6 +158,7 @@ class _PackForward(TrainerCallback):
     def __init__(self, trainer: Trainer, packing: RowPacking):
         self.trainer, self.packing = trainer, packing
         self.logged = Tokens()
+        self.is_unused = False
 
     def prove(self) -> None:
         """Prove the packs of all models that are not proved yet. All ranks must call it."""
@@ -176,6 +178,7 @@ class _PackForward(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         tokens, before = self.packing.tokens, self.logged
         if tokens.padded == before.padded:
+            self._say_unused(tokens, state.global_step)
             return
         numbers = {
             "packing/rows": tokens.padded - before.padded,
@@ -187,6 +190,18 @@ class _PackForward(TrainerCallback):
             logs |= numbers
         if state.log_history:
             state.log_history[-1] |= numbers
+
+    def _say_unused(self, tokens: Tokens, num_steps: int) -> None:
+        """Warn once if no forward of any step was packed although all proofs have passed."""
+        if self.is_unused or tokens.padded or not num_steps or not any(r.is_active for r in self.packing.rows.values()):
+            return
+        self.is_unused = True
+        warnings.warn(
+            f"`pack_forward` packed no rows in the first {num_steps} steps of {type(self.trainer).__name__}: its "
+            "models got no padded rows with an `attention_mask`, or `torch.compile` had compiled a model of this class "
+            "before the hooks were there. Give the mask, or call `torch.compiler.reset()` before `pack_forward`.",
+            stacklevel=2,
+        )
 
 
 def _prove_or_remove(rows: PackedRows, wrapped: nn.Module) -> None:
