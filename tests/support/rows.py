@@ -7,14 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 import trl
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorForLanguageModeling,
     PrinterCallback,
-    Trainer,
-    TrainingArguments,
 )
 
 from trl_packfix import pack_forward
@@ -24,14 +23,14 @@ from .lifted import in_float64
 from .models import ARCHITECTURES, build_tiny_model, build_tokenizer
 
 WORDS = ["alpha", "be", "gamma ray", "d", "epsilon", "zeta", "eta"]
-TRAINERS = {
-    "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    "reward": (trl.RewardTrainer, trl.RewardConfig),
-    "kto": (trl.KTOTrainer, trl.KTOConfig),
-    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    "sft": (trl.SFTTrainer, trl.SFTConfig),
-    "trainer": (Trainer, TrainingArguments),
+TRAINERS = {  # by name: not every version of TRL has all of them at its top
+    "dpo": (trl, "DPOTrainer", "DPOConfig"),
+    "reward": (trl, "RewardTrainer", "RewardConfig"),
+    "kto": (trl, "KTOTrainer", "KTOConfig"),
+    "grpo": (trl, "GRPOTrainer", "GRPOConfig"),
+    "rloo": (trl, "RLOOTrainer", "RLOOConfig"),
+    "sft": (trl, "SFTTrainer", "SFTConfig"),
+    "trainer": (transformers, "Trainer", "TrainingArguments"),
 }
 HAS_REFERENCE = ("dpo", "kto")
 
@@ -86,7 +85,8 @@ def rewards(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def build_trainer(kind: str, model: Any, reference: Any = None, peft_config: Any = None, **options: Any) -> Any:
-    trainer_class, config = TRAINERS[kind]
+    library, *names = TRAINERS[kind]
+    trainer_class, config = (getattr(library, name) for name in names)
     settings = {
         "per_device_train_batch_size": 4,
         "max_steps": 5,
