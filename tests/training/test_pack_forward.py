@@ -37,7 +37,7 @@ DPO_LOSSES = {
     "nca_pair": {},
     "robust": {"label_smoothing": 0.1},
     "bco_pair": {},
-    "sppo_hard": {},
+    "sppo_hard": {"learning_rate": 1e-3},
     "aot": {},
     "aot_unpaired": {},
     "apo_zero": {},
