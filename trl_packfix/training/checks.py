@@ -237,10 +237,10 @@ def check_one_device(model: nn.Module) -> None:
     devices = sorted({str(device) for device in parts.values()} - {"cpu", "disk"})
     if len(devices) > 1:
         raise ValueError(
-            f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and packing "
-            "is on. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
+            f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and is to run "
+            "on packs. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
             "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
-            "`CUDA_VISIBLE_DEVICES`, or set `packing=False`."
+            "`CUDA_VISIBLE_DEVICES`, or train without packs (`packing=False`, no `pack_forward`)."
         )
 
 
