@@ -434,6 +434,9 @@ class Probe:
         gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
         if degree == 1:
             return gradient
+        if len(gradient) == degree * len(states):  # with images each rank embeds the whole pack, and cuts it after that
+            dist.all_reduce(gradient, group=group_of(degree))
+            return gradient
         parts = [torch.empty_like(gradient) for _ in range(degree)]
         dist.all_gather(parts, gradient.contiguous(), group=group_of(degree))
         return torch.cat(parts)
