@@ -84,7 +84,11 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         # PEFT has no DoRA for experts, which are parameters and not modules
         attention_only = dora and case.model in ("gpt_oss", "mixtral")
         target_modules = r".*\.[qkvo]_proj" if attention_only else "all-linear"
-        peft_config = LoraConfig(r=4, target_modules=target_modules, use_dora=dora, task_type="CAUSAL_LM")
+        # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns, which the trainer refuses
+        unread = ["dt_proj"] if case.model == "jamba" else None
+        peft_config = LoraConfig(
+            r=4, target_modules=target_modules, exclude_modules=unread, use_dora=dora, task_type="CAUSAL_LM"
+        )
     package = trl_packfix if trainer == "packed" else trl
     settings = {
         "unpacked": {"max_length": MAX_LENGTH},
