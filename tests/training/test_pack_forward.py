@@ -1,5 +1,6 @@
 """Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -428,8 +430,17 @@ def test_a_model_is_packed_once():
     assert "packed with" in record.summary()
 
 
+@pytest.fixture
+def half_precision():
+    """accelerate keeps the precision of the first trainer: neither that of a test before nor this one for others."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
 @pytest.mark.slow
-def test_half_precision_is_packed():
+def test_half_precision_is_packed(half_precision):
     """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
     losses = []
     for packed in (False, True):
@@ -438,6 +449,7 @@ def test_half_precision_is_packed():
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert "padded, because" not in record.summary() and "each row whole" not in record.summary()
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and abs(losses[0][2] - losses[0][0]) > 0.02
+    assert not torch.is_autocast_enabled("cpu"), "the comparison of the first batch has left autocast on"
 
 
 def test_reference_log_probabilities_are_precomputed_on_packs():

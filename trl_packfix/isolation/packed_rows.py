@@ -289,7 +289,8 @@ class PackedRows(ModelHooks):
         try:
             with self._paused(), probe.undisturbed(), refusals():
                 self._attend(True)
-                probe.silence_draws()
+                with _outside_of_autocast(self.model.device.type):
+                    probe.silence_draws()
                 runs = _Runs(self, probe, module, given, batch)
                 padded = runs.padded(wants_gradients)
                 first = runs.packed(wants_gradients)
@@ -321,6 +322,21 @@ class PackedRows(ModelHooks):
             yield
         finally:
             self._is_paused = False
+
+
+@contextmanager
+def _outside_of_autocast(device: str) -> Iterator[None]:
+    """A context for a whole forward of the model within one of its forwards.
+
+    The wrapper by which accelerate runs a forward under autocast remembers in one place what was on before. A call
+    within a call would leave autocast on after both.
+    """
+    is_on = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, is_on)
 
 
 class _Runs:
