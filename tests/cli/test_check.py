@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -157,6 +159,24 @@ def test_the_page_is_made_of_the_table(tmp_path):
     assert [line for line in page.splitlines() if line.startswith(("|", "-", "#"))] == [
         line for line in made.splitlines() if line.startswith(("|", "-", "#"))
     ]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the table of the page is made by JavaScript: needs node")
+def test_the_table_of_the_page_reads_and_filters_the_csv():
+    script = """
+        const { parseCsv, filterRows } = require(process.argv[1]);
+        const [header, ...rows] = parseCsv(require("fs").readFileSync(process.argv[2], "utf8"));
+        const verdict = { [header.indexOf("verdict")]: "repaired" };
+        console.log(JSON.stringify([header, rows, filterRows(rows, ["gpt", "causal"], verdict)]));
+    """
+    command = ["node", "-e", script, str(DOCS / "javascripts" / "table.js"), str(DOCS / "compatibility.csv")]
+    header, rows, found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    with (DOCS / "compatibility.csv").open(newline="") as file:
+        assert [header, *rows] == list(csv.reader(file))
+    assert {*compatibility.SHOWN, *compatibility.CHOICES} <= set(header)
+    expected = [row for row in ROWS if row.verdict == "repaired" and row.kind == "causal" and "gpt" in row.model_type]
+    assert {row[0] for row in found} >= {row.model_type for row in expected} != set()
+    assert {row[header.index("verdict")] for row in found} == {"repaired"}
 
 
 SAMPLE = compatibility.sample(ROWS, 25)
