@@ -229,7 +229,7 @@ class PackedRows(ModelHooks):
         tokens, mask, use_cache = (given.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
         if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.shape != tokens.shape:
             return False
-        if use_cache is None:  # in training nobody reads the cache
+        if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
         if use_cache or given.get("past_key_values") is not None:
             return False

@@ -249,8 +249,8 @@ class SFTTrainer(trl.SFTTrainer):
         """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
 
         Args:
-            resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest" for
-                the same, or for a new run if there is none.
+            resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest",
+                which starts a new run if `output_dir` has no checkpoint.
             trial, ignore_keys_for_eval: as in transformers.
 
         Raises:
