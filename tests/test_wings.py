@@ -35,7 +35,8 @@ ANYONE = {"compat", "layout", "version"}
 # (module, module) -> why the arrow may run the other way
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
-DATA_FILES = ("py.typed", "zero3.json")
+RECIPES = [f"cli/recipe_files/{file.name}" for file in (PACKAGE / "cli" / "recipe_files").glob("*.yaml")]
+DATA_FILES = ("py.typed", "cli/zero3.json", *RECIPES)
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -126,7 +127,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     for path in PACKAGE.rglob("*"):
-        if path.suffix == ".py" or path.name in DATA_FILES:
+        if path.suffix == ".py" or path.relative_to(PACKAGE).as_posix() in DATA_FILES:
             target = source / "trl_packfix" / path.relative_to(PACKAGE)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
@@ -138,7 +139,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_module(wheel):
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("trl_packfix/")}
     assert shipped == {path.relative_to(ROOT).as_posix() for path in MODULES.values()} | {
-        f"trl_packfix/{name}" for name in ("py.typed", "cli/zero3.json")
+        f"trl_packfix/{name}" for name in DATA_FILES
     }
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from .flags import did_you_mean
 from .one_gpu import show_one_gpu
 
-COMMANDS = ("plan", "show", "prepare", "check", "train")
+COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,85 @@
+"""The config files in the wheel: listed, parsed, and run in miniature on a model of their type."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from support import vision
+from support.models import build_tiny_model, build_tokenizer
+from trl import get_peft_config
+
+from trl_packfix import SFTTrainer
+from trl_packfix.cli import main, recipes, training
+
+CPU = "--use_cpu --bf16 false --dtype float32 --report_to none --disable_tqdm true --save_strategy no".split()
+SMALL = "--max_length 256 --max_steps 1 --gradient_accumulation_steps 1 --dataset_num_proc 1 --warmup_steps 0".split()
+NAMES = recipes.names()
+MODELS = {
+    "qwen3-0.6b": "qwen3",
+    "gpt-oss-20b-lora": "gpt_oss",
+    "gemma-3-4b-lora": "gemma3",
+    "qwen3.5-4b-lora": "qwen3_5",
+    "qwen2.5-vl-3b-lora": "qwen2_5_vl",
+    "agent-per-turn": "qwen3",
+}
+CHATS = Dataset.from_list(
+    [{"messages": [{"role": role, "content": f"{i} {role}"} for role in ("user", "assistant")] * 2} for i in range(6)]
+)
+# On several GPUs, or as another recipe here
+NOT_RUN = {"qwen3-8b", "long-128k", "qwen3-8b-lora", "llama-3.1-8b-lora"}
+
+
+def test_every_recipe_is_listed_and_printed(capsys):
+    assert main(["recipes"]) == 0
+    listing = capsys.readouterr().out
+    assert [line.split()[0] for line in listing.splitlines()] == NAMES and len(NAMES) >= 10
+    assert main(["recipes", "qwen3-8b-lora"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model_name_or_path"] == "Qwen/Qwen3-8B"
+    assert main(["recipes", "qwen3-8b-lora", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["use_peft"] is True
+
+
+def test_a_wrong_name_says_what_there_is(capsys):
+    assert main(["recipes", "qwen3-8b-lorra"]) == 2
+    assert "did you mean `qwen3-8b-lora`?" in capsys.readouterr().err
+
+
+def test_every_recipe_is_run_or_named_as_not_run():
+    assert set(NAMES) == MODELS.keys() | NOT_RUN
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_accepted(name):
+    file = recipes.FOLDER / f"{name}.yaml"
+    settings = yaml.safe_load(file.read_text())
+    script, args, model, _ = training.parse(["--config", str(file), *CPU])
+    assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
+    assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
+    assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recipe_trains(name, tmp_path, monkeypatch):
+    """The model and its processor are built here: transformers loads processors of images with torchvision only."""
+    monkeypatch.chdir(tmp_path)
+    model_type = MODELS[name]
+    _, args, model_args, _ = training.parse(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
+    has_tower = model_type in vision.FAMILIES
+    rows = vision.rows(6) if name == "qwen2.5-vl-3b-lora" else CHATS
+    trainer = SFTTrainer(
+        model=vision.build_model(model_type) if has_tower else build_tiny_model(model_type),
+        args=args,
+        train_dataset=rows,
+        processing_class=vision.build_processor(model_type) if has_tower else build_tokenizer(),
+        peft_config=get_peft_config(model_args),
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    trainer.train()
+    changed = {
+        name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, before.get(name, weight))
+    }
+    assert changed and (changed <= before.keys()) and all("lora_" in name for name in changed) == model_args.use_peft
+    assert not any("visual" in name or "vision" in name for name in before)
+    assert trainer.packing_report.num_documents == (12 if name == "agent-per-turn" else 6)

@@ -1,0 +1,54 @@
+"""`trl-packfix recipes`: list and print the config files for `trl-packfix train` that come with the package."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .flags import did_you_mean
+
+FOLDER = Path(__file__).with_name("recipe_files")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "recipes",
+        help="list the config files that come with the package, or print one",
+        description="Without a name: what there is. With a name: print this file, for `trl-packfix train --config`. "
+        "None of them was run on a GPU yet. Exit code 2: there is no recipe of this name.",
+        epilog="examples: trl-packfix recipes, trl-packfix recipes qwen3-8b-lora > my.yaml",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print")
+    parser.add_argument("--json", action="store_true", help="print titles, or the settings of the recipe, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json:
+        print(json.dumps(titles() if args.name is None else yaml.safe_load(read(args.name)), indent=2))
+    elif args.name is None:
+        width = max(map(len, names()))
+        print(*(f"{name:<{width}}  {title}" for name, title in titles().items()), sep="\n")
+    else:
+        print(read(args.name), end="")
+    return 0
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def titles() -> dict[str, str]:
+    """The first comment of each recipe."""
+    return {name: read(name).splitlines()[0].removeprefix("# ") for name in names()}
+
+
+def read(name: str) -> str:
+    """The text of a recipe. Raises ValueError for a name that is none."""
+    if name not in names():
+        raise ValueError(
+            f"`recipes {name}` was given. There is no recipe of this name{did_you_mean([name], names())}. "
+            "Set it to one that `trl-packfix recipes` lists."
+        )
+    return (FOLDER / f"{name}.yaml").read_text()
