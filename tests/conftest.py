@@ -1,6 +1,7 @@
 """What every test may use: the `--data` folder, a tiny tokenizer and tiny random models."""
 
 import support  # noqa: F401 # isort: skip - sets the environment before torch is imported
+import gc
 import os
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """Each training calls the garbage collector, which goes through all that was imported: 0.3 seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
