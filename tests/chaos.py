@@ -25,7 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from support.models import build_tiny_model
-from support.versions import wait_for_gathers
+from support.versions import run_deepspeed_on_cpus
 from two_ranks import LAUNCHES, Packed, deepspeed_config, document_ids, make_trainer
 
 from trl_packfix.training.checkpoints import newest_whole
@@ -65,10 +65,7 @@ def rank_main(
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in (where | {"RANK": rank, "LOCAL_RANK": rank}).items()})
     if engine in LAUNCHES["deepspeed"]:
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled; gloo does as well
-        wait_for_gathers()
+        run_deepspeed_on_cpus()
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; else workers inherit "forkserver"
     resume = newest_whole(folder / name)[0] is not None
     accumulation = 4 // ranks  # the same documents in every step for any number of ranks

@@ -10,12 +10,10 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
 
-import deepspeed
-from support.versions import wait_for_gathers
+from support.versions import run_deepspeed_on_cpus
 
 if __name__ == "__main__":
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # more than a minute of compilation
-    wait_for_gathers()
+    run_deepspeed_on_cpus()
     # The launcher puts `--local_rank` in front; the script gets it as its launcher would have given it.
     script = next(argument for argument in sys.argv[1:] if argument.endswith(".py"))
     sys.argv.remove(script)

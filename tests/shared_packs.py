@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -31,10 +30,10 @@ import two_ranks
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from support.double import in_double
-from support.launch import free_port
+from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
 from support.prefixes import forest
-from support.versions import wait_for_gathers
+from support.versions import run_deepspeed_on_cpus
 from support.vision import build_model as build_image_model
 from support.vision import build_processor, questions, rows
 from sweep.image_families import make_examples
@@ -1085,49 +1084,19 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
     return found
 
 
-def run_rank(launch: str, rank: int, port: int, folder: Path, only: list[str]) -> None:
-    if launch != "one":
-        ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
-        os.environ |= {name: str(value) for name, value in ids.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run_rank(launch: str, folder: Path, only: list[str]) -> None:
+    """The scenarios of a launch, or `only` some."""
     if launch == "deepspeed":
-        wait_for_gathers()
+        run_deepspeed_on_cpus()
     for name, scenario in scenarios(launch).items():
         if only and name not in only:
             continue
         result = scenario(folder)
-        if rank == 0:
+        if int(os.environ.get("RANK", 0)) == 0:
             (folder / name).parent.mkdir(exist_ok=True)
             torch.save(result, folder / f"{name}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def fork_ranks(launch: str, port: int, folder: Path, only: list[str]) -> bool:
-    """Run the scenarios of a launch, or `only` some; whether all ranks ended well."""
-    children = {}
-    for rank in range(1 if launch == "one" else NUM_RANKS):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run_rank(launch, rank, port, folder, only)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children[child] = rank
-    codes = {}
-    while children:
-        child, status = os.wait()
-        codes[children.pop(child)] = status
-        if status:  # the others wait for this rank
-            for other in children:
-                os.kill(other, 15)
-    return not any(codes.values())
 
 
 def main(folder: Path, only: list[str]) -> int:
@@ -1143,7 +1112,7 @@ def main(folder: Path, only: list[str]) -> int:
     for name in MODELS_OF_IMAGES:
         build_image_model(name).save_pretrained(folder / "models" / name)
     launches = [name for name in LAUNCHES if not only or set(only) & scenarios(name).keys()]
-    ended = [fork_ranks(name, int(free_port()), folder, only) for name in launches]
+    ended = [fork_ranks(1 if name == "one" else NUM_RANKS, partial(run_rank, name, folder, only)) for name in launches]
     return int(not all(ended))
 
 

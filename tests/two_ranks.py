@@ -37,7 +37,7 @@ from peft import LoraConfig
 from support import engine_state
 from support.models import build_tokenizer
 from support.prefixes import forest
-from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks, wait_for_gathers
+from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks, run_deepspeed_on_cpus
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
@@ -541,11 +541,7 @@ def main(launch: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     engines = LAUNCHES.get(launch, [launch.removeprefix("die_")])
     if engines[0] in LAUNCHES["deepspeed"]:
-        import deepspeed
-
-        # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        wait_for_gathers()
+        run_deepspeed_on_cpus()
     if launch.startswith("die_"):
         die(folder, engines[0])
     for engine in engines:

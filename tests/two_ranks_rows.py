@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from peft import LoraConfig
 from support.models import build_tiny_model
 from support.rows import build_trainer
-from support.versions import wait_for_gathers
+from support.versions import run_deepspeed_on_cpus
 from transformers import TrainerCallback
 from two_ranks import deepspeed_config, engine_of, engine_settings
 from two_ranks_vision import whole
@@ -69,11 +69,7 @@ def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: A
 def main(engine: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     if engine.startswith("zero"):
-        import deepspeed
-
-        # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        wait_for_gathers()
+        run_deepspeed_on_cpus()
         (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
-from support.versions import wait_for_gathers
+from support.versions import run_deepspeed_on_cpus
 from support.vision import LANGUAGE, QUESTIONS, SGD, build_model, make, rows
 from torch.distributed.tensor import DTensor
 from two_ranks import engine_of, engine_settings
@@ -120,11 +120,7 @@ def restart(folder: Path, **settings) -> dict:
 
 def main(engine: str, folder: Path) -> None:
     if engine == "zero3":
-        import deepspeed
-
-        # Its shared-memory all-reduce would be compiled first, which takes longer than everything here; gloo's does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        wait_for_gathers()
+        run_deepspeed_on_cpus()
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {kind: build_model("qwen2_5_vl") for kind in (*KINDS[engine], "uneven")}
     result = {}

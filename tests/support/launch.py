@@ -1,9 +1,13 @@
-"""How processes are launched from tests: environment, ports, flags."""
+"""How processes are launched from tests: environment, ports, flags, and ranks as forks of one process."""
 
+import gc
 import os
 import signal
 import socket
 import subprocess
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,42 @@ class Launch:
         if not file.is_file():
             pytest.fail(f"{engine}: {name} did not end. The log ends with:\n{self.log.read_text()[-6000:]}")
         return torch.load(file)
+
+
+def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
+    """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well.
+
+    What this process has imported they need not import, which costs more than most scenarios.
+    """
+    gc.collect()
+    gc.freeze()  # each training calls the collector, which would go through all libraries
+    port, children = free_port(), {}
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if num_ranks > 1:
+                    ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+                    os.environ |= {name: str(value) for name, value in ids.items()}
+                    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                run()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children[child] = rank
+    codes = {}
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = status
+        if status:  # the others wait for this rank
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+    return not any(codes.values())
 
 
 def free_port() -> str:

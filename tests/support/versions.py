@@ -36,7 +36,7 @@ current_models = pytest.mark.skipif(
 SHARDS_GRADIENTS_ON_CPUS = not importlib.util.find_spec("deepspeed") or Version("0.19") <= Version(
     importlib.metadata.version("deepspeed")
 )
-# Launches of our command, in which `wait_for_gathers` is not called
+# Launches of our command, in which `run_deepspeed_on_cpus` is not called
 gathers_on_cpus = pytest.mark.skipif(
     bool(importlib.util.find_spec("deepspeed")) and not compat.gathers_on_cpus(),
     reason="DeepSpeed below 0.19.8 does not wait for gathered parameters on CPUs",
@@ -62,15 +62,17 @@ def load_on_cpu_ranks():
     torch.serialization.register_package(100, lambda storage: None, _on_cpu)
 
 
-def wait_for_gathers():
-    """Let DeepSpeed below 0.19.8 wait for every gather of ZeRO-3, which the trainer refuses on CPUs otherwise.
+def run_deepspeed_on_cpus():
+    """Let DeepSpeed run on CPUs without its shared-memory all-reduce, which is compiled for minutes; gloo has one, too.
 
-    GPUs are not concerned, so that the tests of ZeRO-3 need not be left out.
+    And let it wait, below 0.19.8, for every gather of ZeRO-3, which the trainer refuses on CPUs otherwise. GPUs are
+    not concerned, so that the tests of ZeRO-3 need not be left out.
     """
-    if not importlib.util.find_spec("deepspeed") or compat.gathers_on_cpus():
-        return
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if compat.gathers_on_cpus():
+        return
     gather = deepspeed.comm.all_gather_into_tensor
 
     def waiting(*given, **settings):
