@@ -27,7 +27,7 @@ def packed_model(model, **settings):
     return PackedModel(model, model.dtype, "cpu", 64, shares_prefixes=True, **settings)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 def test_documents_that_begin_alike_are_what_they_are_alone(model_type):
     model = zoo.build_model(model_type)
     packed = packed_model(model)
@@ -126,6 +126,22 @@ def test_documents_under_other_attention_are_packed_whole():
         packed = packed_model(model, enforce_flash_attention=False)
     packed.prove(model)
     assert "'sdpa'" in packed.prove_prefixes(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "reason"),
+    [
+        ("gemma2", {}, "Gemma2Attention with softcap=50.0"),
+        ("llama", {"attention_dropout": 0.1}, "`attention_dropout=0.1`"),
+    ],
+)
+def test_documents_under_softcap_and_dropout_are_packed_whole(model_type, config, reason):
+    """The probe runs without dropout, so its rate is read from the config."""
+    model = zoo.build_model(model_type, **config)
+    packed = packed_model(model)
+    packed.prove(model)
+    assert packed.is_proved and not packed.repaired
+    assert reason in packed.prove_prefixes(model)
 
 
 def test_the_judge_sees_a_lost_prefix():

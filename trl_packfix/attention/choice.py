@@ -189,6 +189,12 @@ def head_dim(config: Any) -> int:
     return max(found)
 
 
+def dropped_weights(config: Any) -> dict[str, float]:
+    """Fields of a text config by which attention drops weights in training, with their rates above 0."""
+    rates = {name: rate for name, rate in vars(config).items() if ATTENTION_DROPOUT.match(name)}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
+
+
 def backward_bytes(model: nn.Module, num_documents: int) -> int:
     """Bytes that the backward of FlashAttention-2 needs in one layer beyond those of the tokens, for one pack.
 
@@ -249,10 +255,9 @@ def _choose_on_cuda(
     if softcap is not None:
         obstacles.append(f"the kernels built into torch have no softcap (attn_logit_softcapping={softcap})")
         remedies.append(f"install flash-attn ({INSTALL})")
-    for name, rate in vars(config).items():
-        if ATTENTION_DROPOUT.match(name) and isinstance(rate, float) and rate > 0:
-            obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
-            remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
+    for name, rate in dropped_weights(config).items():
+        obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
+        remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
     if widest > MAX_CUDA_HEAD_DIM:
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"

@@ -10,7 +10,7 @@ keys of each run; the last of them are its own rows.
     CUDA    full attention, windows, chunks, FlashAttention-2 as built into torch over the keys of all runs, copied end
             with sinks                       to end: one launch. Above `MAX_KEYS` keys per row: full attention as on the
                                              CPU, one launch per level of nesting; windows and chunks in several groups
-    any     softcap, dropout; no flash       tiles of queries with keys looked up, recomputed in backward
+    any     no flash kernel                  tiles of queries with keys looked up, recomputed in backward
 
 Nothing copied is saved for backward. Gradients of keys and values are summed in at least fp32 over all documents that
 share them; with `torch.use_deterministic_algorithms` torch sums them in one order.
@@ -20,7 +20,6 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
@@ -303,19 +302,15 @@ def attend_shared(
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk.
 
-    `sinks` and `softcap` as for `kernels.attend_on_cpu`.
+    `sinks` as for `kernels.attend_on_cpu`.
     """
     window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
-    if query.device.type == "cpu" and softcap is None and dropout == 0:
-        return _attend_on_cpu(query, key, value, shared, scale, window, chunk, sinks)
-    options = {"scale": scale, "dropout": dropout, "softcap": softcap}
-    return _attend_in_tiles(query, key, value, shared, window, chunk, sinks, options)
+    attend = _attend_on_cpu if query.device.type == "cpu" else _attend_in_tiles
+    return attend(query, key, value, shared, scale, window, chunk, sinks)
 
 
 def attend_shared_on_cuda(
@@ -478,10 +473,10 @@ def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
 
 @torch.compiler.disable
 def _attend_in_tiles(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, window: int | None, chunk: int | None,
-    sinks: Tensor | None, options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, scale: float, window: int | None,
+    chunk: int | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return _Tiles.apply(query, key, value, sinks, _TileKernel(shared.chunked(chunk), shared.kv_index, window, options))
+    return _Tiles.apply(query, key, value, sinks, _TileKernel(shared.chunked(chunk), shared.kv_index, window, scale))
 
 
 @dataclass(frozen=True)
@@ -491,7 +486,7 @@ class _TileKernel:
     runs: list[Run]
     kv_index: Tensor
     window: int | None
-    options: dict[str, Any]
+    scale: float
 
     def tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(rows, keys, which keys each row attends to) of each tile."""
@@ -503,11 +498,10 @@ class _TileKernel:
                 yield slice(row + start, row + stop), keys[first:last], visible
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, visible: Tensor) -> Tensor:
-        if sinks is not None or self.options["softcap"] is not None:
-            return math_attention(query, key, value, visible, sinks=sinks, **self.options)
+        if sinks is not None:
+            return math_attention(query, key, value, visible, sinks=sinks, scale=self.scale)
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        dropout, scale = self.options["dropout"], self.options["scale"]
-        return F.scaled_dot_product_attention(query, key, value, visible, dropout_p=dropout, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, visible, scale=self.scale)
 
 
 class _Tiles(torch.autograd.Function):
@@ -521,43 +515,26 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: _TileKernel
     ) -> Tensor:
-        # by the generator of the CPU: no GPU is waited for
-        ctx.seed = int(torch.randint(2**62, ())) if kernel.options["dropout"] else None
         ctx.kernel = kernel
         ctx.save_for_backward(query, key, value, sinks)
         out = query.new_empty(*query.shape[:3], value.shape[-1])
-        with _seeded(ctx.seed, query.device):
-            for rows, keys, visible in kernel.tiles():
-                tile = query[:, :, rows], key[:, :, keys], value[:, :, keys], sinks
-                out[:, :, rows] = kernel.attend(*tile, visible)
+        for rows, keys, visible in kernel.tiles():
+            out[:, :, rows] = kernel.attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], sinks, visible)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given = [x for x in ctx.saved_tensors if x is not None]
-        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in given]
-        with _seeded(ctx.seed, grad.device):
-            for rows, keys, visible in ctx.kernel.tiles():
-                # each key is once among those of a tile, so that += adds all of it
-                places: list[Any] = [(..., where, slice(None)) for where in (rows, keys, keys)] + [...]
-                tile = [x[place].detach().requires_grad_() for x, place in zip(given, places, strict=False)]
-                with torch.enable_grad():
-                    out = ctx.kernel.attend(*tile[:3], tile[3] if len(tile) > 3 else None, visible)
-                for total, place, part in zip(
-                    sums, places, torch.autograd.grad(out, tile, grad[:, :, rows]), strict=False
-                ):
-                    total[place] += part
-        grads: list[Tensor | None] = [total.to(x.dtype) for total, x in zip(sums, given, strict=True)]
+        inputs = [x for x in ctx.saved_tensors if x is not None]
+        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+        for rows, keys, visible in ctx.kernel.tiles():
+            # each key is once among those of a tile, so that += adds all of it
+            places: list[Any] = [(..., where, slice(None)) for where in (rows, keys, keys)] + [...]
+            tile = [x[place].detach().requires_grad_() for x, place in zip(inputs, places, strict=False)]
+            with torch.enable_grad():
+                out = ctx.kernel.attend(*tile[:3], tile[3] if len(tile) > 3 else None, visible)
+            parts = torch.autograd.grad(out, tile, grad[:, :, rows])
+            for total, place, part in zip(sums, places, parts, strict=False):
+                total[place] += part
+        grads: list[Tensor | None] = [total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         return *grads, *[None] * (5 - len(grads))
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Within this context, dropout draws the random numbers of `seed`, if there is one."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(seed)
-        yield

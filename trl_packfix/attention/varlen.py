@@ -47,7 +47,7 @@ from .kernels import (
     kernel_head_dim,
     math_in_tiles,
 )
-from .runs import attend_shared, attend_shared_on_cuda
+from .runs import SharedRuns, attend_shared, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
 # may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
@@ -142,7 +142,8 @@ def varlen_attention(
     if shared is not None and is_flash:
         out = attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **options)
     elif shared is not None:
-        out = attend_shared(query, key, value, shared, chunk=chunk, dropout=dropout, softcap=softcap, **options)
+        _check_shared(module, shared, dropout, softcap)
+        out = attend_shared(query, key, value, shared, chunk=chunk, **options)
     elif is_flash:
         cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
         if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
@@ -278,6 +279,17 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropou
             "different ranks would drop the same weights. Set the model's attention_dropout to 0, or "
             "tokens_per_rank=None."
         )
+
+
+def _check_shared(module: nn.Module, shared: SharedRuns, dropout: float, softcap: float | None) -> None:
+    if softcap is None and dropout == 0:
+        return
+    feature = f"softcap={softcap}" if softcap is not None else f"dropout={dropout}"
+    raise ValueError(
+        f"A pack of {len(shared.cu_seq_lens[0]) - 1} runs whose documents share prefixes came to a "
+        f"{type(module).__name__} with {feature}. Attention that looks up shared keys has neither softcap nor dropout. "
+        'Set `share_prefixes="off"`, or the model\'s attention dropout to 0.'
+    )
 
 
 def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: int) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.choice import AttentionChoice, choose_attention, own_attention, set_attention
+from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
-from ..attention.models import base_model, has_attention
+from ..attention.models import base_model, has_attention, text_config
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
@@ -206,6 +206,9 @@ class PackedModel:
         Returns why documents must be packed whole, or None if they may share.
         """
         reason = self._cannot_share()
+        # The probe runs without dropout
+        if reason is None and (rates := dropped_weights(text_config(base_model(self.model)))):
+            reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             found = self._refusal_of_prefixes(wrapped)
             reason = None if found is None else f"where documents share prefixes, {found}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PretrainedConfig
 
-from ..attention.choice import ATTENTION_DROPOUT
+from ..attention.choice import dropped_weights
 from ..data.image_rows import IMAGES
 from ..planning.strategies import STRATEGIES, StrategyTraits
 
@@ -233,9 +233,8 @@ def _virtual_tokens(given: Given) -> str | None:
 
 
 def _dropped_weights(given: Given) -> str | None:
-    names = {} if given.model is None else vars(text_config(given.model, given.args))
-    rates = {name: rate for name, rate in names.items() if ATTENTION_DROPOUT.match(name) and isinstance(rate, float)}
-    return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items() if rate > 0), None)
+    rates = {} if given.model is None else dropped_weights(text_config(given.model, given.args))
+    return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
 ENCODER_DECODER = Choice("an encoder-decoder", _encoder_decoder, "give a causal language model")
