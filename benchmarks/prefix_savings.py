@@ -47,11 +47,10 @@ from trl.data_utils import pack_dataset
 from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.sorted_set import plan_sorted
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.degrees import GroupTimes, possible_degrees
+from trl_packfix.planning.degrees import GroupTimes, possible_degrees, schedule_in_order
 from trl_packfix.planning.families import SharePrefixes, shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
@@ -151,7 +150,8 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
 
     schedules = {setting: training(setting) for setting in ("off", "pack", "family")}
     schedules |= {f"evaluation, {name}": evaluation("bfd", name) for name in ("off", "pack", "family")}
-    schedules["evaluation, sorted"] = plan_sorted(documents, tokens_per_rank, RANKS, degrees).schedule(0)
+    lengths = documents.lengths
+    schedules["evaluation, sorted"] = schedule_in_order(documents.tokens, lengths, tokens_per_rank, RANKS, degrees)
     for name, schedule in schedules.items():
         yield {"documents": len(documents), "method": name} | computed(schedule, documents, tokens_per_rank, name)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.schedule import EMPTY
+from ..planning.schedule import EMPTY, Schedule
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
@@ -35,7 +35,6 @@ from .model_costs import make_cost_model
 from .parts import PartOf
 from .reader import Rows, TokenReader
 from .row_values import RowValues
-from .sorted_set import SortedSet
 from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
@@ -82,9 +81,12 @@ class PackedBatchSampler:
 
     With sequence parallelism, a `PartOf` says which part of the pack the rank holds, if it shares the pack. The length
     of the sampler is the same in every epoch and on every rank.
+
+    Args:
+        planner: of the epochs, or the schedule of all of them.
     """
 
-    def __init__(self, planner: EpochPlanner | SortedSet, rank: int = 0):
+    def __init__(self, planner: EpochPlanner | Schedule, rank: int = 0):
         self.planner = planner
         self.rank = rank
         self.epoch = 0
@@ -100,8 +102,14 @@ class PackedBatchSampler:
     def __len__(self) -> int:
         return self.planner.num_steps * self.planner.accumulation
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How many ranks may share a pack; () without sequence parallelism."""
+        degrees = self.planner.degrees
+        return () if degrees is None else tuple(np.unique(degrees).tolist())
+
     def __iter__(self) -> Iterator[Any]:
-        schedule = self.planner.schedule(self.epoch)
+        schedule = self.planner if isinstance(self.planner, Schedule) else self.planner.schedule(self.epoch)
         for documents, (degree, index) in zip(
             schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True
         ):

@@ -30,12 +30,12 @@ from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
-from ..data.sorted_set import SortedSet, plan_sorted
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
-from ..planning.degrees import possible_degrees
+from ..planning.degrees import possible_degrees, schedule_in_order
+from ..planning.schedule import Schedule
 from .checks import check_prepared, check_tokenised
 from .config import SFTConfig
 from .images import check_padded_images
@@ -298,15 +298,16 @@ class Evaluation:
             rows, PackedBatchSampler(planner, args.process_index), self._data.with_row_values(collate, values)
         )
 
-    def _evaluation_planner(self, documents: Documents) -> EpochPlanner | SortedSet:
+    def _evaluation_planner(self, documents: Documents) -> EpochPlanner | Schedule:
         args = self.args
         max_length = args.max_length or int(documents.lengths.max())
-        tokens_per_rank = args.tokens_per_rank
-        if self._sorts_evaluation and tokens_per_rank is None:
-            return plan_sorted(documents, args.eval_batch_size * max_length, args.world_size)
-        if self._sorts_evaluation and tokens_per_rank is not None:
-            possible = possible_degrees(max_length, tokens_per_rank, args.world_size, self._data.cost_model.heads)
-            return plan_sorted(documents, tokens_per_rank, args.world_size, self._data.degrees or possible)
+        if self._sorts_evaluation:  # `eval_loss` does not depend on the order of documents
+            assert documents.tokens is not None
+            capacity, degrees = args.eval_batch_size * max_length, self._data.degrees  # at which the model is proved
+            if args.tokens_per_rank is not None:
+                capacity, heads = args.tokens_per_rank, self._data.cost_model.heads
+                degrees = degrees or possible_degrees(max_length, capacity, args.world_size, heads)
+            return schedule_in_order(documents.tokens, documents.lengths, capacity, args.world_size, degrees)
         return EpochPlanner(
             documents,
             "bfd",
@@ -350,7 +351,7 @@ class Evaluation:
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self.trainer, packs.planner.degrees or ())
+                prove_degrees(self.trainer, packs.degrees)
             output = loop()
         metrics, loss = self._totals.metrics(self.trainer.accelerator), f"{prefix}_loss"
         assert output.metrics is not None
