@@ -474,8 +474,8 @@ GIVEN = {
     "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, r"it is tokenised.*Give the conversations.*--per-turn"),
     "images": (
         MESSAGES.add_column("image", [None] * 2),
-        {},
-        r"rows with images have none.*`per_turn=False`",
+        {"packing": False},
+        r"one sample of each row.*Set `packing=True`",
     ),
     "roles": (
         Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}]),

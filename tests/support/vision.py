@@ -71,21 +71,51 @@ def questions(num: int = 24) -> Dataset:
     return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
 
 
-def growing(num: int = 6) -> Dataset:
-    """Conversations of one to three turns, each with an image of its own and all images of the turns before it.
+AS_SEEN = "as seen, "  # what the template strips from earlier turns
+STRIPPING = "{{ part['text'] if loop_of_messages.last else part['text'] | replace('as seen, ', '') }}"
 
-    The last answer is longer than it is in the history, as where a template strips thoughts.
-    """
+
+def stripping(processor: Any) -> Any:
+    """The processor with a template that strips `AS_SEEN` from all messages but the last."""
+    template = processor.chat_template.replace("{{ part['text'] }}", STRIPPING)
+    loop = "{%- for message in messages %}"
+    assert STRIPPING in template and loop in template
+    processor.chat_template = template.replace(loop, loop + "{%- set loop_of_messages = loop %}")
+    return processor
+
+
+def conversations(num: int = 6) -> Dataset:
+    """Conversations of three turns, each with an image of its own; the column `share` is their number."""
     table = []
     for i in range(num):
-        images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
         messages = []
         for turn in range(3):
-            messages.append(message("user", f"turn {turn}", 1))
-            answer = message("assistant", f"{i} as seen, then {turn}")
-            table.append({"images": images[: turn + 1], "messages": [*messages, answer]})
-            messages.append(message("assistant", f"{i} then {turn}"))
-    return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+            messages += [message("user", f"turn {turn}", 1), message("assistant", f"{i} {AS_SEEN}then {turn}")]
+        images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
+        table.append({"images": images, "messages": messages, "share": float(i)})
+    return Dataset.from_list(
+        table, features=Features({"images": List(Image()), "messages": MESSAGES, "share": Value("float64")})
+    )
+
+
+def by_turn(num: int = 6) -> Dataset:
+    """The turns of these conversations by hand, as prompts and completions, under a template that strips nothing."""
+    table = []
+    for row in conversations(num):
+        for k in range(1, 6, 2):
+            prompt = [
+                {
+                    **each,
+                    "content": [
+                        {**part, "text": (part["text"] or "").replace(AS_SEEN, "")} for part in each["content"]
+                    ],
+                }
+                for each in row["messages"][:k]
+            ]
+            table.append({"images": row["images"][: k // 2 + 1], "prompt": prompt, "completion": [row["messages"][k]]})
+    return Dataset.from_list(
+        table, features=Features({"images": List(Image()), "prompt": MESSAGES, "completion": MESSAGES})
+    )
 
 
 ROWS = rows(40)
@@ -95,7 +125,14 @@ LANGUAGE = r".*language_model.*(q_proj|v_proj)"  # modules for adapters
 
 
 def make(
-    folder, family="qwen2_5_vl", dataset=ROWS, trainer_class=SFTTrainer, model=None, trainer_kwargs=None, **kwargs
+    folder,
+    family="qwen2_5_vl",
+    dataset=ROWS,
+    trainer_class=SFTTrainer,
+    model=None,
+    trainer_kwargs=None,
+    processor=None,
+    **kwargs,
 ):
     """A trainer on rows with images: four documents a step, at most 200 tokens each."""
     settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
@@ -103,7 +140,7 @@ def make(
         build_model(family) if model is None else model,
         config(folder, **settings),
         train_dataset=dataset,
-        processing_class=build_processor(family),
+        processing_class=processor or build_processor(family),
         **(trainer_kwargs or {}),
     )
 

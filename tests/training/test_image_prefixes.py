@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import tolerance, weight_difference
 from support.versions import trl_trains
-from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, growing, make
+from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, make
 
 from trl_packfix.attention.forwards import packed_forwards
 from trl_packfix.data import image_collator
@@ -282,28 +282,6 @@ def test_training_that_shares_images_is_unpacked_training(family):
     assert report.flops < 0.6
     text = prefixes_text(replace(run.packing_report, prefixes=report))
     assert text.endswith(" of the images are computed")
-
-
-@trl_trains
-def test_training_that_shares_some_images_of_documents_is_unpacked_training(monkeypatch):
-    data, size = growing(), {"per_device_train_batch_size": 9, "max_length": 300}
-    start = torch.cat([p.detach().flatten().double() for p in build_model("llava").parameters()])
-    one = {"max_steps": 2}
-    _, wanted, unshared = trained("llava", data, **(UNPACKED | {"per_device_train_batch_size": 9} | one))
-    _, regrouped, _ = trained(
-        "llava", data, **(UNPACKED | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3} | one)
-    )
-    run, found, seen = trained("llava", data, **(SHARED | size | one))
-    difference, rounding = (weight_difference(each, wanted, start) for each in (found, regrouped))
-    print(f"{difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}")
-    assert run.data.shares_prefixes and difference <= tolerance(rounding)
-    assert sum(seen) < 0.8 * sum(unshared)
-    report = estimated_savings(run.data.planner, run.data.reader)
-    assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
-    plant(monkeypatch, "first images again")
-    monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
-    _, wrong, _ = trained("llava", data, **(SHARED | size | one))
-    assert weight_difference(wrong, wanted, start) > 1e-3
 
 
 @trl_trains

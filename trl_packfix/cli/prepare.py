@@ -106,9 +106,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{given - rows:,} of {given:,} rows cannot be tokenised and are dropped")
     if settings.per_turn:
         without = manifest["documents_without_a_trained_token"]
+        what = "document" if with_images else "row"
         print(
-            f"{manifest['conversations']:,} conversations, one row for each of their {rows - without:,} "
-            f"assistant turns; {without:,} without an assistant turn are not trained"
+            f"{manifest['conversations']:,} conversations, one {what} for each of their "
+            f"{ledger.kept.documents:,} assistant turns; {without:,} without an assistant turn are not trained"
         )
     print(
         f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
@@ -172,8 +173,10 @@ def _save_measured(
     table = joined(parts)
     given = len(table)
     if settings.bad_rows == "drop":
-        bad = measured(table, processor, settings).bad_rows()
-        table = table if bad is None else table.select(np.flatnonzero(~bad))
+        reader = measured(table, processor, settings)
+        bad, rows = reader.bad_rows(), reader.conversations
+        if bad is not None:  # of a conversation, the turns that can be rendered are kept
+            table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
     table.save_to_disk(output, num_proc=settings.dataset_num_proc)
     reader = measured(load_from_disk(str(output)), processor, settings)
     ledger = make_documents(reader, max_length=None).ledger

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
 from .prefix_collator import Compare, Compared
 from .reader import BAD_ROW, bad_rows
+from .turns import Conversation, TurnCounts
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ MEASURES = Features(
         BAD_ROW: Value("string"),
     }
 )
+# With one document per assistant turn: the row and the message of it, -1 for none; and whether the text of the turn
+# before begins it
+CONVERSATION, TURN, GROWS = "packfix_conversation", "packfix_turn", "packfix_grows"
+TURNS = Features({CONVERSATION: Value("int64"), TURN: Value("int64"), GROWS: Value("bool")})
 
 
 def has_images(dataset: Any) -> bool:
@@ -96,6 +102,10 @@ class RowProcessor:
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
         row = {name: value for name, value in row.items() if name != "image"} | {"images": images_of(row)}
+        if row.get("completion") == "":  # TRL joins its tokens, and those of an empty text are no whole numbers
+            text = {self._collate.dataset_text_field: row["prompt"], "images": row["images"]}
+            document = self.without_masks()(text)
+            return document | {"labels": np.full_like(document["labels"], IGNORE_INDEX)}
         document = dict(self._collate([row]))
         document.pop("attention_mask", None)  # all ones: one row has no padding
         for name in ("input_ids", "labels"):
@@ -147,7 +157,9 @@ class RowProcessor:
         return spans if _ends_of_images(document, len(spans)) is not None else [(first, stop)]
 
 
-def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool) -> Dataset:
+def measure(
+    dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool, per_turn: bool = False
+) -> Dataset:
     """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
 
     Images of a size that was processed already are not processed again. If one of the rows compared differs, all are.
@@ -155,6 +167,8 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
     Args:
         name: of the dataset, for messages.
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
+        per_turn: measure a document for each assistant turn of a row, and note which (`TURNS`). A conversation without
+            such a turn is one document, in which nothing is trained.
 
     Raises:
         ValueError: the dataset has a transform; rows cannot be processed and `drops` is False.
@@ -168,11 +182,13 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
 
     def run(every: int) -> Dataset:
         return dataset.map(
-            Cached(_measures),
+            Cached(_measures_of_turns if per_turn else _measures),
             with_indices=True,
+            batched=per_turn,
+            batch_size=1,
             fn_kwargs={"process": process, "every": every},
             remove_columns=dataset.column_names,
-            features=MEASURES,
+            features=Features(MEASURES | TURNS) if per_turn else MEASURES,
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
         )
@@ -202,6 +218,30 @@ def measure(dataset: Dataset, process: RowProcessor, name: str, num_proc: int | 
     return found
 
 
+def _measures_of_turns(batch: Any, indices: list[int], process: RowProcessor, every: int) -> dict[str, list[Any]]:
+    """The numbers of the documents of one conversation, as columns."""
+    try:
+        row = {name: values[0] for name, values in dict(batch).items()}
+        conversation = Conversation.from_row(row, images_of(row))
+        turns = conversation.turns or [-1]
+    except Exception as error:
+        columns = {name: [value] for name, value in _unmeasured(error).items()}
+        return columns | {CONVERSATION: indices, TURN: [-1], GROWS: [False]}
+    documents, texts = [], [""]
+    for turn in turns:
+        try:
+            sample = conversation.row_of_turn(turn, process.processor)
+        except Exception as error:
+            documents.append(_unmeasured(error))
+            texts.append("")
+        else:
+            documents.append(_measures(sample, indices[0], process, every))
+            texts.append(sample["prompt"] + sample["completion"])
+    grows = [before != "" and text.startswith(before) for before, text in pairwise(texts)]
+    columns = {name: [each[name] for each in documents] for name in MEASURES}
+    return columns | {CONVERSATION: indices * len(turns), TURN: turns, GROWS: grows}
+
+
 def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[str, Any]:
     """The numbers of a row. Its images are processed in one of `every` rows, and in all with 1."""
     try:
@@ -213,10 +253,15 @@ def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[s
         found = _numbers(row, process)
         return found | {"differs": every > 1 and by_size != found}
     except Exception as error:  # any error of the processor, the image library or the file system
-        text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
-        numbers = dict.fromkeys((name for name, kind in MEASURES.items() if kind.dtype == "int64"), 0)
-        reason = f"{type(error).__name__}: {text}"
-        return numbers | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
+        return _unmeasured(error)
+
+
+def _unmeasured(error: Exception) -> dict[str, Any]:
+    """The numbers of a row that cannot be processed, and why."""
+    text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
+    numbers = dict.fromkeys((name for name, kind in MEASURES.items() if kind.dtype == "int64"), 0)
+    reason = f"{type(error).__name__}: {text}"
+    return numbers | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
 
 
 def _numbers_by_size(row: dict[str, Any], process: RowProcessor) -> dict[str, Any] | None:
@@ -325,13 +370,21 @@ class ImageRows:
 
     Args:
         dataset: raw rows, in a form of TRL's vision datasets; images are decoded when a row is read.
-        process: makes the document of a row.
-        measures: from `measure`, one row per row of the dataset.
+        process: makes the document of a row, or of a turn.
+        measures: from `measure`, one row per document.
+        turns: what was counted, with one document per assistant turn.
+
+    Attributes:
+        conversations: with one document per assistant turn, the row of the dataset of each, shape (R,); else None.
     """
 
-    def __init__(self, dataset: Dataset, process: RowProcessor, measures: Dataset):
+    def __init__(self, dataset: Dataset, process: RowProcessor, measures: Dataset, turns: TurnCounts | None = None):
+        self.turns = turns
         self._dataset, self._process, self._measures = dataset, process, measures
         table = measures.with_format("arrow")[:]
+        is_per_turn = CONVERSATION in measures.column_names
+        self.conversations: npt.NDArray[np.int64] | None = table[CONVERSATION].to_numpy() if is_per_turn else None
+        self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
         self.lengths: npt.NDArray[np.int64] = table["length"].to_numpy()
         self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
         self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
@@ -341,7 +394,7 @@ class ImageRows:
         self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._measures)
 
     @property
     def fingerprint(self) -> str:
@@ -386,6 +439,15 @@ class ImageRows:
         """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
         return self._first_is_labelled[row]
 
+    def _row(self, row: int) -> dict[str, Any]:
+        """A row of the dataset; or of one of its turns, with the images up to this turn."""
+        if self.conversations is None or self._turns is None:
+            return dict(self._dataset[row])
+        given = self._dataset[int(self.conversations[row])]
+        return Conversation.from_row(given, images_of(given)).row_of_turn(
+            int(self._turns[row]), self._process.processor
+        )
+
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
         """The first `stop` tokens of a row's document, and all of its images.
 
@@ -394,7 +456,7 @@ class ImageRows:
         """
         row, length = int(row), int(self.lengths[row])
         assert start == 0 and stop >= self.image_stops[row], "a document is never cut inside an image"
-        document = self._process(self._dataset[row])
+        document = self._process(self._row(row))
         found = len(document["input_ids"])
         if found != length:
             raise ValueError(

@@ -281,6 +281,7 @@ class TokenReader:
         return self._tokens.lengths
 
     image_stops = image_counts = image_values = image_squares = compare = None  # tokens alone have no images
+    conversations = turns = None  # turns of text are rows of tokens
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:
         """None: the tokens are at hand."""

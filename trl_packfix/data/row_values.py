@@ -41,6 +41,13 @@ class RowValues:
     names: tuple[str, ...] = ()
     column_values: tuple[Any, ...] = ()
 
+    def taken(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
+        """Of these rows, in this order; None for all."""
+        if rows is None:
+            return self
+        weights = None if self.weights is None else self.weights[rows]
+        return replace(self, weights=weights, sources=None if self.sources is None else self.sources[rows])
+
     def of(self, row: int) -> dict[str, Any]:
         """What the documents of a row get, by the key of the batch."""
         columns = {WEIGHTS: self.weights, SOURCES: self.sources}

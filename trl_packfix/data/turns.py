@@ -12,20 +12,22 @@ beginning of both together. Otherwise TRL trains the row after another context t
 Some templates render the history in another way once the turn is there: GPT-OSS drops the thought of a tool call when
 an answer follows. Then the prompt stays as generation sees it, and the completion is what the rendered conversation has
 after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
+
+With images a sample is a row in TRL's form, `prompt` and `completion` as text and the images of both. A processor makes
+its tokens when it is read.
 """
 
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml, prepare_multimodal_messages
 
 from .collator import IGNORE_INDEX
-from .image_rows import IMAGES
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows
@@ -74,17 +76,22 @@ class Conversation:
     arguments: dict[str, Any]
 
     @classmethod
-    def from_row(cls, row: dict[str, Any]) -> "Conversation":
-        """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it."""
+    def from_row(cls, row: dict[str, Any], images: Sequence[Any] = ()) -> "Conversation":
+        """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it.
+
+        Args:
+            images: of the row. Each is put into its message: the one with its placeholder or, if messages are plain
+                text, the first of the user.
+        """
         # TRL renames keys in place, and the rows of a stream may be objects of the user
-        row = maybe_convert_to_chatml(copy.deepcopy(row))
+        row = maybe_convert_to_chatml(copy.deepcopy({name: row[name] for name in COLUMNS if name in row}))
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         arguments: dict[str, Any] = {"tools": tools}
         arguments.update(row.get("chat_template_kwargs") or ())
-        if "prompt" in row:
-            return cls(row["prompt"] + row["completion"], len(row["prompt"]), arguments)
-        return cls(row["messages"], 0, arguments)
+        first = len(row["prompt"]) if "prompt" in row else 0
+        messages = row["prompt"] + row["completion"] if "prompt" in row else row["messages"]
+        return cls(prepare_multimodal_messages(messages, list(images)) if images else messages, first, arguments)
 
     @property
     def turns(self) -> list[int]:
@@ -107,12 +114,37 @@ class Conversation:
             plain: Any = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
             tokens = tokens if text is None else plain(text, add_special_tokens=False)["input_ids"]
         if tokens[: len(prompt)] != prompt:
-            seen, given = (_decoded(ids, prompt, tokens, tokenizer) for ids in (prompt, tokens))
-            raise ValueError(
-                f"the template ends the prompt of `messages[{turn}]` with {seen!r}, and with this turn it continues "
-                f"with {given!r} there"
-            )
+            _refuse_prompt(turn, *(_decoded(ids, prompt, tokens, tokenizer) for ids in (prompt, tokens)))
         return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]}
+
+    def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
+        """The sample of one assistant turn as a row in TRL's form: `prompt` and `completion` as text, and `images`.
+
+        Args:
+            turn: index of its message; -1 for the whole conversation as a prompt, and nothing to train.
+
+        Raises:
+            ValueError: the rendered turn does not begin where the prompt that generation sees ends; it is empty, or has
+                an image.
+        """
+        if turn < 0:
+            prompt = self.text(self.messages, processor)
+            return {"prompt": prompt, "completion": "", "images": _images(self.messages)}
+        if _images([self.messages[turn]]):
+            raise ValueError(
+                f"`messages[{turn}]` is an assistant turn with an image, and a model that is trained on tokens writes "
+                "none"
+            )
+        prompt = self.text(self.messages[:turn], processor, add_generation_prompt=True)
+        text = self.text(self.messages[: turn + 1], processor)
+        if not text.startswith(prompt):
+            text = self._text_of_turn(turn, processor) or text
+        if not text.startswith(prompt):
+            same = _num_same(prompt, text)
+            _refuse_prompt(turn, prompt[same:], text[same:])
+        if text == prompt:
+            raise ValueError(f"the template renders nothing of `messages[{turn}]`")
+        return {"prompt": prompt, "completion": text[len(prompt) :], "images": _images(self.messages[:turn])}
 
     def untrained(self, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, list[int]]:
         """The whole conversation without a trained token: `input_ids`, and `labels` that are -100."""
@@ -140,10 +172,11 @@ class Conversation:
 
         A mark at the end of the last message before the turn says where the history ends in a rendered conversation.
         """
-        history, content = self.messages[:turn], self.messages[turn - 1].get("content") if turn else None
-        if not isinstance(content, str):
+        history = self.messages[:turn]
+        last = _marked(history[-1]) if turn else None
+        if last is None:
             return None
-        marked = [*history[:-1], history[-1] | {"content": content + MARK}]
+        marked = [*history[:-1], last]
         prompt = self.text(history, tokenizer, add_generation_prompt=True)
         whole = self.text([*history, self.messages[turn]], tokenizer)
         end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(MARK)[2]
@@ -152,10 +185,38 @@ class Conversation:
         return prompt + rest[len(end) :] if is_same and rest.startswith(end) else None
 
 
+def _marked(message: dict[str, Any]) -> dict[str, Any] | None:
+    """The message with a mark behind its text; None if it does not end in text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": content + MARK}
+    if content and content[-1]["type"] == "text":
+        return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + MARK}]}
+    return None
+
+
+def _images(messages: Sequence[dict[str, Any]]) -> list[Any]:
+    """The images that were put into these messages, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if part.get("image") is not None]
+
+
+def _refuse_prompt(turn: int, seen: str, given: str) -> NoReturn:
+    raise ValueError(
+        f"the template ends the prompt of `messages[{turn}]` with {seen[:NUM_SHOWN]!r}, and with this turn it "
+        f"continues with {given[:NUM_SHOWN]!r} there"
+    )
+
+
 def _decoded(ids: list[int], one: list[int], other: list[int], tokenizer: Any) -> str:
     """The text of `ids` from the first token on in which `one` and `other` differ."""
-    same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
-    return tokenizer.decode(ids[same:])[:NUM_SHOWN]
+    return str(tokenizer.decode(ids[_num_same(one, other) :]))
+
+
+def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
 
 
 def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
@@ -179,7 +240,7 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
     """Refuse a dataset that has no conversations to be split at assistant turns.
 
     Raises:
-        ValueError: images, tokenised rows, or rows that hold no messages.
+        ValueError: tokenised rows, or rows that hold no messages.
     """
     given = f"`per_turn=True` was given, and the {name} dataset has the columns"
     columns = get_dataset_column_names(dataset)
@@ -188,12 +249,6 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
             f"{given} {columns}: it is tokenised. Where the turns of a conversation are is not known from tokens. Give "
             "the conversations themselves; or set `per_turn=False`, if `trl-packfix prepare --per-turn` has already "
             "made one row of each turn."
-        )
-    images = [column for column in columns if column in IMAGES]
-    if images:
-        raise ValueError(
-            f"{given} {columns}. It makes rows of tokens, and rows with images (`{images[0]}`) have none: images are "
-            "processed when a row is read. Set `per_turn=False`, or remove the column of images."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         return  # TRL refuses a transform

@@ -281,7 +281,7 @@ class Evaluation:
             check_tokenised(dataset, "evaluation", self._data.vocab_size, packing)
         reader = self._data.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
-        values = self._sources_to_evaluate(dataset)
+        values = self._sources_to_evaluate(dataset).taken(reader.conversations)
         rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)

@@ -201,8 +201,6 @@ FEATURES = (
             of.IN_FAMILIES: "Documents that begin alike are found by sorting all of them, and all images have the same "
             "placeholder tokens, so every image would have to be processed before training",
             of.SPLIT: "Long documents would be split, and a fragment may begin inside an image",
-            of.PER_TURN: "It makes rows of tokens, and rows with images have none: images are processed when a row is "
-            "read",
         },
         remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, which shares among the documents of a pack'},
         page="vision.md",
@@ -218,6 +216,8 @@ FEATURES = (
             "samples, so its first turns would be trained n times",
             of.UNPREPARED: "Conversations are split when the dataset is prepared, so `per_turn` would be ignored",
             of.FORMATTING: "It makes one text of each row, in which turns are not known",
+            of.UNPACKED_IMAGES: "There TRL's loader makes one sample of each row, and as rows of their own the turns "
+            "would repeat the images of their history",
         },
         page="per_turn.md",
     ),

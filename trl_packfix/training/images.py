@@ -15,6 +15,7 @@ from ..data.image_collator import ImageExamples, PackedImages, PaddedImageCollat
 from ..data.image_rows import ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
 from .config import SFTConfig
+from .per_turn import measure_turns
 
 
 def packs_images(args: SFTConfig, train_dataset: Any) -> bool:
@@ -47,10 +48,12 @@ class ImageData:
     Args:
         collate: TRL's collator of the run.
         model: with or without PEFT, not wrapped by an engine yet.
+        per_turn: each assistant turn of a row is a document.
     """
 
-    def __init__(self, collate: DataCollatorForVisionLanguageModeling, model: nn.Module):
-        self.process = RowProcessor(collate)
+    def __init__(self, collate: DataCollatorForVisionLanguageModeling, model: nn.Module, per_turn: bool = False):
+        # TRL chooses by the columns of the dataset, in which turns are not prompts and completions
+        self.process = RowProcessor(replace(collate, completion_only_loss=True) if per_turn else collate)
         inner = base_model(model)
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
@@ -63,10 +66,11 @@ class ImageData:
             marks: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
                 Without it, they are refused.
         """
+        drops = marks and args.bad_rows == "drop"
+        if args.per_turn:
+            return measure_turns(dataset, self.process, name, args, drops, is_training_set=marks)
         with main_process_first():
-            measures = measure(
-                dataset, self.process, name, args.dataset_num_proc, drops=marks and args.bad_rows == "drop"
-            )
+            measures = measure(dataset, self.process, name, args.dataset_num_proc, drops)
         return ImageRows(dataset, self.process, measures)
 
     def of_packs(self, args: SFTConfig, accelerator: Any) -> PackedImages:

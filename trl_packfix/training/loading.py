@@ -131,7 +131,9 @@ class TrainingData:
         checks.check_one_device(self.trainer.model)
         checks.check_quantisation(self.trainer.model, args.device.type)
         self.trainer.padding_free = True
-        self.images = ImageData(self.padded_collator, self.trainer.model) if self.packs_images else None  # type: ignore[arg-type]
+        if self.packs_images:
+            collate: Any = self.padded_collator
+            self.images = ImageData(collate, self.trainer.model, args.per_turn)
         self.trainer.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         self._read_training_set()
         self.trainer.packed_model = self.make_packed_model()
@@ -147,6 +149,8 @@ class TrainingData:
                 self.trainer.data_collator = self._collate_row_values()
         elif not isinstance(dataset, IterableDataset):
             self.reader = self.read(dataset, "train")
+            self.row_values = self.row_values.taken(self.reader.conversations)
+            self.turns = self.reader.turns or self.turns
             with shown(args, f"Cutting {len(self.reader):,} rows into documents"):
                 self.documents = cached_documents(
                     self.reader,

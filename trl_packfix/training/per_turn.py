@@ -2,10 +2,12 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names
@@ -13,6 +15,7 @@ from trl.data_utils import get_dataset_column_names
 from ..compat import main_process_first
 from ..data.cache_files import Cached
 from ..data.dataset_checks import check_rows
+from ..data.image_rows import CONVERSATION, GROWS, TURN, ImageRows, RowProcessor, has_images, measure
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
 from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
@@ -20,7 +23,6 @@ from .config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
-CONVERSATION, TURN = "packfix_conversation", "packfix_turn"  # columns while counting: the row, the message; -1 for none
 NUM_AT_ONCE = 16  # conversations in memory: their samples have many times their tokens
 NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
 
@@ -57,11 +59,17 @@ def split_turns(
         is_training_set: whether to say that turns do not end, or that the template strips nothing.
 
     Raises:
-        ValueError: rows are no conversations; turns cannot be rendered (`bad_rows="raise"`), or no turn can; no
-            conversation has a turn.
+        ValueError: rows are no conversations, or have images; turns cannot be rendered (`bad_rows="raise"`), or no
+            turn can; no conversation has a turn.
     """
     check_conversations(dataset, name)  # that of `evaluate` was not given before
     columns = get_dataset_column_names(dataset)
+    if has_images(dataset):
+        raise ValueError(
+            f"`per_turn=True` was given, and the {name} dataset has the columns {columns}, with images, and the "
+            "training set has none. Its turns would become tokens without their images. Give the training set an empty "
+            "column `images`, or remove the column here."
+        )
     others = [column for column in columns if column not in COLUMNS]
     kwargs: dict[str, Any] = {"tokenizer": processing_class, "others": others}
     drops = args.bad_rows == "drop"
@@ -88,14 +96,39 @@ def split_turns(
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing each assistant turn of {name} dataset",
         )
-    counts = _counted(dataset, found, name, drops)
-    if args.process_index == 0 and not args.disable_tqdm:
-        print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
+    counts = _counted(dataset, found, name, args, drops)
     if is_training_set:
         _say_if_turns_do_not_end(found, name, processing_class)
-        _say_if_nothing_is_stripped(found, name)
+        reader = TokenReader(found.select(_first_conversations(found)))
+        _say_if_nothing_is_stripped(found, name, reader.lengths, lambda i: _begins(reader, i))
     found = found.remove_columns(list(numbers))
     return (found if marks and drops else without_bad_rows(found)), counts
+
+
+def measure_turns(
+    dataset: Dataset, process: RowProcessor, name: str, args: SFTConfig, drops: bool, is_training_set: bool
+) -> ImageRows:
+    """The documents of conversations with images, one per assistant turn.
+
+    Args:
+        drops: turns that cannot be rendered stay as documents without tokens, so that they are counted.
+        is_training_set: as in `split_turns`.
+
+    Raises:
+        ValueError: as `split_turns`.
+    """
+    check_conversations(dataset, name)
+    with main_process_first():
+        measures = measure(dataset, process, name, args.dataset_num_proc, drops=True, per_turn=True)
+    counts = _counted(dataset, measures, name, args, drops)
+    reader = ImageRows(dataset, process, measures, counts)
+    if is_training_set:
+        trained = np.flatnonzero(measures.with_format("arrow")["trained"].to_numpy())[:1].tolist()
+        first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
+        _say_if_turns_do_not_end(first, name, process.processor)
+        grows = measures.with_format("arrow")[GROWS].to_numpy(zero_copy_only=False)
+        _say_if_nothing_is_stripped(measures, name, reader.lengths, lambda i: bool(grows[i + 1]))
+    return reader
 
 
 def _rows(
@@ -149,8 +182,8 @@ def _rows_of_stream(batch: Any, indices: list[int], name: str, drops: bool, **kw
     return made
 
 
-def _counted(dataset: Dataset, found: Dataset, name: str, drops: bool) -> TurnCounts:
-    """Count the samples, and refuse or name the turns that cannot be rendered."""
+def _counted(dataset: Dataset, found: Dataset, name: str, args: SFTConfig, drops: bool) -> TurnCounts:
+    """Count the samples and say how many there are, and refuse or name the turns that cannot be rendered."""
     bad = bad_rows(found)
     assert bad is not None  # `_rows` makes the column
     conversations, turns = (_numbers(found, column) for column in (CONVERSATION, TURN))
@@ -178,6 +211,8 @@ def _counted(dataset: Dataset, found: Dataset, name: str, drops: bool) -> TurnCo
             f"message of the role `assistant` to train (roles of row 0: {', '.join(roles)}). Each assistant turn makes "
             "one sample, so there would be none. Rename the role, or set `per_turn=False`."
         )
+    if args.process_index == 0 and not args.disable_tqdm:
+        print(f"Conversations of the {name} dataset: {counts.line()}", file=sys.stderr)
     return counts
 
 
@@ -186,10 +221,11 @@ def _numbers(found: Dataset, column: str) -> np.ndarray:
 
 
 def _say_if_turns_do_not_end(
-    found: Dataset | IterableDataset, name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+    rows: Iterable[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
 ) -> None:
     """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message."""
-    first = next((row["labels"] for row in found.take(NUM_COMPARED) if max(row["labels"], default=-1) >= 0), None)
+    labels = (row["labels"] for row in islice(rows, NUM_COMPARED))
+    first = next((each for each in labels if max(each, default=-1) >= 0), None)
     end = None if first is None else unended(first, tokenizer)
     if end is not None:
         logger.warning(
@@ -200,19 +236,31 @@ def _say_if_turns_do_not_end(
         )
 
 
-def _say_if_nothing_is_stripped(found: Dataset, name: str) -> None:
-    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing."""
-    found = found.select(range(int(np.searchsorted(_numbers(found, CONVERSATION), NUM_COMPARED))))
-    reader, conversations = TokenReader(found), _numbers(found, CONVERSATION)
-    lengths = reader.lengths
+def _first_conversations(found: Dataset) -> range:
+    """The rows of those in which neighbouring turns are compared."""
+    return range(int(np.searchsorted(_numbers(found, CONVERSATION), NUM_COMPARED)))
+
+
+def _begins(reader: TokenReader, i: int) -> bool:
+    """Whether row i is the beginning of row i + 1."""
+    length = int(reader.lengths[i])
+    one, other = (reader.read(row, 0, min(length, int(reader.lengths[row])))["input_ids"] for row in (i, i + 1))
+    return np.array_equal(one, other)
+
+
+def _say_if_nothing_is_stripped(
+    found: Dataset, name: str, lengths: npt.NDArray[np.int64], begins: Callable[[int], bool]
+) -> None:
+    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
+
+    Args:
+        begins: whether sample i is the beginning of sample i + 1.
+    """
+    rows = _first_conversations(found)
+    conversations, lengths = _numbers(found, CONVERSATION)[rows], lengths[rows]
     same = (conversations[1:] == conversations[:-1]) & (lengths[1:] > 0) & (lengths[:-1] > 0)
     pairs = np.flatnonzero(same).tolist()
-    for i in pairs:
-        length = int(lengths[i])
-        one, other = (reader.read(row, 0, min(length, int(lengths[row])))["input_ids"] for row in (i, i + 1))
-        if not np.array_equal(one, other):
-            return
-    if len(pairs):
+    if pairs and all(begins(i) for i in pairs):
         last = np.append(conversations[1:] != conversations[:-1], True)
         logger.warning(
             "`per_turn=True` was given, and the chat template renders each turn as the beginning of the next in all of "

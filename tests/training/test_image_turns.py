@@ -1,0 +1,292 @@
+"""One sample per assistant turn of conversations with images: what generation sees, and no image of a later turn."""
+
+import json
+import logging
+import warnings
+from functools import cache
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset, Features, Image, List, load_from_disk
+from support.rounding import tolerance, weight_difference
+from support.versions import trl_trains
+from support.vision import (
+    MESSAGES,
+    SGD,
+    build_model,
+    build_processor,
+    by_turn,
+    conversations,
+    make,
+    message,
+    stripping,
+)
+
+from trl_packfix.cli import main
+from trl_packfix.data import image_collator, image_rows, turns
+from trl_packfix.data.image_collator import images_between
+from trl_packfix.data.turns import Conversation
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.reporting.savings import estimated_savings
+
+TURNS = conversations()
+UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig, "trainer_class": trl.SFTTrainer}
+PER_TURN = {"per_turn": True, "packing_strategy": "minibatch", "max_length": 300}
+SIZE = {"per_device_train_batch_size": 9, "max_steps": 2}
+
+
+def run(folder, dataset=TURNS, family="llava", **settings):
+    return make(folder, family, dataset, **(PER_TURN | {"processor": stripping(build_processor(family))} | settings))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "idefics3"])
+def test_a_sample_is_the_row_of_trl(family, tmp_path):
+    """Tokens, labels and pixels of the prompt that generation sees, with the images up to the turn."""
+    silent = [{"images": TURNS[0]["images"][:1], "messages": TURNS[0]["messages"][:1], "share": 9.0}]
+    made = run(tmp_path, Dataset.from_list([*TURNS, *silent], features=TURNS.features), family)
+    reader, expected = made.data.reader, by_turn()
+    stock = make(tmp_path, family, expected, **UNPACKED)
+    assert len(reader) == len(expected) + 1 and reader.image_counts.tolist() == [1, 2, 3] * len(TURNS) + [1]
+    for i in range(len(expected)):
+        found, wanted = reader.read(i, 0, reader.lengths[i]), dict(stock.data_collator([dict(expected[i])]))
+        for name in ("input_ids", "labels"):
+            assert np.array_equal(found.pop(name), wanted.pop(name)[0]), name
+        wanted.pop("attention_mask")
+        assert found.keys() == wanted.keys() >= {"pixel_values"}
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    last = reader.read(len(expected), 0, reader.lengths[-1])
+    assert (last["labels"] == -100).all() and last["input_ids"].dtype == np.int64 and "pixel_values" in last
+
+
+# Training
+
+
+def trained(data=TURNS, **settings):
+    """The trainer after two steps, its weights, and how many images went through the tower."""
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = (make if "config_class" in settings else run)(folder, dataset=data, **(SGD | SIZE | settings))
+        if "config_class" in settings:
+            made.model_accepts_loss_kwargs = made.args.gradient_accumulation_steps > 1  # the mean over the step
+        seen, step = [], made.training_step
+
+        def counted(model, inputs, *rest):
+            seen.append(len(inputs["pixel_values"]))
+            return step(model, inputs, *rest)
+
+        made.training_step = counted
+        made.train()
+    return made, flat(made.model), seen
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+@cache
+def reference():
+    """Stock TRL on the turns by hand: the weights before and after, the rounding, and the images in the tower."""
+    unpacked = UNPACKED | {"family": "llava"}
+    _, wanted, seen = trained(by_turn(), **unpacked)
+    apart = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
+    start = flat(build_model("llava"))
+    return start, wanted, weight_difference(trained(by_turn(), **(unpacked | apart))[1], wanted, start), seen
+
+
+@trl_trains
+@pytest.mark.parametrize("shares", [False, True])
+def test_turns_train_as_in_unpacked_trl(shares):
+    start, wanted, rounding, unshared = reference()
+    made, found, seen = trained(share_prefixes="pack" if shares else "off")
+    difference = weight_difference(found, wanted, start)
+    print(f"{difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}")
+    assert difference <= tolerance(rounding) and made.data.shares_prefixes == shares
+    assert sum(unshared) == 36, "each of the 18 turns was to be trained once, with 1, 2 or 3 images"
+    if not shares:
+        assert seen == unshared
+        return
+    assert sum(seen) < 0.8 * sum(unshared)
+    report = estimated_savings(made.data.planner, made.data.reader)
+    assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
+
+
+def first_images(document, first, stop, num):
+    """The fault: of a document whose first images are shared, these again in place of the others."""
+    return images_between(document, 0, stop - first, num)
+
+
+@trl_trains
+@pytest.mark.parametrize("fault", ["images of the last turn", "first images again", "thoughts of earlier turns"])
+def test_the_comparison_sees_faults(fault, monkeypatch):
+    start, wanted, _, _ = reference()
+    monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
+    if fault == "images of the last turn":
+        right = Conversation.row_of_turn
+
+        def wrong(self, turn, processor):
+            made, images = right(self, turn, processor), turns._images(self.messages)
+            return made | {"images": images[len(images) - len(made["images"]) :]}
+
+        monkeypatch.setattr(Conversation, "row_of_turn", wrong)
+    elif fault == "first images again":
+        monkeypatch.setattr(image_collator, "images_between", first_images)
+    keeping = {"processor": build_processor("llava")} if fault == "thoughts of earlier turns" else {}
+    _, found, _ = trained(share_prefixes="pack", **keeping)
+    assert weight_difference(found, wanted, start) > 1e-3
+
+
+# Evaluation, restart, report
+
+
+def test_evaluation_has_each_turn_once(tmp_path):
+    """The loss of stock TRL over all trained tokens, packed and padded; and each source has that of its turns."""
+    model, given = build_model("llava"), TURNS.add_column("source", ["a", "b"] * 3)
+    kwargs = {"model": model, "trainer_kwargs": {"eval_dataset": given}}
+    losses = [
+        run(tmp_path, **kwargs, **more).evaluate()["eval_loss"]
+        for more in ({}, {"eval_packing": False}, {"share_prefixes": "pack"})
+    ]
+    stock = make(tmp_path, "llava", by_turn(), model=model, **UNPACKED)
+    sums = {"a": [0.0, 0], "b": [0.0, 0]}
+    model.eval()
+    for i, row in enumerate(by_turn()):
+        batch = stock.data_collator([dict(row)])
+        trained = (batch["labels"][:, 1:] != -100).sum().item()
+        with torch.no_grad():
+            total = sums["ab"[i // 3 % 2]]
+            total[0], total[1] = total[0] + model(**batch).loss.item() * trained, total[1] + trained
+    whole = np.array(list(sums.values())).sum(0)
+    assert losses == pytest.approx([whole[0] / whole[1]] * 3, rel=2e-6)
+    made = run(tmp_path, given, source_column="source", weight_column="share", **kwargs)
+    assert made.data.row_values.weights.tolist() == np.repeat(given["share"], 3).tolist()
+    found = made.evaluate()
+    for name, (loss, count) in sums.items():
+        assert found[f"eval_loss/{name}"] == pytest.approx(loss / count, rel=2e-6)
+    assert len(made.predict(TURNS.select(range(2))).predictions) == 6
+
+
+def test_a_restart_within_an_epoch_is_exact(tmp_path):
+    settings = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"learning_rate": 1e-2, "packing_strategy": "stream", "packing_report": True, "max_steps": -1}
+    whole = run(tmp_path / "run", **settings)
+    whole.train()
+    middle = whole.state.max_steps * 3 // 4
+    assert middle > whole.state.max_steps // 2
+    again = run(tmp_path / "run", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}"))
+    assert torch.equal(flat(again.model), flat(whole.model))
+    line = "6, one document for each of their 18 assistant turns"
+    assert dict(whole.packing_report.lines())["conversations"] == line
+    report = json.loads((tmp_path / "run" / "packing_report.json").read_text())
+    assert report["num_documents"] == 18 and report["images"]["num_images"] == 36
+
+
+# Rows
+
+
+def chat(*texts, images=0):
+    """Messages of user and assistant in turn; the first has the images."""
+    roles = ("user", "assistant") * len(texts)
+    return [message(role, text, 0 if i else images) for i, (role, text) in enumerate(zip(roles, texts, strict=False))]
+
+
+def table(*rows):
+    features = Features({"images": List(Image()), "messages": MESSAGES})
+    return Dataset.from_list([{"images": images, "messages": messages} for images, messages in rows], features=features)
+
+
+def test_turns_that_cannot_be_rendered_are_named_or_dropped(tmp_path, caplog):
+    image = TURNS[0]["images"][:1]
+    drawn = [
+        message("user", "draw"),
+        message("assistant", "here", 1),
+        message("user", "nice"),
+        message("assistant", "x"),
+    ]
+    data = table((image, chat("a", "b", images=1)), (image, drawn), (image, chat("a", "b")), ([], chat("a", "b")))
+    said = r"2 of 4 rows of the train dataset cannot be tokenised; the first are \[1, 2\]. Row 1: .*with an image"
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, data)
+    made = run(tmp_path, data, bad_rows="drop")
+    assert "2 turns in 2 of 4 conversations of the train dataset cannot be rendered and are dropped" in caplog.text
+    made.get_train_dataloader()
+    ledger = made.packing_report.ledger
+    assert (ledger.kept.documents, ledger.dropped["bad_row"].documents) == (3, 2)
+    assert made.data.reader.image_counts.tolist() == [1, 0, 1, 0, 0], "the image that was drawn is in the history"
+    with pytest.raises(ValueError, match=r"none of the 1 conversations .*role `assistant`"):
+        run(tmp_path, table((image, chat("a", images=1))))
+
+
+def test_what_strips_nothing_or_does_not_end_is_said(tmp_path, caplog):
+    def said(processor):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            run(tmp_path, processor=processor)
+        return ["all of the first 6 conversations" in caplog.text, "without an end-of-turn token" in caplog.text]
+
+    endless = build_processor("llava")
+    endless.chat_template = endless.chat_template.replace("<|im_end|>", "")
+    found = [said(each) for each in (stripping(build_processor("llava")), build_processor("llava"), endless)]
+    assert found == [[False, False], [True, False], [True, True]]
+
+
+def test_images_of_plain_messages_belong_to_the_first_of_the_user():
+    """As in TRL; a greeting before it has none."""
+    messages = [{"role": role, "content": "a"} for role in ("system", "assistant", "user", "assistant")]
+    conversation = Conversation.from_row({"messages": messages}, TURNS[0]["images"][:2])
+    processor = build_processor("llava")
+    rows = [conversation.row_of_turn(turn, processor) for turn in (1, 3)]
+    assert [len(row["images"]) for row in rows] == [row["prompt"].count("<image>") for row in rows] == [0, 2]
+
+
+def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
+    """As for text: the prompt is what generation sees, and the turn is as the template renders it."""
+    processor = build_processor("llava")
+    changed = "{%- if part['text'] != 'b' or loop_of_messages.length != 4 or add_generation_prompt %}"
+    template = stripping(build_processor("llava")).chat_template
+    processor.chat_template = template.replace(
+        "{%- else %}{{ part['text'] if", "{%- else %}" + changed + "{{ part['text'] if"
+    )
+    processor.chat_template = processor.chat_template.replace(
+        "{% endif %}{% endfor %}", "{% endif %}{% endif %}{% endfor %}", 1
+    )
+    conversation = Conversation.from_row({"messages": chat("a", "b", "c", "d", images=1)}, TURNS[0]["images"][:1])
+    whole = conversation.text(conversation.messages, processor)
+    row = conversation.row_of_turn(3, processor)
+    assert not whole.startswith(row["prompt"]) and "\nb<" in row["prompt"] and "\nb<" not in whole
+    assert row["completion"] == "d<|im_end|>\n" and whole.endswith(row["completion"])
+
+
+def test_evaluation_with_images_of_a_run_without_is_refused(tmp_path):
+    data = TURNS.remove_columns("images")
+    plain = [
+        [{"role": each["role"], "content": each["content"][-1]["text"]} for each in row] for row in data["messages"]
+    ]
+    text = Dataset.from_dict({"messages": plain})
+    with pytest.raises(ValueError, match=r"the eval dataset has the columns .*with images, and the training set has"):
+        run(tmp_path, text, trainer_kwargs={"eval_dataset": TURNS})
+
+
+def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkeypatch):
+    build_model("llava").save_pretrained(tmp_path / "model")
+    stripping(build_processor("llava")).save_pretrained(tmp_path / "model")
+    TURNS.to_parquet(tmp_path / "rows.parquet")
+    words = [tmp_path / "rows.parquet", "--model", tmp_path / "model", "--per-turn"]
+    assert main(["prepare", *map(str, words), "--output", str(tmp_path / "out")]) == 0
+    assert "6 conversations, one document for each of their 18 assistant turns; 0 without" in capsys.readouterr().out
+    assert main(["plan", *map(str, words), "--max-length", "300", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plans"][0]
+    assert planned["num_documents"] == 18 and planned["images"]["num_images"] == 36
+
+    def never(*args):
+        raise AssertionError("a turn was measured again")
+
+    monkeypatch.setattr(image_rows, "_numbers", never)
+    processor = type(build_processor("llava")).from_pretrained(tmp_path / "model")
+    made = run(tmp_path / "run", load_from_disk(str(tmp_path / "out")), processor=processor)
+    assert len(made.data.documents) == 18
+    manifest = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    assert manifest["tokens"] == made.data.reader.lengths.sum() and manifest["conversations"] == 6
