@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import config, documents_of, start_weights, trainer, weights
+from transformers.integrations.neftune import activate_neftune
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
@@ -290,13 +291,17 @@ def test_weights_and_sources_go_to_each_turn(tmp_path):
     assert {name: sum(e.get(f"trained_tokens/{name}", 0) for e in logged) for name in counts} == counts
 
 
-def sgd_step(samples, order):
+def sgd_step(samples, order, smoothing=0.0, alpha=None):
     """The weights after one step of SGD on the mean loss of all trained tokens, one sample at a time."""
-    model = build_tiny_model()
+    model = build_tiny_model().train()
+    if alpha is not None:
+        activate_neftune(model, alpha)
     total = sum(label != -100 for _, labels in samples for label in labels)
     for tokens, labels in [samples[i] for i in order]:
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum", label_smoothing=smoothing
+        )
         (loss / total).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -304,22 +309,47 @@ def sgd_step(samples, order):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_the_gradient_is_that_of_the_turns_alone(tmp_path):
+def largest(tensor, low=0, high=1, generator=None):
+    """In place of `uniform_`: it moves the random state, by which the probe knows that noise is drawn."""
+    torch.rand(())
+    return tensor.fill_(high)
+
+
+WITH = {
+    "nothing": {},
+    "share_prefixes": {"share_prefixes": "pack"},
+    "smoothing": {"label_smoothing_factor": 0.3},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "noise of a stream": {"neftune_noise_alpha": 5.0, "max_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_the_gradient_is_that_of_the_turns_alone(name, tmp_path, monkeypatch):
+    """Noise is the largest that NEFTune draws, so that it can be compared."""
+    monkeypatch.setattr(torch.Tensor, "uniform_", largest)
     data, tokenizer = chats(6), TOKENIZERS["qwen3"]
     samples = [by_hand(row, k, tokenizer) for row, k in turns_of(data)]
     order = range(len(samples))
-    expected = sgd_step(samples, order)
-    rounding = weight_difference(sgd_step(samples, order[::-1]), expected, start_weights())
+    alone = {"smoothing": WITH[name].get("label_smoothing_factor", 0.0), "alpha": WITH[name].get("neftune_noise_alpha")}
+    expected = sgd_step(samples, order, **alone)
+    rounding = weight_difference(sgd_step(samples, order[::-1], **alone), expected, start_weights())
     settings = {"learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     settings |= {"per_device_train_batch_size": 32, "num_train_epochs": 1, "max_length": 256}
-    run = run_per_turn(tmp_path, data, **settings)
+    given = data.to_iterable_dataset() if "stream" in name else data
+    run = run_per_turn(tmp_path, given, **(settings | WITH[name]))
     run.train()
     assert run.state.global_step == 1
     assert weight_difference(weights(run), expected, start_weights()) <= tolerance(rounding)
-    # The same answers after histories that keep their thoughts, as `assistant_only_loss` trains them, are others.
-    kept = tokenizer_with("qwen3_training")
-    other = sgd_step([by_hand(row, k, kept) for row, k in turns_of(data)], order)
-    assert weight_difference(other, expected, start_weights()) > 1e-2
+    shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
+    assert (shares != [] and max(shares) < 0.9) == (name == "share_prefixes")
+    if name == "nothing":
+        # The same answers after histories that keep their thoughts, as `assistant_only_loss` trains them, are others.
+        kept = tokenizer_with("qwen3_training")
+        other = sgd_step([by_hand(row, k, kept) for row, k in turns_of(data)], order)
+    else:
+        other = sgd_step(samples, order)
+    assert (weight_difference(other, expected, start_weights()) > 1e-2) == (name != "share_prefixes")
 
 
 def test_turns_of_a_conversation_share_their_history(tmp_path):
