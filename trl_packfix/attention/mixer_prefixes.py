@@ -1,18 +1,22 @@
-"""Scans of hybrid models where documents share prefixes: level by level, each from the state of its parent.
+"""Mixers of hybrid models where documents share prefixes: scans level by level, and the rows before each run.
 
 The rows of a pack are cut where documents part. The pieces are the nodes of a forest: the parent of a piece ends with
 the row before it in its documents. All pieces of one level are computed together, as rows of a batch that zeros pad,
 which leave a state as it is. So the number of calls is the depth of the forest, and each row is computed once.
 Gradients run through the states.
+
+The rows before a run lie anywhere before it in the pack. If ranks share the pack, some of them are in other parts: each
+rank lends the rows of its part that the convolutions of other parts read.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .exchange import exchange_pieces
 from .rows import group_by_length
 
 if TYPE_CHECKING:
@@ -64,6 +68,27 @@ def pieces_of(running: "PackedForward") -> list[tuple[int, int, int]]:
     return [(start, stop, ends.get(before.get(start, start - 1), -1)) for start, stop in pairwise(cuts)]
 
 
+def batches_of(
+    spans: list[tuple[int, int]], num_rows: int, place: Tensor, end: int, device: torch.device
+) -> tuple[list[Batch], list[int]]:
+    """Batches of the pieces that begin and end with these rows, and the order in which they have them.
+
+    Fills in the places of their rows, in the outputs of all batches, of which the first is at `end`.
+    """
+    batches, order = [], []
+    for group in group_by_length([stop - start for start, stop in spans], num_rows):
+        longest = spans[group[0]][1] - spans[group[0]][0]
+        source = torch.full((len(group), longest), num_rows)
+        for row, i in enumerate(group):
+            start, stop = spans[i]
+            source[row, : stop - start] = torch.arange(start, stop)
+            place[start:stop] = torch.arange(stop - start) + end + row * longest
+        end += source.numel()
+        order += group
+        batches.append(Batch(source.to(device)))
+    return batches, order
+
+
 def levels_of(running: "PackedForward") -> Levels:
     """The levels of a pack; once per pack."""
     if "levels" in running.derived:
@@ -78,21 +103,11 @@ def levels_of(running: "PackedForward") -> Levels:
     levels, end = [], 0
     for depth in range(max(depths) + 1):
         own = [i for i in range(len(pieces)) if depths[i] == depth]
-        groups = group_by_length([pieces[i][1] - pieces[i][0] for i in own], num_rows)
-        batches, parents = [], []
-        for group in groups:
-            members = [own[i] for i in group]
-            longest = pieces[members[0]][1] - pieces[members[0]][0]
-            source = torch.full((len(members), longest), num_rows)
-            for row, i in enumerate(members):
-                start, stop, parent = pieces[i]
-                source[row, : stop - start] = torch.arange(start, stop)
-                place[start:stop] = torch.arange(stop - start) + end + row * longest
-                parents.append(number.get(parent, -1))
-            end += source.numel()
-            batches.append(Batch(source.to(device)))
-        for i in (own[each] for group in groups for each in group):
-            number[i] = len(number)
+        batches, order = batches_of([pieces[i][:2] for i in own], num_rows, place, end, device)
+        parents = [number.get(pieces[own[i]][2], -1) for i in order]
+        end += sum(batch.source.numel() for batch in batches)
+        for i in order:
+            number[own[i]] = len(number)
         levels.append(Level(batches, torch.tensor(parents, device=device) if depth else None))
     running.derived["levels"] = Levels(levels, place.to(device))
     return running.derived["levels"]
@@ -104,26 +119,102 @@ def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
     Raises:
         ValueError: the scan cannot begin with a state.
     """
-    if scan.from_states is None or running.degree > 1:
-        why = "cannot begin with the state of a prefix" if scan.from_states is None else "runs on several ranks"
+    if scan.from_states is None:
         raise ValueError(
-            f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that {why}. Its "
-            'documents must be whole. Set `share_prefixes="off"`.'
+            f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that cannot begin "
+            'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
         )
     found = levels_of(running)
-    padded = [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
-    num_values = len(scan.values)
+    padded = padded_by_zeros(scan)
     outs: list[Tensor] = []
     states: Tensor | None = None
     for level in found.levels:
         starts = None if level.parents is None or states is None else states.index_select(0, level.parents)
-        ends, done = [], 0
-        for batch in level.batches:
-            rows = [x[0].index_select(0, batch.source.flatten()).unflatten(0, batch.source.shape) for x in padded]
-            start = None if starts is None else starts[done : done + len(batch.source)]
-            out, end = scan.from_states(rows[:num_values], rows[num_values:], scan.parameters, start)
-            outs.append(out.flatten(0, 1))
-            ends.append(end)
-            done += len(batch.source)
-        states = torch.cat(ends if states is None else [states, *ends])
+        some, ends = run_batches(scan, padded, level.batches, starts)
+        outs += some
+        states = ends if states is None else torch.cat([states, ends])
     return torch.cat(outs).index_select(0, found.place)[None]
+
+
+def padded_by_zeros(scan: "Scan") -> list[Tensor]:
+    """The values and keys of a scan with a row of zeros behind, which batches read as padding."""
+    return [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
+
+
+def run_batches(
+    scan: "Scan", padded: list[Tensor], batches: list[Batch], starts: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Run batches from these states: the outputs of each, (places, H, D), and the states after all pieces."""
+    assert scan.from_states is not None
+    num_values = len(scan.values)
+    outs, ends, done = [], [], 0
+    for batch in batches:
+        rows = [x[0].index_select(0, batch.source.flatten()).unflatten(0, batch.source.shape) for x in padded]
+        start = None if starts is None else starts[done : done + len(batch.source)]
+        out, end = scan.from_states(rows[:num_values], rows[num_values:], scan.parameters, start)
+        outs.append(out.flatten(0, 1))
+        ends.append(end)
+        done += len(batch.source)
+    return outs, torch.cat(ends)
+
+
+def run_of(running: "PackedForward", rows: Tensor) -> Tensor:
+    """The number of the document, or of the run, of each row."""
+    return torch.bucketize(rows, running.cu_seq_lens_q.to(rows)[1:], right=True)
+
+
+def rows_before(running: "PackedForward", rows: Tensor, run: Tensor, back: int) -> tuple[Tensor, Tensor]:
+    """The row that comes `back` tokens before each row in its document, and whether the document has one."""
+    bounds = running.cu_seq_lens_q.to(rows)
+    keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(rows)
+    earlier = keys[run + 1] - bounds[run + 1] + rows - back
+    is_own = earlier >= keys[run]
+    return earlier if running.kv_index is None else running.kv_index[earlier.clamp(min=0)], is_own
+
+
+class Lent(NamedTuple):
+    """Rows that the convolutions of a group's parts read in parts of other ranks.
+
+    Attributes:
+        rows: numbers in the pack of the rows that this rank gets, sorted.
+        lends: own rows that this rank sends, those for the first rank of the group first.
+        num_sent, num_received: how many it sends to and gets from each rank of the group.
+    """
+
+    rows: Tensor
+    lends: Tensor
+    num_sent: list[int]
+    num_received: list[int]
+
+    def exchange(self, rows: Tensor, group: Any) -> Tensor:
+        """(1, T / s, C) -> (1, rows of other parts, C)."""
+        sizes = ([count * rows.shape[2] for count in counts] for counts in (self.num_sent, self.num_received))
+        flat = rows[0].index_select(0, self.lends).flatten()
+        return exchange_pieces(flat, *sizes, group).view(1, -1, rows.shape[2])
+
+
+def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:
+    """What ranks lend each other where documents share prefixes: the rows before a run may be in any part.
+
+    Each rank finds it for all of them, once per pack. The host waits for the numbers.
+    """
+    name = ("lent", width)
+    if name not in running.derived:
+        index, degree = running.index, running.degree
+        size = degree * num_rows
+        rows = torch.arange(size, device=running.cu_seq_lens_q.device)
+        run, reads = run_of(running, rows), []
+        for back in range(1, width):
+            earlier, is_own = rows_before(running, rows, run, back)
+            is_away = is_own & (earlier // num_rows != rows // num_rows)
+            reads.append((rows // num_rows * size + earlier)[is_away])
+        found = torch.cat(reads).unique()
+        reader, lent = found // size, found % size
+        to_me, from_me = reader == index, lent // num_rows == index
+        running.derived[name] = Lent(
+            lent[to_me],
+            lent[from_me] - index * num_rows,
+            torch.bincount(reader[from_me], minlength=degree).tolist(),
+            torch.bincount(lent[to_me] // num_rows, minlength=degree).tolist(),
+        )
+    return running.derived[name]

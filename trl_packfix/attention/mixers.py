@@ -12,9 +12,10 @@ replace a function for the life of the model. So this is the one place where the
 library. A name that is not found is no error: its module leaks, and the leak probe finds and repairs it.
 
     convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
-                 gets the W - 1 tokens before it (zeros, or the end of the part before), laid end to end
+                 gets the W - 1 tokens before it (zeros, or rows of other parts or of the prefix), laid end to end
     scan         a kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Every other gets documents as
-                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention
+                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention. Where
+                 documents share prefixes, the pieces of one level run together (`mixer_prefixes.py`)
     fused        convolution, scan and output projection in one: only where nothing of it would be lost
 
 T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads of keys.
@@ -28,12 +29,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from .exchange import HeadExchange, exchange_halo, group_of
-from .mixer_prefixes import run_levels
+from .mixer_prefixes import rows_before, rows_lent, run_levels, run_of
 from .rows import Axes
 
 if TYPE_CHECKING:
@@ -67,24 +67,30 @@ class Scan(NamedTuple):
 
 def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
+    if running.degree == 1:
+        return _run_whole(scan, running)
+    exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
+    values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
+    parameters = [None if each is None else each[exchange.heads] for each in scan.parameters]
+    out = _run_whole(scan._replace(values=values, keys=keys, parameters=parameters), running)
+    return exchange.to_tokens(out.transpose(1, 2))
+
+
+def _run_whole(scan: Scan, running: "PackedForward") -> Tensor:
+    """The same for all T tokens of the heads in the scan: (1, T, heads, D)."""
     if running.kv_index is not None:
         return run_levels(scan, running)
-    values, keys, parameters = list(scan.values), list(scan.keys), scan.parameters
-    exchange = None
-    if running.degree > 1:
-        exchange = HeadExchange(values[0].shape[2], keys[0].shape[2], running.degree)
-        values, keys = _to_heads(exchange, values, keys)
-        parameters = [None if each is None else each[exchange.heads] for each in parameters]
+    values, keys, parameters = scan.values, scan.keys, scan.parameters
     if scan.boundaries is not None:
-        out = scan.call(values, keys, parameters, **{scan.boundaries: _boundaries(running, scan.boundaries, values[0])})
-    else:
-        rows = running.document_rows(running.num_tokens)
-        outs = [
-            scan.call([group.split(x, TOKENS) for x in values], [group.split(x, TOKENS) for x in keys], parameters)
-            for group in rows.groups
-        ]
-        out = rows.join(outs, TOKENS)
-    return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
+        return scan.call(
+            values, keys, parameters, **{scan.boundaries: _boundaries(running, scan.boundaries, values[0])}
+        )
+    rows = running.document_rows(running.num_tokens)
+    outs = [
+        scan.call([group.split(x, TOKENS) for x in values], [group.split(x, TOKENS) for x in keys], parameters)
+        for group in rows.groups
+    ]
+    return rows.join(outs, TOKENS)
 
 
 def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,19 +144,16 @@ def convolve(
     """A causal convolution per channel: (1, C, T / s), weight (C, W) -> (1, C, T / s)."""
     call = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
     rows = states.transpose(1, 2)  # (1, T / s, C)
-    if running.degree > 1 and running.kv_index is not None:
-        raise ValueError(
-            f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a convolution on "
-            f'{running.degree} ranks. The tokens before a run may be on any of them. Set `share_prefixes="off"`.'
-        )
     if _takes(inner, "seq_idx") and running.degree == 1 and running.kv_index is None:
         seq_idx = _boundaries(running, "seq_idx", rows)
         # The kernel takes boundaries only where the channels of a token are neighbours
         return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, seq_idx=seq_idx)
     width = weight.shape[-1]
     before = [rows.new_zeros(1, 1, rows.shape[2])]
-    if running.degree > 1:
+    if running.degree > 1 and running.kv_index is None:
         before.append(exchange_halo(rows, width - 1, running.degree))
+    elif running.degree > 1:
+        before.append(rows_lent(running, width, rows.shape[1]).exchange(rows, group_of(running.degree)))
     source, own = _stretches(running, width, rows.shape[1], rows.device)
     laid_out = torch.cat([*before, rows], dim=1).index_select(1, source)
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
@@ -159,26 +162,29 @@ def convolve(
 def _stretches(running: "PackedForward", width: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
 
-    The first tensor has places in: a row of zeros, the W - 1 last rows of the part before with several ranks, own rows.
-    Where documents share prefixes, `kv_index` has the rows before each run.
+    The first tensor has places in: a row of zeros, rows of other parts with several ranks, own rows. The second are
+    those that were lent where documents share prefixes, else the W - 1 last rows of the part before.
     """
     name = ("stretches", width, num_rows)
     if name not in running.derived:
-        first, halo = 0, 0
+        first, num_lent, lent = 0, 0, None
         if running.degree > 1:
-            first, halo = dist.get_rank(group_of(running.degree)) * num_rows, width - 1
-        bounds = running.cu_seq_lens_q.to(device=device, dtype=torch.int64)
+            first, num_lent = running.index * num_rows, width - 1
+        if running.degree > 1 and running.kv_index is not None:
+            lent = rows_lent(running, width, num_rows).rows
+            num_lent = len(lent)
         tokens = torch.arange(num_rows, device=device) + first
-        document = torch.bucketize(tokens, bounds[1:], right=True)
+        document = run_of(running, tokens)
         own = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
-        source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=device)
-        keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(bounds)
+        num_runs = len(running.cu_seq_lens_q) - 1
+        source = torch.zeros(num_rows + num_runs * (width - 1), dtype=torch.int64, device=device)
         for back in range(width):
-            earlier = keys[document + 1] - bounds[document + 1] + tokens - back
-            is_own = earlier >= keys[document]
-            if running.kv_index is not None:
-                earlier = running.kv_index[earlier.clamp(min=0)]
-            source[own - back] = torch.where(is_own, earlier - first + 1 + halo, 0)
+            earlier, is_own = rows_before(running, tokens, document, back)
+            place = earlier - first + 1 + num_lent
+            if lent is not None:
+                is_here = (earlier >= first) & (earlier < first + num_rows)
+                place = torch.where(is_here, place, torch.searchsorted(lent, earlier) + 1)
+            source[own - back] = torch.where(is_own, place, 0)
         running.derived[name] = source, own
     return running.derived[name]
 
