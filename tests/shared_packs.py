@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
@@ -29,6 +30,7 @@ import torch.distributed as dist
 import two_ranks
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from support import engine_state
 from support.double import in_double
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
@@ -43,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trl_packfix
 from trl_packfix import PackingLeakError
-from trl_packfix.attention import exchange, forwards, mixers, tower_division, varlen
+from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import (
@@ -61,7 +63,7 @@ from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.token_order import token_order
-from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.check_isolation import check_isolation, check_prefixes
 from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
@@ -246,8 +248,78 @@ def own_states_only():
         yield
 
 
+@contextmanager
+def gradients_of_one_rank_lost():
+    """What the second rank of a group sends back is lost. It moves no state."""
+    right = exchange._Exchange.backward
+
+    def wrong(ctx, grad):
+        found, *others = right(ctx, grad)
+        found.split(ctx.send)[1].zero_()
+        return found, *others
+
+    with mock.patch.object(exchange._Exchange, "backward", staticmethod(wrong)):
+        yield
+
+
+@contextmanager
+def halo_of_row_order():
+    """The convolution of a run whose prefix lies in another part reads the rows before the run, as on parts alone."""
+    right = mixer_prefixes.rows_before
+
+    def wrong(running, rows, run, back):
+        earlier, is_own = right(running, rows, run, back)
+        if running.degree == 1 or running.kv_index is None:
+            return earlier, is_own
+        is_away = earlier // running.part_tokens != rows // running.part_tokens
+        return torch.where(is_away, (rows - back).clamp(min=0), earlier), is_own
+
+    with (
+        mock.patch.object(mixer_prefixes, "rows_before", wrong),
+        mock.patch.object(mixers, "rows_before", wrong),
+    ):
+        yield
+
+
+@contextmanager
+def lent_without_gradient():
+    """What a convolution reads in another part gets no gradient, where documents share prefixes."""
+    right = mixer_prefixes.Lent.exchange
+    with mock.patch.object(mixer_prefixes.Lent, "exchange", lambda *given: right(*given).detach()):
+        yield
+
+
+@contextmanager
+def wrong_parent_on_one_rank():
+    """On the second rank of each group the pieces of a pack go on from the state of another piece, or from none."""
+    right = mixer_prefixes.levels_of
+
+    def wrong(running):
+        found = right(running)
+        if running.degree == 1 or running.index != 1:
+            return found
+        levels, num_before = [], 0
+        for level in found.levels:
+            others = (level.parents + 1) % num_before if num_before > 1 else None
+            levels.append(replace(level, parents=others))
+            num_before += sum(len(batch.source) for batch in level.batches)
+        return replace(found, levels=levels)
+
+    with mock.patch.object(mixer_prefixes, "levels_of", wrong):
+        yield
+
+
 MIXER_FAULTS = {"no_halo": without_halo, "no_gradient": halo_without_gradient, "no_states": own_states_only}
+# Faults that move no state
+GRADIENT_FAULTS = {"no_gradient": halo_without_gradient, "gradients_lost": gradients_of_one_rank_lost}
+# What only shared prefixes on parts show
+PREFIX_FAULTS = {
+    "halo_of_row_order": halo_of_row_order,
+    "lent_without_gradient": lent_without_gradient,
+    "wrong_parent": wrong_parent_on_one_rank,
+}
 HYBRIDS = {"delta": "qwen3_5_text", "scan": "falcon_h1", "mamba": "mamba"}
+OF_PREFIXES = ["qwen3_5_text", "falcon_h1", "lfm2", "kimi_linear"]
 MIXED = ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2", "falcon_h1", "bamba", "mamba2", "jamba", "mamba"]
 
 
@@ -257,7 +329,15 @@ def hybrids(folder: Path) -> dict:
     exchange.make_groups((2, 4))
     with in_double():
         cases = {(kind, degree): mixed_difference(kind, degree) for kind in MIXED for degree in (2, 4)}
+        shared = {(kind, degree): shared_difference(kind, degree) for kind in OF_PREFIXES for degree in (2, 4)}
     verdicts = {}
+    for fault in PREFIX_FAULTS:
+        model = zoo.build_model("qwen3_5_text")
+        trl_packfix.prepare_for_packing(model)
+        with PREFIX_FAULTS[fault]():
+            report, whole = check_prefixes(model, degree=2), check_isolation(model, degree=2)
+        passes, passes_whole = (each.isolated and each.equal for each in (report, whole))
+        verdicts["shared", fault] = passes, report.max_gradient, passes_whole
     for name in HYBRIDS.values():
         for fault, degree in ((None, 2), (None, 4), *((fault, 2) for fault in MIXER_FAULTS)):
             model = zoo.build_model(name)
@@ -269,7 +349,51 @@ def hybrids(folder: Path) -> dict:
                     verdicts[name, fault, degree] = report.isolated and report.equal, report.max_gradient
                 except PackingLeakError as error:
                     verdicts[name, fault, degree] = False, str(error)
-    return {"cases": cases, "verdicts": verdicts}
+    return {"cases": cases, "shared": shared, "verdicts": verdicts}
+
+
+def shared_difference(kind: str, degree: int) -> float:
+    """Of documents that share prefixes from each of them alone, on the model as it was built; as `mixed_difference`."""
+    model = zoo.build_model(kind).double().train()
+    model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(2)
+
+    def words(num: int) -> torch.Tensor:
+        return torch.randint(16, 128, (num,), generator=generator)
+
+    trunk, other = words(9), words(6)
+    documents = [torch.cat([trunk[:4], words(3)]), *(torch.cat([trunk, words(n)]) for n in (5, 2)), words(7)]
+    documents += [torch.cat([documents[1][:11], words(4)]), *(torch.cat([other, words(n)]) for n in (1, 6))]
+    weights = [torch.randn(len(ids) - 1, 128, generator=generator, dtype=torch.float64) for ids in documents]
+    alone = [model(ids[None], use_cache=False).logits[0, :-1] for ids in documents]
+    sum((each * own).sum() for each, own in zip(alone, weights, strict=True)).backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    batch = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)([{"input_ids": ids} for ids in documents])
+    layout, num_rows = layout_of(batch), batch["input_ids"].shape[1]
+    assert layout.shares_rows and num_rows < sum(map(len, documents)) - 20
+    wanted, of_rows = torch.zeros(2, num_rows, 128, dtype=torch.float64)
+    for i, logits in enumerate(alone):
+        wanted[layout.predicting(i)] = logits.detach()
+        of_rows.index_add_(0, layout.predicting(i), weights[i])
+    index = dist.get_rank() % degree
+    part = slice(index * num_rows // degree, (index + 1) * num_rows // degree)
+    given = parts.cut_part(batch, degree, index)
+    logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits[0]
+    (logits * of_rows[part]).sum().backward()
+    guard.remove()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=exchange.group_of(degree))
+    is_predicting = wanted[part].any(-1)
+    gaps = [(logits.detach() - wanted[part])[is_predicting].abs().max() / wanted.abs().max()]
+    scale = max(x.abs().max() for x in expected)
+    gaps += [(x - y).abs().max() / scale for x, y in zip(grads, expected, strict=True)]
+    largest = torch.stack(gaps).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def mixed_difference(kind: str, degree: int) -> float:
@@ -502,7 +626,9 @@ LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_token
 LOGGED += ("loss/a", "trained_tokens/a", "computed_share")
 
 
-def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = False, **settings) -> dict:
+def train(
+    folder: Path, name: str, engine: str | None = None, evaluates: bool = False, finds_faults: bool = False, **settings
+) -> dict:
     """The weights before and after training, and what is logged."""
     trainer = make_trainer(folder, name, engine, **settings)
     start = torch.cat([p.detach().double().flatten() for _, p in sorted(trainer.model.state_dict().items())])
@@ -510,6 +636,7 @@ def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = 
     logged = [[entry.get(key) for key in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
     report = trainer.packing_report
     return {
+        "verdicts": verdicts_of_engine(trainer) if finds_faults else None,
         "engine": trainer.engine,
         "start": start,
         "end": weights(trainer),
@@ -520,6 +647,21 @@ def train(folder: Path, name: str, engine: str | None = None, evaluates: bool = 
         "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
         "computed_in_tower": sum(verdicts_of_all(sum(trainer.computed))) if engine else sum(trainer.computed),
     }
+
+
+def verdicts_of_engine(trainer: Shared) -> dict:
+    """Of the wrapped model on two ranks per pack: what the proof says of gradients, by fault, and of states.
+
+    "changed" is what the proofs changed of the engine, on any rank.
+    """
+    found, before = {}, engine_state.snapshot(trainer)
+    with trainer.packed_model.attending():
+        for fault in (None, *GRADIENT_FAULTS):
+            with GRADIENT_FAULTS[fault]() if fault else nullcontext():
+                report = check_isolation(trainer.model_wrapped, 64, degree=2)
+            found[fault] = report.max_gradient, report.max_change <= report.tolerance and report.equal
+    changed = verdicts_of_all(engine_state.changed(before, engine_state.snapshot(trainer)))
+    return found | {"changed": sum(changed, [])}
 
 
 def restart(folder: Path, name: str, engine: str, **settings) -> dict:
@@ -783,6 +925,7 @@ TRAINING_FAULTS = {
     "other_images_unseen": other_images_unseen,
     "own_shards_unseen": own_shards_unseen,
     **FAULTS,
+    **PREFIX_FAULTS,
     "one_label_per_row": one_label_per_row,
     "border_lost": border_lost,
     "trained_on_own_rows": trained_on_own_rows,
@@ -894,7 +1037,7 @@ def proofs(folder: Path, engine: str) -> dict:
     return {"verdicts": verdicts_of_all(found)}
 
 
-def verdicts_of_all(found: dict) -> list[dict]:
+def verdicts_of_all(found: Any) -> list:
     everyone = [None] * NUM_RANKS
     dist.all_gather_object(everyone, found)
     return everyone
@@ -961,7 +1104,8 @@ KINDS = {
     # Recurrent mixers
     "delta": {"model": "delta"},
     "delta_checkpointed": {"model": "delta", "gradient_checkpointing": True},
-    "scan": {"model": "scan"},
+    "alike_delta": {"model": "delta", "alike": "pack"},
+    "alike_scan": {"model": "scan", "alike": "pack"},
     "mamba": {"model": "mamba"},
     # Images that lie in several parts
     "images_llava": {"model": "llava", "evaluates": True},
@@ -970,7 +1114,7 @@ KINDS = {
     "alike_images_llava": {"model": "llava", "alike": "pack", "evaluates": True},
     "alike_images_qwen3_vl": {"model": "qwen3_vl", "alike": "pack"},
 }
-HYBRID = ["delta", "scan", "mamba"]
+HYBRID = ["delta", "alike_delta", "mamba"]
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
 ALIKE += ["alike_family", "alike_family_weighted"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
@@ -1006,8 +1150,10 @@ OF_ENGINES = {
         "images_qwen3_vl",
     ],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "alike_family", "stream", "scan"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "alike_family", "stream", "alike_scan"],
 }
+# After these trainings the proof must find faults in gradients through the engine
+FINDING_FAULTS = [("zero3", "delta_checkpointed"), ("fsdp2", "alike_scan")]
 LAUNCHES = {
     "one": [None],
     "ddp": ["ddp"],
@@ -1035,6 +1181,8 @@ PLANTED = {
     "family_border_lost": "alike_family",
     "family_cut_short": "alike_family",
     "family_weighted_by_all": "alike_family_weighted",
+    # What only mixers with shared prefixes on parts show
+    "wrong_parent": "alike_delta",
     # What only images on parts show
     "cut_late": "images_llava",
     "positions_of_the_first": "images_qwen2_5_vl",
@@ -1059,7 +1207,10 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
                 settings = {key: value for key, value in settings.items() if key != "evaluates"}
                 found[f"one/{kind}_reversed"] = partial(train, name=f"one/{kind}_reversed", cls=Reversed, **settings)
             else:
-                found[f"{engine}/{kind}"] = partial(train, name=f"{engine}/{kind}", **settings)
+                finds_faults = (engine, kind) in FINDING_FAULTS
+                found[f"{engine}/{kind}"] = partial(
+                    train, name=f"{engine}/{kind}", finds_faults=finds_faults, **settings
+                )
     if launch == "ddp":
         found["ddp/restart"] = partial(restart, name="ddp/restart", engine="ddp")
         for kind in ("stream", "stream_shards"):

@@ -335,6 +335,34 @@ def test_mixers_are_proved_on_parts_and_faults_are_found(launch, model_type):
     assert "gradients of documents are not what they are alone" in found[model_type, "no_gradient", 2][1]
 
 
+@on_ranks
+@pytest.mark.parametrize("model_type", shared_packs.OF_PREFIXES)
+def test_mixers_on_parts_of_shared_prefixes_equal_documents_alone(launch, model_type):
+    """Logits and every gradient, in fp64."""
+    cases = launch["ddp", "hybrids"]["shared"]
+    assert 0 < max(cases[model_type, degree] for degree in (2, 4)) < 1e-13, cases
+
+
+@on_ranks
+@pytest.mark.parametrize("fault", shared_packs.PREFIX_FAULTS)
+def test_faults_of_mixers_that_shared_prefixes_on_parts_show_are_found(launch, fault):
+    """Without shared prefixes the same model passes with each of them."""
+    found = launch["ddp", "hybrids"]["verdicts"]
+    is_right, gradient, passes_without = found["shared", fault]
+    assert not is_right and gradient > 1e-2 and passes_without
+
+
+@on_ranks
+@pytest.mark.parametrize("engine, kind", shared_packs.FINDING_FAULTS)
+def test_faults_in_gradients_are_found_under_engines(launch, engine, kind):
+    """Faults that move no state, on the wrapped model; and the proof leaves the engine as it was."""
+    found = launch[engine, kind]["verdicts"]
+    assert found.pop("changed") == []
+    assert found.pop(None) == (0.0, True)
+    assert found.keys() == shared_packs.GRADIENT_FAULTS.keys()
+    assert all(gradient > 1e-4 and states_pass for gradient, states_pass in found.values()), found
+
+
 @pytest.mark.parametrize(
     "model_type, settings, reason",
     [

@@ -188,9 +188,10 @@ class Lent(NamedTuple):
 
     def exchange(self, rows: Tensor, group: Any) -> Tensor:
         """(1, T / s, C) -> (1, rows of other parts, C)."""
-        sizes = ([count * rows.shape[2] for count in counts] for counts in (self.num_sent, self.num_received))
+        channels = rows.shape[2]
+        sent, received = ([count * channels for count in counts] for counts in (self.num_sent, self.num_received))
         flat = rows[0].index_select(0, self.lends).flatten()
-        return exchange_pieces(flat, *sizes, group).view(1, -1, rows.shape[2])
+        return exchange_pieces(flat, sent, received, group).view(1, -1, channels)
 
 
 def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:

@@ -53,7 +53,8 @@ def check_isolation(
     Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
     forwards of 47 tokens and four backwards, and one forward of 611 tokens. In half precision it costs six more
     forwards of 47 tokens. If the model has a threshold below `max_length`, it costs two packs just longer than the
-    largest of them. Wrapped models (DDP, DeepSpeed, FSDP) are tested by forwards only, and all ranks must call it.
+    largest of them. All ranks must call it with wrapped models (DDP, DeepSpeed, FSDP). These are tested by forwards
+    only with degree 1, and have a backward for each document above it.
 
     Args:
         model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.

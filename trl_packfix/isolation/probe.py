@@ -107,8 +107,9 @@ class Probe:
         given: the attention of a document alone.
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
-            place, and torch 2.13 crashes in `autograd.grad` through it.
-        takes_gradient: whether gradients are tested: without an engine, and with DDP alone on several ranks per pack.
+            place, and torch 2.13 crashes in the second backward of a forward.
+        takes_gradient: whether gradients are tested: without an engine, or on several ranks per pack, where each
+            forward has one backward, as in training.
         degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
         traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
             one after the other.
@@ -121,7 +122,7 @@ class Probe:
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         is_ddp = isinstance(model, DistributedDataParallel)
         self._below_ddp = uncompiled(model.module) if is_ddp else model
-        self.takes_gradient = not self.has_engine or (is_ddp and degree > 1)
+        self.takes_gradient = not self.has_engine or degree > 1
         while _is_wrapped(model):
             model = uncompiled(model.module)
         self.inner = base_model(model)
@@ -288,16 +289,18 @@ class Probe:
             key: value.to(self.device) if isinstance(value, Tensor | Layout) else value for key, value in batch.items()
         }
 
-    def _states(self, batch: dict[str, Any], large: bool = False) -> Tensor:
+    def _states(self, batch: dict[str, Any], large: bool = False, of_backbone: bool = False) -> Tensor:
         """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model.
 
         For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
+        `of_backbone` gives it for any pack.
         """
         caught: list[Tensor] = []
         below = below_head(self.inner)  # a repaired module may call a decoder more than once
         takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
         head = self.inner.get_output_embeddings()
-        if head is None or (large and takes_few and below):  # the head of a reward model is no LM head
+        # the head of a reward model is no LM head
+        if head is None or (below and (of_backbone or (large and takes_few))):
             batch |= {"logits_to_keep": 1} if takes_few else {}
             handles = [
                 m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below or [self.inner]
@@ -415,10 +418,12 @@ class Probe:
         does not support it.
         """
         model = self.model
+        if self.has_engine and not below_head(self.inner):
+            return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
         try:
             with self.embeddings() as embedded:
                 self.model = self._below_ddp  # DDP would wait for the gradients of parameters
-                states = self._states(dict(batch))[0]
+                states = self._states(dict(batch), of_backbone=self.has_engine)[0]
                 drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
                 weights = states.new_zeros(degree * len(states), states.shape[1])
                 weights[rows] = drawn.to(states)
@@ -530,7 +535,7 @@ class Probe:
         """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
         On exit buffers, random state and modes are restored. Under FSDP2 parameters are sharded again, which the root
-        module otherwise does only after a backward pass.
+        module otherwise does only after a backward pass; under ZeRO-3 those of modules into which no gradient flows.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -557,6 +562,9 @@ class Probe:
                     module.training = training
                     if isinstance(module, FSDPModule):
                         module.reshard()
+                engine: Any = self.model
+                if self.takes_gradient and hasattr(engine, "empty_partition_cache"):
+                    engine.empty_partition_cache()
                 with torch.no_grad():
                     for buffer, value in buffers:
                         if buffer.shape == value.shape:
