@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import PromptTuningConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import ANSWER, PROMPT, config
+from torch.utils.data import SequentialSampler
 from transformers import BartConfig, BartForConditionalGeneration
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -46,7 +47,7 @@ class Chunked(SFTConfig):
 
 class Sampled(SFTTrainer):
     def _get_train_sampler(self, train_dataset=None):
-        raise NotImplementedError
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
 def engine(**parts):

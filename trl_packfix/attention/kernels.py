@@ -16,6 +16,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -394,7 +395,7 @@ class FlashCall(NamedTuple):
     merges: bool = False
 
 
-class FlashCalls:
+class FlashCalls(ABC):
     """A flash kernel that is a sequence of calls of others; each query is in a call that merges nothing.
 
     Outputs of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over
@@ -404,9 +405,9 @@ class FlashCalls:
 
     merges: bool  # whether any call does: then outputs and the gradients of queries are summed in at least fp32, too
 
+    @abstractmethod
     def calls(self, like: Tensor) -> Iterable[FlashCall]:
         """All calls; masks are made with the dtype of `like`."""
-        raise NotImplementedError
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         B, H, T, D = query.shape
