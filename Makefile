@@ -48,8 +48,9 @@ demo: $(INSTALLED)
 	@echo "Importing torch, transformers and trl ..."
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once;
+# the order of files is that of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Linters and types are checked with the tested versions only.
 CHECK := $(if $(filter tested,$(VERSIONS)),check,$(INSTALLED))

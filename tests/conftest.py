@@ -21,7 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", metavar="DIR", help="folder of real JSONL datasets; tests that need it skip without")
 
 
+# The files that take longest begin, so that no worker waits for one at the end
+LONGEST = ("test_shared_packs.py", "test_distributed.py", "test_repair.py", "test_examples.py", "test_launch.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON_CPU"):  # the latter tests the tests only
         return
     for item in items:
