@@ -179,7 +179,7 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
     assert {row[header.index("verdict")] for row in found} == {"repaired"}
 
 
-SAMPLE = compatibility.sample(ROWS, 25)
+SAMPLE = compatibility.sample(ROWS, 16)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def sample(rows: Sequence[Row], size: int) -> list[Row]:
     chosen = []
     for stratum in strata.values():
         count = min(len(stratum), max(2, round(size * len(stratum) / total)))
-        chosen += [stratum[i * len(stratum) // count] for i in range(count)]
+        chosen += [stratum[(2 * i + 1) * len(stratum) // (2 * count)] for i in range(count)]
     return chosen
 
 
