@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import two_ranks
 from datasets import Dataset, IterableDataset
@@ -40,6 +41,7 @@ from support.vision import build_model as build_image_model
 from support.vision import build_processor, questions, rows
 from sweep.image_families import make_examples
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -162,7 +164,20 @@ def attention(folder: Path) -> dict:
     for name, fault in FAULTS.items():
         with fault():
             faults[name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in (2, 4)]
-    return {"cases": cases, "faults": faults, "groups": {degree: group_ranks(degree) for degree in (2, 4)}}
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = {name: difference(8, 2, 2, compiled=True, prefixes=name == "prefixes") for name in ("full", "prefixes")}
+    num_graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()  # else the graphs of the right exchange run
+    with wrong_heads():
+        compiled["fault"] = difference(8, 2, 2, compiled=True)
+    return {
+        "cases": cases,
+        "faults": faults,
+        "compiled": compiled,
+        "graphs": num_graphs,
+        "groups": {degree: group_ranks(degree) for degree in (2, 4)},
+    }
 
 
 def start_gloo() -> None:
@@ -180,8 +195,9 @@ def pack_of_runs() -> PackedForward:
     return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
 
 
-def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, **features) -> float:
+def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
     """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
+    attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
     generator = torch.Generator().manual_seed(heads)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     whole = pack_of_runs() if prefixes else PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
@@ -194,15 +210,15 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     first = dist.get_rank() % degree * tokens
     part = slice(first, first + tokens)
 
-    def run(forward, own):
+    def run(attend, forward, own):
         given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
         with entered(forward):
-            out, _ = varlen_attention(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
+            out, _ = attend(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
         grads = torch.autograd.grad(out, given, weights[:, own], allow_unused=True)
         return out.detach(), grads
 
-    expected, expected_grads = run(whole, slice(None))
-    out, grads = run(replace(whole, degree=degree, part_tokens=tokens), part)
+    expected, expected_grads = run(varlen_attention, whole, slice(None))
+    out, grads = run(attend, replace(whole, degree=degree, part_tokens=tokens), part)
     assert out.shape == (1, tokens, heads, value_dim)
     gaps = [out - expected[:, part]]
     gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
@@ -1215,6 +1231,9 @@ PLANTED = {
     "own_shards_unseen": "stream_shards",
 }
 
+# With compiled models, where they are asked for (100 CPU seconds each); compared with one process without
+COMPILED = ("full", "alike")
+
 
 def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
     """By engine and name, in the order in which they run."""
@@ -1247,6 +1266,10 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
         for fault, kind in PLANTED.items():
             settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
             found[f"ddp/faulty_{fault}"] = partial(faulty, fault=fault, engine="ddp", **settings)
+        for kind in COMPILED:
+            settings = {key: value for key, value in KINDS[kind].items() if key != "evaluates"}
+            settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+            found[f"ddp/compiled_{kind}"] = partial(train, name=f"ddp/compiled_{kind}", engine="ddp", **settings)
         others = {
             "other_packs": {"data": other_tokens},
             "other_second_pass": {"data": other_second_pass, "max_steps": 6},
@@ -1263,7 +1286,7 @@ def run_rank(launch: str, folder: Path, only: list[str]) -> None:
     if launch == "deepspeed":
         run_deepspeed_on_cpus()
     for name, scenario in scenarios(launch).items():
-        if only and name not in only:
+        if name not in only and (only or name.startswith("ddp/compiled")):
             continue
         result = scenario(folder)
         if int(os.environ.get("RANK", 0)) == 0:

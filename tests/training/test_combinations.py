@@ -78,7 +78,6 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.SOURCE_COLUMN: {"source_column": "source"},
     of.OVERLONG: {"overlong": "drop"},
     of.OWN_ATTENTION: {"enforce_flash_attention": False},
-    of.COMPILED: {"torch_compile": True},
     of.BATCH_SIZE: {"per_device_train_batch_size": 2},
     of.SAMPLING: {"train_sampling_strategy": "group_by_length"},
     of.NOT_OF_STREAMS: {"packing_strategy": "bfd"},
@@ -145,7 +144,7 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
         dataset = dataset.to_iterable_dataset()
     engine, own_loss = arguments.pop("accelerator", None), arguments.pop("own_loss", None)
     model, kind = arguments.pop("model", MODEL), arguments.pop("trainer_class", SFTTrainer)
-    environment = dict(os.environ)  # `torch_compile` sets a variable
+    environment = dict(os.environ)  # settings may set variables
     try:
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:

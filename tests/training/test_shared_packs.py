@@ -61,6 +61,13 @@ def test_faults_are_seen(launch, fault):
 
 
 @on_ranks
+def test_a_compiled_exchange_is_the_exchange(launch):
+    found = launch["ddp", "attention"]
+    assert found["graphs"] > 0, "nothing was compiled"
+    assert found["compiled"].pop("fault") > 1 and max(found["compiled"].values()) < 1e-13, found["compiled"]
+
+
+@on_ranks
 def test_groups_are_aligned_neighbours(launch):
     assert launch["ddp", "attention"]["groups"] == {2: [0, 1], 4: [0, 1, 2, 3]}
 
@@ -198,6 +205,19 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
     assert (logged(found, "loss/a")[0] is not None) is ("weighted" in kind)
     if kind.startswith("alike"):
         assert sum(logged(found, "computed_share")) < 0.9 * shared_packs.NUM_STEPS, "hardly anything was shared"
+
+
+@pytest.mark.slow
+@on_ranks
+def test_compiled_models_train_what_one_process_trains(tmp_path):
+    """Two minutes of the CPU for each kind, with the process that it is compared with."""
+    kinds = [f"{name}{kind}" for kind in shared_packs.COMPILED for name in ("one/", "ddp/compiled_")]
+    script = str(ROOT / "tests" / "shared_packs.py")
+    ended = Launch(tmp_path, "log", [sys.executable, script, str(tmp_path), *kinds])
+    for kind in shared_packs.COMPILED:
+        found, expected = ended["ddp", f"compiled_{kind}"], ended["one", kind]
+        assert found["engine"] == "OptimizedModule" and max(found["proved"]) == 4
+        assert difference(found, expected) <= 1e-6
 
 
 @on_ranks
@@ -401,7 +421,6 @@ SETTINGS = [
     ({"model": {"attention_dropout": 0.1}}, r"`attention_dropout=0.1`.*same random numbers.*the rate 0.0"),
     ({"enforce_flash_attention": False}, r"`enforce_flash_attention=False` was.*does not exchange tokens.*=True"),
     ({"tokens_per_rank": 32}, r"`max_length=64` .*`tokens_per_rank=32` on 1 ranks.*a group of 2 ranks.*there are 1"),
-    ({"torch_compile": True}, r"`torch_compile=True` was.*not tested in compiled models.*=False"),
 ]
 
 

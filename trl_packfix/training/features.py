@@ -141,7 +141,6 @@ FEATURES = (
             "heads would drop the same weights",
             of.OWN_ATTENTION: "That keeps the attention of the model, which does not exchange tokens between the ranks "
             "of a group",
-            of.COMPILED: "The exchange between ranks was not tested in compiled models",
             of.NOT_BY_LENGTHS: "Packs that several ranks share are planned by the tokens of these ranks together, and "
             "this strategy plans by `max_length` or by the batch size",
             of.CONSTANT_SHAPES: "It pads every pack to `max_length` tokens, and a rank would hold more of them than "
