@@ -203,12 +203,14 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 # Streams and prepared tables
 
 
-def test_weights_of_a_stream_and_its_restart(tmp_path):
-    common = {"max_steps": 6, "weight_column": "share"}
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_of_a_stream_and_its_restart(packing, tmp_path):
+    common = {"max_steps": 6, "weight_column": "share", "packing": packing}
     stream = ROWS.remove_columns("source").to_iterable_dataset(2)
     whole = recorded(tmp_path, stream, save_strategy="steps", save_steps=3, **common)
     whole.train()
     model = build_tiny_model()
+    assert {document.weight for step in whole.steps for document in step} > {0.0, 7.0}
     losses, _ = train_by_hand(model, whole.steps, 0.5, "token")
     logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     assert len(logged) == 6 and loss_difference(logged, losses) < 1e-5
@@ -221,6 +223,9 @@ def test_a_stream_names_the_row_of_a_bad_weight(tmp_path):
     rows = ROWS.remove_columns("share").add_column("share", [1.0] * 5 + [-2.0] * (len(ROWS) - 5))
     run = trainer(tmp_path, rows.to_iterable_dataset(), max_steps=2, weight_column="share")
     with pytest.raises(ValueError, match=r"first are \[5, 6.*row 5 holds -2.0.*rows are counted from number 0"):
+        run.train()
+    run = trainer(tmp_path, rows.to_iterable_dataset(), max_steps=2, weight_column="share", packing=False)
+    with pytest.raises(ValueError, match=r"row 5 of the train stream holds -2.0.*finite weight of 0 or more"):
         run.train()
 
 
@@ -293,11 +298,6 @@ REFUSED = {
         ROWS.to_iterable_dataset(),
         {"source_column": "source"},
         "sources of a stream are not known",
-    ),
-    "an unpacked stream": (
-        ROWS.to_iterable_dataset(),
-        {"weight_column": "share", "packing": False},
-        r"`weight_column='share'` was given with an unpacked `IterableDataset`",
     ),
 }
 

@@ -98,6 +98,22 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
     return narrow
 
 
+def check_weight(row: dict[str, Any], index: int, column: str, name: str) -> dict[str, Any]:
+    """Refuse the weight of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing.
+
+    Raises:
+        ValueError: it is missing, no number, negative, NaN or infinite.
+    """
+    weight = row.get(column)
+    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise ValueError(
+            f"`weight_column={column!r}` was given, and row {index} of the {name} stream holds {weight!r}. A weight "
+            "multiplies a loss: a negative one would train away from the row, and NaN or infinity would spoil the "
+            "whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
+        )
+    return {}
+
+
 def read_sources(
     dataset: Dataset, column: str, name: str
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...], tuple[Any, ...]]:

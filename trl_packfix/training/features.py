@@ -187,7 +187,6 @@ FEATURES = (
     Feature(
         choice=of.UNPACKED_STREAM,
         conflicts={
-            of.WEIGHT_COLUMN: "Unpacked streams are read by TRL's own loader, in which weights are not checked",
             of.SOURCE_COLUMN: "The sources of a stream are not known before it is read",
         },
     ),

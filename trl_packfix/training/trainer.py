@@ -32,6 +32,7 @@ from trl.trainer.utils import get_config_model_id
 from ..compat import forget_evaluation
 from ..data import dataset_checks
 from ..data.reader import mask_columns, without_ignored_mask
+from ..data.row_values import check_weight
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, add_to_card
@@ -229,6 +230,9 @@ class SFTTrainer(trl.SFTTrainer):
         repeats.say(dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
+        elif not packing and is_training_set and args.weight_column is not None:
+            kwargs = {"column": args.weight_column, "name": dataset_name}
+            dataset = dataset.map(check_weight, with_indices=True, fn_kwargs=kwargs)
         return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
