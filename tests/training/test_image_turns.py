@@ -4,6 +4,7 @@ import json
 import logging
 import warnings
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -30,6 +31,7 @@ from trl_packfix.data import image_collator, image_rows, turns
 from trl_packfix.data.image_collator import images_between
 from trl_packfix.data.turns import Conversation
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.layout import layout_of
 from trl_packfix.reporting.savings import estimated_savings
 
 TURNS = conversations()
@@ -135,7 +137,19 @@ def test_the_comparison_sees_faults(fault, monkeypatch):
         monkeypatch.setattr(image_collator, "images_between", first_images)
     keeping = {"processor": build_processor("llava")} if fault == "thoughts of earlier turns" else {}
     _, found, _ = trained(share_prefixes="pack", **keeping)
-    assert weight_difference(found, wanted, start) > 1e-3
+    difference = weight_difference(found, wanted, start)
+    print(f"{fault}: {difference:.1e}")
+    assert difference > 1e-3
+
+
+def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
+    """What docs/per_turn.md says to set."""
+    page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
+    settings = {"share_prefixes": "pack", "packing_strategy": "minibatch", "train_sampling_strategy": "sequential"}
+    assert all(f'`{name}="{value}"`' in page for name, value in settings.items())
+    made = run(tmp_path, per_device_train_batch_size=3, **settings)
+    batches = list(made.get_train_dataloader())
+    assert [(layout_of(batch).count, len(batch["pixel_values"])) for batch in batches] == [(3, 3)] * len(TURNS)
 
 
 # Evaluation, restart, report
