@@ -22,6 +22,7 @@ import numpy as np
 from common import Row, cpu_seconds, describe, make_parser, write_csv
 from datasets import Dataset, Features, Image, List
 from PIL import Image as Picture
+from support.planners import make_epochs
 from support.vision import MESSAGES, build_processor, message
 from transformers import Qwen2_5_VLConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -114,7 +115,7 @@ def balance(size: str, mix: str, ranks: int) -> Row:
     costs, given = cost_model(size), documents(MIXES[mix])
 
     def plan(documents: Documents, balance: str = "step") -> EpochPlanner:
-        return EpochPlanner(documents, "stream", 1, 8192, 2, ranks, cost_model=costs, balance=balance)
+        return make_epochs(documents, "stream", 1, 8192, 2, ranks, cost_model=costs, balance=balance)
 
     ours, text = plan(given), replace(given, image_values=None, image_squares=None)
     image_costs, lengths_of = ours.image_costs, given.lengths

@@ -36,9 +36,9 @@ from balance import draw
 from common import Row, cpu_seconds, describe, make_console, make_parser, write_csv
 from rich.console import Console
 from rich.table import Table
+from support.planners import make_epochs
 
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.planning.arrays import Int64Array
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import (
@@ -202,7 +202,7 @@ def planning(num: int) -> None:
     for world_size in DRAWS:
         for tokens in (None, 16 * K):
             start = time.process_time()
-            planner = EpochPlanner(
+            planner = make_epochs(
                 documents, "stream", 1, 128 * K, accumulation=4, world_size=world_size, tokens_per_rank=tokens
             )
             planner.schedule(0)

@@ -41,11 +41,11 @@ import pyarrow as pa
 from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, table_of, write_csv
 from datasets import Dataset
 from rich.console import Console
+from support.planners import make_epochs
 from transformers import AutoTokenizer
 from trl.data_utils import pack_dataset
 
 from trl_packfix.data.documents import Documents
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
@@ -100,7 +100,7 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     lengths, tokens = documents.lengths, int(documents.lengths.sum())
     kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
     for setting in ("off", "pack", "family"):
-        planner = EpochPlanner(documents, "stream", 1, capacity, PACKS_PER_STEP, share_prefixes=setting)
+        planner = make_epochs(documents, "stream", 1, capacity, PACKS_PER_STEP, share_prefixes=setting)
         schedule, plan = planner.schedule(0), planner.first_plan
         slot = np.empty(len(documents), dtype=np.int64)
         slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
@@ -142,11 +142,11 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
 
     def training(setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}
-        return EpochPlanner(documents, "stream", 1, longest, 2, RANKS, **parts).schedule(0)
+        return make_epochs(documents, "stream", 1, longest, 2, RANKS, **parts).schedule(0)
 
     def evaluation(strategy: str, setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting, "shuffle": False}
-        return EpochPlanner(documents, strategy, 1, longest, 1, RANKS, **parts).schedule(0)
+        return make_epochs(documents, strategy, 1, longest, 1, RANKS, **parts).schedule(0)
 
     schedules = {setting: training(setting) for setting in ("off", "pack", "family")}
     schedules |= {f"evaluation, {name}": evaluation("bfd", name) for name in ("off", "pack", "family")}
@@ -220,7 +220,7 @@ def planned(rows: Dataset, is_shuffled: bool) -> Row:
         documents = replace(documents, **spans)
 
     def schedule(share_prefixes: str) -> Schedule:
-        return EpochPlanner(documents, "stream", 1, 8192, 4, RANKS, share_prefixes=share_prefixes).schedule(0)
+        return make_epochs(documents, "stream", 1, 8192, 4, RANKS, share_prefixes=share_prefixes).schedule(0)
 
     off_s, off = cpu_seconds(lambda: schedule("off"))
     sort_s, tokens = cpu_seconds(lambda: token_order(reader, documents))

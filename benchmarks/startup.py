@@ -42,12 +42,12 @@ import torch
 import trl
 from common import Row, describe, make_parser, resident_mib, run_again, tell, write_csv
 from support.models import build_tiny_model
+from support.planners import make_epochs
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import trl_packfix
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 
 VOCABULARY = 32_000
@@ -191,13 +191,13 @@ def epochs(num: int, methods: list[str], folder: Path) -> list[Row]:
     for method in methods:
         for ranks in (1, 8, 64):
             settings = {"batch_size": 1, "max_length": MAX_LENGTH, "accumulation": 4, "world_size": ranks}
-            made = EpochPlanner(dataclasses.replace(documents, file=None), method, **settings)
-            kept = EpochPlanner(documents, method, **settings)
+            made = make_epochs(dataclasses.replace(documents, file=None), method, **settings)
+            kept = make_epochs(documents, method, **settings)
             start = time.process_time()
             made.schedule(1)
             row = {"part": "epoch", "documents": num, "method": method, "ranks": ranks}
             row["made_cpu_s"] = time.process_time() - start
-            EpochPlanner(documents, method, **settings).schedule(1)
+            make_epochs(documents, method, **settings).schedule(1)
             file = kept.file("schedule", 1)
             assert file is not None and file.exists(), f"{num} documents are too few to be cached"
             start = time.process_time()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.planners import make_epochs
 from support.runs import config
 from support.vision import build_model, build_processor, rows
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +14,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.image_collator import ImageExamples
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
@@ -75,7 +75,7 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
         costs = costs_of(model)
     assert costs.tower is None and "balanced by the language model alone" in caplog.text
     found = read("llava")
-    planner = EpochPlanner(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
+    planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
     report = make_report(planner, "truncate", found)
     assert planner.image_costs is None and report.images.tower_share is None
     assert any("vision tower: cost not known, so not balanced" in text for _, text in report.lines())
@@ -104,8 +104,8 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
     documents = documents_with_images()
     costs = CostModel(per_token=1e3, per_pair=1e-2, tower=TowerCosts(per_value=30.0, per_pair=2e-4))
     settings = {"accumulation": 2, "world_size": 4, "cost_model": costs, "synchronisation": synchronisation}
-    ours = EpochPlanner(documents, "stream", 1, 2048, **settings)
-    by_tokens = EpochPlanner(replace(documents, image_values=None, image_squares=None), "stream", 1, 2048, **settings)
+    ours = make_epochs(documents, "stream", 1, 2048, **settings)
+    by_tokens = make_epochs(replace(documents, image_values=None, image_squares=None), "stream", 1, 2048, **settings)
     images, lengths = ours.image_costs, documents.lengths
     assert images.sum() == pytest.approx(costs.tower(documents.image_values.sum(), documents.image_squares.sum()))
     assert 0.3 < images.sum() / (images.sum() + costs(lengths).sum()) < 0.7, "one of the parts hardly counts"
@@ -127,9 +127,9 @@ def test_degrees_are_chosen_by_text_and_images():
     costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=1.0))
     links = Speeds(flops=1e12, latency_within=1e-6)
     settings = {"accumulation": 2, "world_size": 4, "tokens_per_rank": 2048, "cost_model": costs, "speeds": links}
-    ours = EpochPlanner(documents, "stream", 1, 2048, **settings)
+    ours = make_epochs(documents, "stream", 1, 2048, **settings)
     text = replace(documents, image_values=None, image_squares=None)
-    by_tokens = EpochPlanner(text, "stream", 1, 2048, **settings)
+    by_tokens = make_epochs(text, "stream", 1, 2048, **settings)
     units, taken = ours.units(), {}
     for name, plan in (("both", ours), ("tokens", by_tokens)):
         schedule = plan.schedule(0)
@@ -150,7 +150,7 @@ def test_cached_documents_have_the_costs_of_their_images(tmp_path):
 
 def test_the_report_has_the_imbalance_of_both_parts():
     found, costs = read("qwen2_5_vl"), costs_of(build_model("qwen2_5_vl"))
-    planner = EpochPlanner(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
+    planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
     images = make_report(planner, "truncate", found).images
     counts = np.array([len(row["images"]) for row in ROWS])
     assert (images.num_images, images.num_documents) == (counts.sum(), (counts > 0).sum())

@@ -10,6 +10,7 @@ from accelerate import skip_first_batches
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planners import make_epochs
 from test_epochs import is_mapped, made
 from transformers import AutoConfig
 
@@ -60,7 +61,7 @@ def documents_of(lengths) -> Documents:
 def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="stream", **kwargs) -> EpochPlanner:
     documents = lengths if isinstance(lengths, Documents) else documents_of(lengths)
     kwargs = {"cost_model": MODEL, "speeds": DEAR} | kwargs
-    return EpochPlanner(
+    return make_epochs(
         documents, strategy, 1, max_length, world_size=world_size, tokens_per_rank=tokens_per_rank, **kwargs
     )
 
@@ -73,7 +74,7 @@ def problems(ranks, epoch, tokens_per_rank) -> list[str]:
     for sampler in samplers:
         sampler.set_epoch(epoch)
     batches = [list(sampler) for sampler in samplers]
-    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].accumulation}:
+    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].bins.accumulation}:
         return ["another number of micro-batches"]
     for step in zip(*batches, strict=True):
         whole = [each if isinstance(each, PartOf) else PartOf(each, 1, 0) for each in step]
@@ -321,8 +322,8 @@ def test_the_cache_holds_the_degrees(documents):
 
 
 def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):
-    unset = EpochPlanner(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
-    assert not {"tokens_per_rank", "degrees", "speeds"} & set(unset.settings())
+    unset = make_epochs(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
+    assert unset.parallel is None and unset.degrees == ()
     flat, schedule = np.load(unset.file("plan", 0)), unset.schedule(0)
     assert len(flat) == 2 + len(unset.first_plan.offsets) + len(documents)
     assert len(np.load(unset.file("schedule", 0))) == 2 + len(schedule.offsets) + len(documents)
@@ -332,9 +333,9 @@ def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(document
         for run in (
             unset,
             whole,
-            replace(whole, tokens_per_rank=24),
-            replace(whole, speeds=CHEAP),
-            replace(whole, degrees=(1, 2, 4)),
+            planner(documents, max_length=40, tokens_per_rank=24),
+            planner(documents, max_length=40, tokens_per_rank=32, speeds=CHEAP),
+            planner(documents, max_length=40, tokens_per_rank=32, degrees=(2,)),
         )
     }
     assert len(files) == 5

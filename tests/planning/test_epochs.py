@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from datasets.fingerprint import Hasher
+from support.planners import make_epochs
 from support.runs import trainer, weights
 
 import trl_packfix
@@ -20,7 +21,6 @@ from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import CODE, Cached
 from trl_packfix.data.documents import Count, Documents, Ledger
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 
@@ -38,7 +38,7 @@ def made(folder, num=epochs.MANY, longest=40, wrapped=False):
 
 
 def planner(documents, strategy="stream", world_size=2, **settings):
-    return EpochPlanner(documents, strategy, 4, 512, accumulation=2, world_size=world_size, **settings)
+    return make_epochs(documents, strategy, 4, 512, accumulation=2, world_size=world_size, **settings)
 
 
 def same(one, other):
@@ -107,11 +107,15 @@ def test_every_setting_has_its_own_file(tmp_path):
         "synchronisation": "step",
         "cost_model": CostModel(1.0, 2.0),
     }
-    assert set(other) == set(whole.settings())
-    files = {
-        name: [replace(whole, **{name: value}).file(kind, 0) for kind in ("plan", "schedule")]
-        for name, value in other.items()
-    }
+    of_bins = {"accumulation", "world_size", "balance", "drop_last", "synchronisation"}
+    records = {field.name for record in (whole.plans, whole.bins) for field in fields(record)}
+    assert set(other) == records - {"bins", "capacity", "degree", "parallel", "block"} | {"cost_model"}
+    start = {"strategy": "stream", "batch_size": 4, "max_length": 512, "accumulation": 2, "world_size": 2}
+    files = {}
+    for name, value in other.items():
+        changed = make_epochs(documents, **start | {name: value})
+        assert name not in of_bins or getattr(changed.bins, name) == value
+        files[name] = [changed.file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
     assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other) + 2
     plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}

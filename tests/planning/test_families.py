@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model, build_tokenizer
+from support.planners import make_epochs
 from support.prefixes import forest
 from support.rounding import tolerance, weight_difference
 from support.runs import trainer, weights
@@ -21,7 +22,6 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
@@ -213,7 +213,7 @@ def test_copies_of_a_row_are_not_one_update(strategy):
     _, documents = sorted_documents(once * 4)
 
     def planner(share_prefixes, documents=documents):
-        return EpochPlanner(documents, strategy, 4, 256, share_prefixes=share_prefixes)
+        return make_epochs(documents, strategy, 4, 256, share_prefixes=share_prefixes)
 
     def together(plan):
         found = 0
@@ -235,12 +235,12 @@ def test_copies_of_a_row_are_not_one_update(strategy):
 def test_many_equal_documents_are_many_updates():
     num, length, capacity = 30_000, 100, 512
     _, documents = sorted_documents([np.arange(length)] * num)
-    plan = EpochPlanner(documents, "stream", 1, capacity, share_prefixes="family")
+    plan = make_epochs(documents, "stream", 1, capacity, share_prefixes="family")
     schedule = plan.schedule(0)
     targets = np.add.reduceat(documents.trained[schedule.order], schedule.offsets[:-1])
     assert targets.max() <= TARGETS_PER_CAPACITY * capacity and plan.num_steps == num * length // 500
     # in the steps of the unpacked run copies may meet: that run has them in one step, too
-    fixed = EpochPlanner(documents, "minibatch", 4, capacity, 8, share_prefixes="family")
+    fixed = make_epochs(documents, "minibatch", 4, capacity, 8, share_prefixes="family")
     assert len(fixed.units()) < num / 20
 
 
@@ -316,7 +316,7 @@ def test_every_document_once_in_packs_within_the_capacity(
     given |= {"drop_last": drop_last and num > 20 * accumulation * world_size * batch_size}
 
     def planner(share_prefixes):
-        return EpochPlanner(documents, strategy, batch_size, 256, share_prefixes=share_prefixes, **given)
+        return make_epochs(documents, strategy, batch_size, 256, share_prefixes=share_prefixes, **given)
 
     ranks = [planner("family") for _ in range(world_size)]  # each rank makes its own
     batches = []
@@ -361,7 +361,7 @@ def test_families_are_units_on_groups_of_ranks(
     parts = {"world_size": world_size, "tokens_per_rank": tokens_per_rank, "balance": balance, "cost_model": COSTS}
 
     def planner():
-        return EpochPlanner(documents, strategy, 1, 256, accumulation, share_prefixes="family", **parts)
+        return make_epochs(documents, strategy, 1, 256, accumulation, share_prefixes="family", **parts)
 
     ranks = [planner() for _ in range(world_size)]  # each rank makes its own
     schedule, pieces = ranks[0].schedule(epoch), ranks[0].units()
@@ -391,7 +391,7 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
     seconds, rows = {}, {}
     for share_prefixes in ("off", "family"):
         parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
-        plan = EpochPlanner(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
+        plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
         found = make_report(plan, "truncate", reader).shared
         units, schedule = plan.units(), plan.schedule(0)
         order, offsets = units.of(schedule.order, schedule.offsets)
@@ -409,7 +409,7 @@ def test_evaluation_on_groups_shares_by_plan():
     _, documents = sorted_documents(tokens)
     parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS, "shuffle": False}
     schedules = {
-        name: EpochPlanner(documents, "bfd", 1, 256, share_prefixes=name, **parts).schedule(0)
+        name: make_epochs(documents, "bfd", 1, 256, share_prefixes=name, **parts).schedule(0)
         for name in ("pack", "family")
     }
     schedules["sorted"] = schedule_in_order(documents.tokens, documents.lengths, 64, 4, degrees=(1, 2, 4))
@@ -428,7 +428,7 @@ def test_evaluation_on_groups_shares_by_plan():
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_epochs_differ_and_a_restart_goes_on_with_the_same_documents(strategy):
     def sampler(epoch):
-        found = PackedBatchSampler(EpochPlanner(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes="family"), 1)
+        found = PackedBatchSampler(make_epochs(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes="family"), 1)
         found.set_epoch(epoch)
         return found
 
@@ -441,7 +441,7 @@ def test_epochs_differ_and_a_restart_goes_on_with_the_same_documents(strategy):
 
 def test_families_meet_in_packs_and_fewer_rows_are_computed():
     plans = {
-        name: EpochPlanner(DOCUMENTS, "stream", 2, 256, 1, 2, share_prefixes=name) for name in ("off", "pack", "family")
+        name: make_epochs(DOCUMENTS, "stream", 2, 256, 1, 2, share_prefixes=name) for name in ("off", "pack", "family")
     }
     rows = {}
     for name, plan in plans.items():
@@ -459,7 +459,7 @@ def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
     documents = replace(documents, file=tmp_path / "spans.npz")
     for strategy in ("stream", "bfd", "minibatch"):
         off, pack, family = (
-            EpochPlanner(documents, strategy, 2, 256, 2, 2, share_prefixes=name) for name in ("off", "pack", "family")
+            make_epochs(documents, strategy, 2, 256, 2, 2, share_prefixes=name) for name in ("off", "pack", "family")
         )
         assert off.settings() == pack.settings() != family.settings()
         for kind in ("plan", "schedule"):
@@ -481,7 +481,7 @@ def test_balance_knows_the_cost_of_pieces():
     waiting = {}
     for name in ("rows", "costs", "not balanced"):
         balance = "none" if name == "not balanced" else "step"
-        plan = EpochPlanner(
+        plan = make_epochs(
             documents, "stream", 16, 256, 1, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
         )
         pieces = plan.units()
@@ -500,7 +500,7 @@ def test_balance_knows_the_cost_of_pieces():
         assert imbalance(units, pieces.costs(), "micro") - 1 == pytest.approx(waiting[name])
         by_document = pieces.costs_of_documents()
         assert imbalance(schedule, by_document, "micro") - 1 == pytest.approx(waiting[name])
-        bound = imbalance_bound(units, pieces, plan.capacity, "micro")
+        bound = imbalance_bound(units, pieces, plan.bins.capacity, "micro")
         assert 0 <= bound - 1 <= waiting[name] + 1e-9
     assert waiting["costs"] < 0.5 * waiting["rows"] < 0.5 * waiting["not balanced"]
 
@@ -552,7 +552,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
         reader = TokenReader(load_from_disk(tmp_path))
         documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
         size = {"batch_size": 2, "max_length": 256, "accumulation": 2, "world_size": 2} | parts
-        plan = EpochPlanner(documents, "stream", **size, share_prefixes=share_prefixes)
+        plan = make_epochs(documents, "stream", **size, share_prefixes=share_prefixes)
         return plan, plan.schedule(0), make_report(plan, "truncate", reader).prefixes
 
     _, off, _ = start("off")
@@ -574,7 +574,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
 
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
     given = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
-    plan = EpochPlanner(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
+    plan = make_epochs(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
     found = make_report(plan, "truncate", reader)
     if share_prefixes != "family":  # as `trl-packfix plan` does
         found = replace(found, prefixes=savings.estimated_savings(plan, reader))

@@ -5,8 +5,9 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planners import make_epochs
 
-from trl_packfix.data.epochs import EpochPlanner, unpacked_order
+from trl_packfix.data.epochs import unpacked_order
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
@@ -22,7 +23,7 @@ def planner(lengths, strategy, max_length=12, **kwargs):
     data = Dataset.from_dict({"input_ids": [list(range(n)) for n in lengths]})
     traits = STRATEGIES[strategy]
     documents = make_documents(TokenReader(data), max_length, traits.overlong, wrapped=traits.cuts_blocks)
-    return EpochPlanner(documents, strategy, max_length=max_length, **kwargs)
+    return make_epochs(documents, strategy, max_length=max_length, **kwargs)
 
 
 documents_of_a_dataset = st.lists(st.integers(2, 40), min_size=1, max_size=200)
@@ -66,7 +67,7 @@ def test_every_document_once_per_epoch_over_all_ranks(
             assert batch, "an empty batch cannot be collated"
             assert EMPTY not in batch or batch == [EMPTY]
             real = [i for i in batch if i != EMPTY]
-            assert documents.lengths[real].sum() <= plan.capacity
+            assert documents.lengths[real].sum() <= plan.bins.capacity
             seen += real
     assert sorted(seen) == list(range(len(documents)))
     assert len(steps) == 1

@@ -12,12 +12,12 @@ import pytest
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.planners import make_epochs
 from support.runs import trainer
 
 import trl_packfix
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.cli import main
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
@@ -115,7 +115,7 @@ def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, seed,
     share_prefixes = data.draw(st.sampled_from(["off", "family"]))
     tokens_per_rank = data.draw(st.sampled_from([None, 16, 64]))
     how = {"share_prefixes": share_prefixes, "tokens_per_rank": tokens_per_rank}
-    plans = [EpochPlanner(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
+    plans = [make_epochs(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
     batches = []
     for rank, plan in enumerate(plans):
         sampler = PackedBatchSampler(plan, rank)

@@ -166,7 +166,9 @@ def test_a_run_is_planned_from_units_and_settings_alone(
     parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4))
     on_groups = on_groups and world_size == 4 and not traits.keeps_steps
     bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size)
-    plans = RunPlans(strategy=traits, bins=bins, seed=seed % 100, parallel=parallel if on_groups else None)
+    plans = RunPlans(
+        strategy=strategy, bins=bins, max_length=64, seed=seed % 100, parallel=parallel if on_groups else None
+    )
     if traits.keeps_steps:
         if kind == "families":
             return  # those of its steps: `test_families.py`

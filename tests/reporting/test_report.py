@@ -9,10 +9,10 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_tiny_model
+from support.planners import make_epochs
 from support.runs import texts, trainer, weights
 
 from trl_packfix.attention.choice import backward_bytes
-from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream import PackedStream
@@ -160,7 +160,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 128]
     reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
     documents = make_documents(reader, 128, "truncate")
-    run = EpochPlanner(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
+    run = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
     made = make_report(run, "truncate", reader)
     shared = made.shared
     assert shared.micro_steps == {d: int((run.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
@@ -171,7 +171,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
     assert "imbalance" not in lines and "minibatch" not in lines["against unpacked"]
     assert metrics(made)["packing/exchange_share"] == shared.exchange_share
-    unset = make_report(EpochPlanner(documents, "stream", 1, 128, 2, 4), "truncate", reader)
+    unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), "truncate", reader)
     assert unset.shared is None and "packing/exchange_share" not in metrics(unset) and "minibatch" in str(unset.lines())
 
 

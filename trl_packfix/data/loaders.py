@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
+from ..planning.plans import RunPlans
 from ..planning.schedule import EMPTY, Schedule
 from ..planning.strategies import STRATEGIES, Strategy
-from ..planning.units import Synchronisation
+from ..planning.units import Bins, Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .dataset_checks import (
@@ -100,7 +101,9 @@ class PackedBatchSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.planner.num_steps * self.planner.accumulation
+        planner = self.planner
+        accumulation = planner.accumulation if isinstance(planner, Schedule) else planner.bins.accumulation
+        return planner.num_steps * accumulation
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -250,19 +253,17 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     documents = cached_documents(
         reader, max_length, overlong or STRATEGIES[strategy].overlong, wrapped=STRATEGIES[strategy].cuts_blocks
     )
-    planner = EpochPlanner(
-        documents,
-        strategy,
-        batch_size,
-        max_length,
-        gradient_accumulation_steps,
-        world_size,
-        seed,
-        shuffle,
+    bins = Bins(
+        capacity=batch_size * max_length,
+        accumulation=gradient_accumulation_steps,
+        world_size=world_size,
         synchronisation=synchronisation,
-        cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
-        writes_cache=rank == 0,
     )
+    plans = RunPlans(
+        strategy=strategy, bins=bins, batch_size=batch_size, max_length=max_length, seed=seed, shuffle=shuffle
+    )
+    costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
+    planner = EpochPlanner(documents, plans, costs, writes_cache=rank == 0)
     return document_loader(
         DocumentDataset(reader, documents),
         PackedBatchSampler(planner, rank),

@@ -10,7 +10,7 @@ ends the run.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.degrees import FILL, SequenceParallel, Speeds, possible_degrees, schedule_groups, smallest_degree
+from ..planning.degrees import FILL, SequenceParallel, Speeds, schedule_groups
 from ..planning.exact_fill import pack_arrivals
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY, schedule_packs
@@ -124,20 +124,17 @@ class PackedStream(torch.utils.data.IterableDataset):
         tokens_per_rank: int | None = None,
         speeds: Speeds | None = None,
     ):
-        smallest = 1 if tokens_per_rank is None else smallest_degree(max_length, tokens_per_rank)
         self.parallel: SequenceParallel | None = None
         if tokens_per_rank is None:
             self.share = share_of_rank(dataset, rank, world_size)
         else:
-            possible = possible_degrees(max_length, tokens_per_rank, world_size, cost_model.heads)
-            self.share = share_of_rank(dataset, rank, world_size, smallest)
-            self.parallel = SequenceParallel(
-                tokens_per_rank=tokens_per_rank,
-                smallest=smallest,
-                # A group knows nothing of the documents of the others
-                degrees=possible if self.share.count == world_size else (smallest,),
-                speeds=speeds or Speeds(),
+            parallel = SequenceParallel.of_run(
+                tokens_per_rank, max_length, world_size, heads=cost_model.heads, speeds=speeds
             )
+            self.share = share_of_rank(dataset, rank, world_size, parallel.smallest)
+            if self.share.count != world_size:  # a group knows nothing of the documents of the others
+                parallel = replace(parallel, degrees=(parallel.smallest,))
+            self.parallel = parallel
         self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
@@ -157,7 +154,7 @@ class PackedStream(torch.utils.data.IterableDataset):
     def capacity(self) -> int:
         """Largest number of tokens of a pack; with sequence parallelism, of one on the fewest ranks that it needs."""
         if self.parallel is not None:
-            return self.parallel.smallest * self.parallel.tokens_per_rank
+            return self.parallel.capacity
         return self.batch_size * self.max_length
 
     @property

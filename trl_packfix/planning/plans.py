@@ -12,7 +12,7 @@ from .degrees import FILL, SequenceParallel, schedule_groups
 from .families import Pieces
 from .packs import PackPlan, plan_blocks, reordered
 from .schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs, schedule_steps
-from .strategies import StrategyTraits
+from .strategies import STRATEGIES, Strategy, StrategyTraits
 from .units import Bins, Units
 
 
@@ -21,23 +21,32 @@ class RunPlans:
     """How the units of every epoch are packed, and scheduled in bins.
 
     Attributes:
-        strategy: its record.
-        bins: the slots of an optimizer step. With sequence parallelism, their capacity is that of the fewest ranks that
-            hold every document.
+        strategy: its name, a key of `STRATEGIES`.
+        bins: the slots of an optimizer step. Their capacity is `batch_size * max_length`; with sequence parallelism
+            `parallel.capacity`.
         batch_size: documents per micro-batch of the unpacked run.
+        max_length: most tokens of a document.
         seed: draws the order of an epoch.
-        shuffle: False keeps the order of the units.
+        shuffle: False keeps the order of the units (curricula, upsampled mixes).
         parallel: sequence parallelism; None: one rank holds a pack.
         block: of each unit, shape (U,), for a strategy that cuts blocks.
     """
 
-    strategy: StrategyTraits
+    strategy: Strategy
     bins: Bins
     batch_size: int = 1
+    max_length: int
     seed: int = 0
     shuffle: bool = True
     parallel: SequenceParallel | None = None
     block: Int64Array | None = field(default=None, repr=False)
+
+    @property
+    def traits(self) -> StrategyTraits:
+        """The record of the strategy."""
+        traits = STRATEGIES.get(self.strategy)
+        assert traits is not None, f"no strategy is named {self.strategy!r}"
+        return traits
 
     @property
     def planned_capacity(self) -> int:
@@ -56,12 +65,12 @@ class RunPlans:
     def plan(self, units: Units, epoch: int) -> PackPlan:
         """The packs of an epoch; not for a strategy that keeps steps."""
         rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
-        if self.strategy.plan is None:
+        if self.traits.plan is None:
             assert self.block is not None, "documents are not cut into blocks"
             return plan_blocks(self.block, rows, self.batch_size, self.planned_capacity, self.rng(epoch))
         draws_order = self.rng(epoch)
         order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
-        return self.strategy.plan(rows, self.planned_capacity, order, self.rng(epoch))
+        return self.traits.plan(rows, self.planned_capacity, order, self.rng(epoch))
 
     def num_steps(self, num_packs: int) -> int:
         """Optimizer steps of an epoch of so many packs."""

@@ -8,7 +8,7 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
-from ..planning.degrees import modelled_time
+from ..planning.degrees import SequenceParallel, modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
 from ..planning.schedule import Schedule
 from ..planning.units import Units
@@ -35,7 +35,7 @@ def make_report(
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
-    units = planner.units()
+    units, bins = planner.units(), planner.bins
     order, offsets = units.of(schedule.order, schedule.offsets)
     of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
     plan = planner.first_plan
@@ -43,21 +43,21 @@ def make_report(
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    shared = None if planner.tokens_per_rank is None else _shared_packs(planner, units, of_units)
+    shared = None if planner.parallel is None else _shared_packs(planner, planner.parallel, units, of_units)
     # Ranks that share packs wait for each other in every layer.
-    synchronisation = "micro" if shared else planner.synchronisation
+    synchronisation = "micro" if shared else bins.synchronisation
     trained = int(documents.trained.sum())
     divisor = trained
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
-        strategy=planner.strategy,
+        strategy=planner.plans.strategy,
         overlong=overlong,
-        max_length=planner.max_length,
-        batch_size=planner.batch_size,
-        accumulation=planner.accumulation,
-        world_size=planner.world_size,
-        capacity=planner.capacity,
+        max_length=planner.plans.max_length,
+        batch_size=planner.plans.batch_size,
+        accumulation=bins.accumulation,
+        world_size=bins.world_size,
+        capacity=bins.capacity,
         num_rows=len(reader),
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
@@ -66,7 +66,7 @@ def make_report(
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
         efficiency=plan.efficiency if plan else None,
-        padding_efficiency=_padding_efficiency(lengths, planner.batch_size),
+        padding_efficiency=_padding_efficiency(lengths, planner.plans.batch_size),
         num_steps=planner.num_steps,
         documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
         documents_not_reached=schedule.num_skipped,
@@ -74,7 +74,7 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(of_units, units.costs(), synchronisation),
-        imbalance_bound=None if shared else imbalance_bound(of_units, units, planner.capacity, synchronisation),
+        imbalance_bound=None if shared else imbalance_bound(of_units, units, bins.capacity, synchronisation),
         prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
@@ -101,21 +101,21 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     return replace(
         found,
         tower_share=float(share),
-        tower_imbalance=imbalance(schedule, costs, planner.synchronisation),
-        language_imbalance=imbalance(schedule, language, planner.synchronisation),
+        tower_imbalance=imbalance(schedule, costs, planner.bins.synchronisation),
+        language_imbalance=imbalance(schedule, language, planner.bins.synchronisation),
     )
 
 
-def _shared_packs(planner: EpochPlanner, units: Units, schedule: Schedule) -> SharedPacks:
+def _shared_packs(planner: EpochPlanner, parallel: SequenceParallel, units: Units, schedule: Schedule) -> SharedPacks:
     """What sequence parallelism does in the first epoch, of which this is the schedule of units."""
-    assert planner.tokens_per_rank is not None and schedule.degrees is not None
-    time = modelled_time(schedule, units, planner.bins, planner.parallel)
+    assert schedule.degrees is not None
+    time = modelled_time(schedule, units, planner.bins, parallel)
     total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
-    packs = np.diff(total[schedule.offsets]).reshape(-1, planner.world_size)
+    packs = np.diff(total[schedule.offsets]).reshape(-1, planner.bins.world_size)
     degrees, counts = np.unique(schedule.degrees, return_counts=True)
     return SharedPacks(
-        tokens_per_rank=planner.tokens_per_rank,
-        smallest_degree=planner.parallel.smallest,
+        tokens_per_rank=parallel.tokens_per_rank,
+        smallest_degree=parallel.smallest,
         micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
         exchange_share=float(time.exchange.sum() / time.seconds.sum()),
         time_over_bound=float(time.seconds.sum() / time.bound),

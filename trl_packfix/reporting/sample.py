@@ -157,7 +157,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     most expensive packs come first.
     """
     documents, schedule = planner.documents, planner.schedule(0)
-    accumulation, world_size = planner.accumulation, planner.world_size
+    accumulation, world_size = planner.bins.accumulation, planner.bins.world_size
     filled = np.flatnonzero(np.diff(schedule.offsets))
     of_step = accumulation * world_size
     if schedule.degrees is not None:  # the first rank of each group has its documents

@@ -137,7 +137,7 @@ def _of_families(planner: EpochPlanner) -> PrefixSavings:
     pieces = planner.units()
     assert isinstance(pieces, Pieces)
     # a family is counted in each step that has documents of it
-    step = slot[schedule.order] // (planner.accumulation * planner.world_size)
+    step = slot[schedule.order] // planner.bins.num_slots
     families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
     return PrefixSavings(
         setting="family",

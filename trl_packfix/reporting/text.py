@@ -124,7 +124,7 @@ class ShownPack:
 
 def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator[ShownPack]:
     """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
-    documents = planner.documents
+    documents, parallel = planner.documents, planner.parallel
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
     counts = reader.image_counts
     for pack in plan_sample(planner, reader, num_packs).packs:
@@ -151,8 +151,8 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
         if pack.shared:
             runs = PrefixCollator(compare=reader.compare)(read)
             bounds, keys = runs["cu_seq_lens_q"].tolist(), runs["cu_seq_lens_k"].tolist()
-        capacity = planner.capacity if planner.tokens_per_rank is None else pack.degree * planner.tokens_per_rank
-        place = pack.place(planner.accumulation, planner.world_size)
+        capacity = planner.bins.capacity if parallel is None else pack.degree * parallel.tokens_per_rank
+        place = pack.place(planner.bins.accumulation, planner.bins.world_size)
         yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts(bounds[-1]), keys)
 
 

@@ -34,8 +34,10 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
-from ..planning.degrees import possible_degrees, schedule_in_order
+from ..planning.degrees import SequenceParallel, schedule_in_order
+from ..planning.plans import RunPlans
 from ..planning.schedule import Schedule
+from ..planning.units import Bins
 from .checks import check_prepared, check_tokenised
 from .config import SFTConfig
 from .images import check_padded_images
@@ -301,26 +303,30 @@ class Evaluation:
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | Schedule:
         args = self.args
         max_length = args.max_length or int(documents.lengths.max())
+        capacity, parallel = args.eval_batch_size * max_length, None
+        if args.tokens_per_rank is not None:
+            parallel = SequenceParallel.of_run(
+                args.tokens_per_rank,
+                max_length,
+                args.world_size,
+                heads=self._data.cost_model.heads,
+                degrees=self._data.degrees,  # at which the model is proved
+                speeds=speeds(args),
+            )
+            capacity = parallel.tokens_per_rank if self._sorts_evaluation else parallel.capacity
         if self._sorts_evaluation:  # `eval_loss` does not depend on the order of documents
             assert documents.tokens is not None
-            capacity, degrees = args.eval_batch_size * max_length, self._data.degrees  # at which the model is proved
-            if args.tokens_per_rank is not None:
-                capacity, heads = args.tokens_per_rank, self._data.cost_model.heads
-                degrees = degrees or possible_degrees(max_length, capacity, args.world_size, heads)
+            degrees = () if parallel is None else parallel.degrees
             return schedule_in_order(documents.tokens, documents.lengths, capacity, args.world_size, degrees)
-        return EpochPlanner(
-            documents,
-            "bfd",
+        plans = RunPlans(
+            strategy="bfd",
+            bins=Bins(capacity=capacity, world_size=args.world_size),
             batch_size=args.eval_batch_size,
             max_length=max_length,
-            world_size=args.world_size,
             shuffle=False,
-            cost_model=self._data.cost_model,
-            writes_cache=args.local_process_index == 0,
-            tokens_per_rank=args.tokens_per_rank,
-            speeds=speeds(args),
-            degrees=self._data.degrees or None,  # at which the model is proved
+            parallel=parallel,
         )
+        return EpochPlanner(documents, plans, self._data.cost_model, writes_cache=args.local_process_index == 0)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column

@@ -5,8 +5,9 @@ from typing import Any
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..planning.costs import CostModel
-from ..planning.degrees import Speeds
-from ..planning.units import Synchronisation
+from ..planning.degrees import SequenceParallel, Speeds
+from ..planning.plans import RunPlans
+from ..planning.units import Bins, Synchronisation
 from .config import SFTConfig
 
 
@@ -29,24 +30,30 @@ def make_planner(
             `auto_find_batch_size` has lowered it.
         writes_cache: whether this process caches plans of many documents.
     """
-    return EpochPlanner(
-        documents,
-        config.packing_strategy,
-        batch_size=batch_size,
-        max_length=config.max_length or int(documents.lengths.max()),
+    max_length = config.max_length or int(documents.lengths.max())
+    parallel = None
+    if config.tokens_per_rank is not None:
+        parallel = SequenceParallel.of_run(
+            config.tokens_per_rank, max_length, world_size, heads=cost_model.heads, speeds=speeds(config)
+        )
+    bins = Bins(
+        capacity=batch_size * max_length if parallel is None else parallel.capacity,
         accumulation=config.gradient_accumulation_steps,
         world_size=world_size,
+        balance=config.balance,
+        synchronisation=synchronisation,
+        drop_last=config.dataloader_drop_last,
+    )
+    plans = RunPlans(
+        strategy=config.packing_strategy,
+        bins=bins,
+        batch_size=batch_size,
+        max_length=max_length,
         seed=config.seed if config.data_seed is None else config.data_seed,
         shuffle=config.train_sampling_strategy != "sequential",
-        balance=config.balance,
-        drop_last=config.dataloader_drop_last,
-        synchronisation=synchronisation,
-        cost_model=cost_model,
-        tokens_per_rank=config.tokens_per_rank,
-        speeds=speeds(config),
-        share_prefixes=config.share_prefixes,
-        writes_cache=writes_cache,
+        parallel=parallel,
     )
+    return EpochPlanner(documents, plans, cost_model, config.share_prefixes, writes_cache)
 
 
 def speeds(config: SFTConfig) -> Speeds:

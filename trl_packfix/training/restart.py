@@ -52,23 +52,23 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
     """All settings that decide which documents are in which batch, under the names that a user sets."""
-    documents = planner.documents
+    documents, plans = planner.documents, planner.plans
     return {
         "rows of the dataset": len(reader),
         "documents": len(documents),
         "tokens": int(documents.lengths.sum()),
         "fingerprint of the documents": documents.fingerprint,
-        "max_length": planner.max_length,
-        "packing_strategy": planner.strategy,
+        "max_length": plans.max_length,
+        "packing_strategy": plans.strategy,
         "overlong": args.effective_overlong,
         "truncation_mode": args.truncation_mode,
-        "seed": planner.seed,
-        "shuffle": planner.shuffle,
-        "dataloader_drop_last": planner.drop_last,
-        "per_device_train_batch_size": planner.batch_size,
-        "gradient_accumulation_steps": planner.accumulation,
-        "world_size": planner.world_size,
-        "tokens_per_rank": planner.tokens_per_rank,
+        "seed": plans.seed,
+        "shuffle": plans.shuffle,
+        "dataloader_drop_last": plans.bins.drop_last,
+        "per_device_train_batch_size": plans.batch_size,
+        "gradient_accumulation_steps": plans.bins.accumulation,
+        "world_size": plans.bins.world_size,
+        "tokens_per_rank": None if plans.parallel is None else plans.parallel.tokens_per_rank,
         "share_prefixes": args.share_prefixes,
     }
 
