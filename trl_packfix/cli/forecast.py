@@ -87,7 +87,7 @@ def forecasts(
         tflops: operations per second that one device reaches in training, in 10^12: measured, not its peak.
     """
     documents: Documents | None = None
-    made_for: tuple | None = None
+    made_for: tuple[Any, ...] | None = None
     for config, world_size in product(configs, world_sizes):
         policy = _policy(config)
         if documents is None or policy != made_for:

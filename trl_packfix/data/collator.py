@@ -115,7 +115,7 @@ class PackedDataCollator:
         return -num_tokens % math.lcm(self.pad_to_multiple_of or 1, degree)
 
     @staticmethod
-    def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray], list[npt.NDArray]]:
+    def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
         """Tokens and labels of each document; the same array twice if every token is its own label."""
         if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
             _check_columns(documents)

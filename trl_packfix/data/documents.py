@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,13 +69,13 @@ class Ledger:
         )
 
     @classmethod
-    def from_dict(cls, values: dict) -> "Ledger":
+    def from_dict(cls, values: dict[str, Any]) -> "Ledger":
         """The inverse of `to_dict`."""
         counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
         dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "lost_trained_tokens": self.lost_trained_tokens}
 
 

@@ -40,7 +40,7 @@ from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
 
-class DocumentDataset(torch.utils.data.Dataset):
+class DocumentDataset(torch.utils.data.Dataset[Any]):
     """Documents by index, as dictionaries of numpy views of the table; index -1 is the dummy of an empty rank.
 
     With `values` every document also has the weight and the source of its row.
@@ -167,7 +167,7 @@ def document_loader(
     )
 
 
-def unsharded_loader(loader: DataLoader, device: torch.device | None) -> DataLoaderShard:
+def unsharded_loader(loader: DataLoader[Any], device: torch.device | None) -> DataLoaderShard:
     """Wrap a loader of one rank's batches so that accelerate moves them to the device but does not shard them again.
 
     (Sharded again by accelerate, a rank-aware sampler trained 53 of 97 documents on 2 ranks, without an error.)
@@ -201,7 +201,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     cost_model: CostModel | PreTrainedConfig = LLAMA_7B,
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     **dataloader_kwargs: Any,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
 
     Each pass over the loader is the next epoch and has its own plan; `loader.set_epoch(epoch)` chooses an epoch. The

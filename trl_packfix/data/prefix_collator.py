@@ -39,7 +39,7 @@ class Compared(NamedTuple):
             all.
     """
 
-    tokens: npt.NDArray
+    tokens: npt.NDArray[Any]
     images: Sequence[tuple[int, int]] = ()
 
 
@@ -89,7 +89,7 @@ class PrefixCollator(PackedDataCollator):
                 return self._collate(tokens, labels, order, shared, compared, degree)[:2]
         return super().collate(documents, degree)
 
-    def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray]]:
+    def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
         """The batch, and for each document the rows of the pack that hold its tokens, (n,).
 
         Each token has a row with `keeps_last_rows` only.
@@ -112,7 +112,7 @@ class PrefixCollator(PackedDataCollator):
         return self._order(documents, *self._read(documents))[:2]
 
     def _order(
-        self, documents: Sequence[dict[str, Any]], tokens: list[npt.NDArray], labels: list[npt.NDArray]
+        self, documents: Sequence[dict[str, Any]], tokens: list[npt.NDArray[Any]], labels: list[npt.NDArray[Any]]
     ) -> tuple[list[int], list[int], list[Compared]]:
         compared = [Compared(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
@@ -131,13 +131,13 @@ class PrefixCollator(PackedDataCollator):
 
     def _collate(
         self,
-        tokens: list[npt.NDArray],
-        labels: list[npt.NDArray],
+        tokens: list[npt.NDArray[Any]],
+        labels: list[npt.NDArray[Any]],
         order: list[int],
         shared: list[int],
         compared: list[Compared],
         degree: int,
-    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray]]:
+    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
         """The batch, its runs, and the rows of each document. `order`, `shared`, `compared`: see `_order`."""
         runs_of: list[Run] = []
         lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
@@ -145,10 +145,10 @@ class PrefixCollator(PackedDataCollator):
         targets = np.full(most + math.lcm(self.pad_to_multiple_of or 1, degree), IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(most, dtype=np.int64)
         shared_of = np.zeros(len(tokens), dtype=np.int64)
-        runs: list[npt.NDArray] = []
+        runs: list[npt.NDArray[Any]] = []
         starts: list[int] = []  # position of the first token of each run
-        keys: list[npt.NDArray] = []
-        target_rows: list[npt.NDArray] = []
+        keys: list[npt.NDArray[Any]] = []
+        target_rows: list[npt.NDArray[Any]] = []
         path = np.zeros(0, dtype=np.int64)  # rows of the document before
         paths = [path] * len(tokens)
         first = 0
@@ -185,7 +185,7 @@ class PrefixCollator(PackedDataCollator):
         positions = boundaries.position_ids(q_lengths) + np.repeat(starts, q_lengths)
         documents = np.repeat(order, [len(rows) for rows in target_rows])
 
-        def row(values: npt.NDArray) -> Tensor:
+        def row(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
 
         batch = {

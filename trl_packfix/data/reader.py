@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -240,10 +240,10 @@ class TokenReader:
         self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {"_dataset": self._dataset}
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self._dataset = state["_dataset"]
         self._open()
 

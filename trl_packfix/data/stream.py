@@ -58,7 +58,7 @@ class StreamCounts:
         return StreamCounts(*(mine + theirs for mine, theirs in pairs))
 
 
-class PackedStream(torch.utils.data.IterableDataset):
+class PackedStream(torch.utils.data.IterableDataset[Any]):
     """Endless micro-batches of one rank from a stream of tokenised documents; each is a list of documents.
 
     If the number of shards is a multiple of the number of ranks, each rank reads its own shards, and begins its next

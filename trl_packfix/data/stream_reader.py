@@ -108,7 +108,7 @@ class Chunk:
 
 
 @dataclass
-class StreamReader(torch.utils.data.IterableDataset):
+class StreamReader(torch.utils.data.IterableDataset[Any]):
     """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own part.
 
     Args:

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
 Leaves = list[tuple[str, Any]]
 
 
-def argument_leaves(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
+def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
     """All values in the arguments of a call with their places, and the tree that rebuilds (args, kwargs) from them.
 
     A place begins with the name of the argument, also for positional ones: "hidden_states", "position_embeddings[0]".
@@ -34,7 +34,7 @@ def output_leaves(output: Any) -> tuple[Leaves, TreeSpec]:
 
 
 @cache
-def _parameter_names(forward: Callable) -> tuple[str, ...]:
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in named)

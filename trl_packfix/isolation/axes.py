@@ -111,10 +111,10 @@ def _watch(modules: dict[str, nn.Module], run: Any) -> dict[str, tuple[Sizes, Si
     handles = []
     for name, module in modules.items():
 
-        def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
 
-        def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
             if not seen[name][1]:
                 seen[name][1].update(_sizes(output_leaves(output)[0]))
 

@@ -241,7 +241,8 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
     same = [i for i, ids in enumerate(documents) if (i == alone if variant is None else ids is variant[i])]
 
     def run(pack: list[Tensor] | None, draw: int | None) -> Tensor:
-        with FirstOfTies(), nullcontext() if draw is None else probe.rounded_otherwise(draw):
+        rounding = nullcontext() if draw is None else probe.rounded_otherwise(draw)
+        with FirstOfTies(), rounding:  # type: ignore[no-untyped-call]
             if pack is None:
                 return probe.alone(documents[same[0]], evidence.large)
             states = probe.packed(pack, evidence.large)

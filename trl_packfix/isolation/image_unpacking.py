@@ -38,7 +38,9 @@ class UnpackedImages(ModelHooks):
             self.model.base_model.register_forward_hook(self._leave, always_call=True),
         ]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         bounds = kwargs.get("cu_seq_lens_q")
         if bounds is None:
             self._running.append(None)
@@ -55,7 +57,7 @@ class UnpackedImages(ModelHooks):
                 rows[name] = rows[name][0][source].masked_fill(~mask, 0)
         return (), rows | {"attention_mask": mask.long()}
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         mask = self._running.pop() if self._running else None
         if mask is None or output is None:
             return output

@@ -27,8 +27,7 @@ from ..data.prefix_collator import PrefixCollator
 from .check_isolation import DRAWS, MAX_NOISE
 from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
-from .prefix_probe import FINEST
-from .probe import NO_GRADIENT, CannotRun, Probe, exact, refusals
+from .probe import FINEST, NO_GRADIENT, CannotRun, Probe, exact, refusals
 from .repair import is_sharded
 
 REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
@@ -189,8 +188,10 @@ class PackedRows(ModelHooks):
             *(module.register_forward_hook(self._leave, always_call=True) for module in self.fed),
         ]
 
-    @torch.compiler.disable
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         batch = None
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, given):
@@ -206,8 +207,8 @@ class PackedRows(ModelHooks):
         self._attend(True)
         return (), _packed(given, batch)
 
-    @torch.compiler.disable
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         batch = self._running.pop() if self._running else None
         if batch is None:
             return output

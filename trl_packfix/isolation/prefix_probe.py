@@ -170,7 +170,9 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         """As that of `Probe`, of what enters the decoder."""
         entered: list[Tensor] = []
 
-        def catch(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        def catch(
+            module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             if entered or kwargs.get("inputs_embeds") is None:
                 return None
             entered.append(kwargs["inputs_embeds"].detach().requires_grad_())

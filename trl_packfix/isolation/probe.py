@@ -451,7 +451,7 @@ class Probe:
         """Within this context gradients are computed; the list has the embeddings of the first forward, as a leaf."""
         embedded: list[Tensor] = []
 
-        def catch(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             if embedded:
                 return output
             embedded.append(output.detach().requires_grad_())
@@ -474,7 +474,7 @@ class Probe:
         """
         dtypes: set[torch.dtype] = set()
 
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             for value in output if isinstance(output, tuple) else [output]:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     dtypes.add(value.dtype)
@@ -506,7 +506,7 @@ class Probe:
             wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
             return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
-        def move(module: nn.Module, args: tuple, output: Any) -> Any:
+        def move(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
 
         head = self.inner.get_output_embeddings()

@@ -52,11 +52,11 @@ class DrawWatcher(ModelHooks):
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         return handles
 
-    def _enter(self, module: nn.Module, args: tuple) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._note()
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._note()
         self._running.pop()
 

@@ -84,7 +84,7 @@ class RepairedModule(ModelHooks):
         super().__init__()
         self.module, self.axes, self.way = module, axes, way
         self._is_sharded = is_sharded(module)
-        self._running: list[tuple[DocumentBatches, tuple, dict[str, Any]] | None] = []
+        self._running: list[tuple[DocumentBatches, tuple[Any, ...], dict[str, Any]] | None] = []
 
     def _register(self) -> list[RemovableHandle]:
         return [
@@ -93,7 +93,9 @@ class RepairedModule(ModelHooks):
             self.module.register_forward_hook(self._leave, always_call=True),
         ]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         running = _running(module)
         if running is None:
             self._running.append(None)
@@ -107,7 +109,7 @@ class RepairedModule(ModelHooks):
         packed_forwards.append(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, first)
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._running.pop() if self._running else None
         if state is None:
             return output
@@ -127,8 +129,8 @@ class RepairedModule(ModelHooks):
         return tree_unflatten(joined, output_leaves(output)[1])
 
     def _inputs(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], batch: DocumentBatch
-    ) -> tuple[tuple, dict[str, Any]]:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: DocumentBatch
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = argument_leaves(module, args, kwargs)
         given = []
         for place, value in leaves:
@@ -171,7 +173,9 @@ class RestartedPositions(ModelHooks):
     def _register(self) -> list[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         running = _running(module)
         if running is None:
             return None

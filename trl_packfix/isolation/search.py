@@ -16,9 +16,9 @@ from torch import nn
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.varlen import OwnMaskError
 from .axes import ModuleAxes, NotLearned, learn_axes
-from .check_isolation import LENGTHS, judge, refused
+from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
-from .probe import CannotRun, Probe
+from .probe import LENGTHS, CannotRun, Probe
 from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
 from .tracing import Evidence, find_leaks, find_raising, find_shifted
 

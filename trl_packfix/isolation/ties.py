@@ -19,7 +19,7 @@ class FirstOfTies(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is not torch.ops.aten.topk.default:
             return function(*args, **(kwargs or {}))

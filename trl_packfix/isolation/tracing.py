@@ -280,13 +280,13 @@ def _watching(
     handles = []
     for name, module in modules.items():
 
-        def before(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             given, _ = argument_leaves(module, args, kwargs)
             sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in given)
             wanted = sees_positions or not positions_only
             inputs.setdefault(name, []).append(_by_token(given, num_tokens, on_host) if wanted else None)
 
-        def after(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
             given = inputs[name].pop()
             if given is not None:
                 note(name, calls[name], given, _by_token(output_leaves(output)[0], num_tokens, on_host))

@@ -49,15 +49,17 @@ class UnpackedForward(ModelHooks):
             rows.register_forward_hook(self._leave, always_call=True),
         ]
 
-    def _push_boundaries(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _push_boundaries(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Many models do not pass boundaries on to their backbone.
         self._boundaries.append(kwargs.get("cu_seq_lens_q"))
 
-    def _pop_boundaries(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _pop_boundaries(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._boundaries:
             self._boundaries.pop()
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None:
             boundaries = self._boundaries[-1] if self._boundaries else None
@@ -76,7 +78,7 @@ class UnpackedForward(ModelHooks):
         self.num_padded += documents.num_padded
         return (), _inputs(documents.groups[0], name, tokens, rest)
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._running.pop() if self._running else None
         if state is None or output is None:
             return output

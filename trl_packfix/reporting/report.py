@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -170,7 +170,7 @@ class PackingReport:
     isolation: IsolationReport | None = None
     sample: PlanSample | None = field(default=None, repr=False)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """All attributes except the sample, as JSON values."""
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
         del values["sample"]

@@ -226,7 +226,7 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters
     }
     values: dict[str, Any] = {}
-    per_layer: dict[str, Sequence] = {}
+    per_layer: dict[str, Sequence[Any]] = {}
     num_layers = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), None)
     for name, key in stored.items():
         value = given.get(key)

@@ -153,7 +153,9 @@ def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
     return list(zip(bad[:NUM_SHOWN].tolist(), reasons, strict=True))
 
 
-def _with_tokens(dataset: Dataset, name: str, args: SFTConfig, prepare: Callable, tokens_only: bool) -> Dataset:
+def _with_tokens(
+    dataset: Dataset, name: str, args: SFTConfig, prepare: Callable[..., Any], tokens_only: bool
+) -> Dataset:
     steps = _recorded(dataset, name, args, prepare)
     removed = dataset.column_names if tokens_only else _removed(dataset.column_names, steps)
     removed = [column for column in removed if column not in (args.weight_column, args.source_column)]

@@ -157,7 +157,7 @@ class SFTConfig(trl.SFTConfig):
 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "exchange_speeds"]  # noqa: RUF012 - JSON in flags, as in TRL
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_json()
         unset = [each.name for each in fields(self) if getattr(self, each.name) is each.default]
         with warnings.catch_warnings():

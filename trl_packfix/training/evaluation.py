@@ -24,6 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
+from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
@@ -38,7 +39,7 @@ from ..planning.degrees import SequenceParallel, schedule_in_order
 from ..planning.plans import RunPlans
 from ..planning.schedule import Schedule
 from ..planning.units import Bins
-from .checks import check_prepared, check_tokenised
+from .checks import check_prepared
 from .config import SFTConfig
 from .images import check_padded_images
 from .loading import TrainingData
@@ -142,7 +143,7 @@ class Evaluation:
     def _packed_model(self) -> PackedModel:
         return self.trainer.packed_model
 
-    def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader | None:
+    def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """The loader of a set, or None if TRL's is to be used.
 
         Args:
@@ -275,7 +276,7 @@ class Evaluation:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
         return [name for name in methods if _function(getattr(self.trainer, name)) is not getattr(self._own, name)]
 
-    def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader:
+    def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         args = self.args
         if self._data.images is None or "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
@@ -333,7 +334,7 @@ class Evaluation:
         return read_row_values(dataset, None, column if column in dataset.column_names else None, "evaluation")
 
     def run(
-        self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader, loss_only: bool, prefix: str
+        self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
         """Run an evaluation loop, and replace its loss and TRL's metrics by those of the whole set.
 

@@ -66,7 +66,7 @@ class TrainingData:
     reader: TokenReader | ImageRows
     documents: Documents
     row_values: RowValues
-    padded_collator: Callable
+    padded_collator: Callable[..., Any]
     unpacked_counts_first: bool
 
     def __init__(self, trainer: Any, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
@@ -111,14 +111,14 @@ class TrainingData:
             return RowValues()  # a stream is read, and checked, later
         return read_row_values(self.trainer.train_dataset, self.args.weight_column, self.args.source_column, "train")
 
-    def _collate_row_values(self) -> Callable:
+    def _collate_row_values(self) -> Callable[..., Any]:
         """The collator of unpacked rows, which have the two columns themselves."""
         index = {value: i for i, value in enumerate(self.row_values.column_values)}
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         keys = {key: column for key, column in columns.items() if column is not None}
         return RowValuesCollator(self.padded_collator, keys, index)
 
-    def with_row_values(self, collate: Callable, values: RowValues | None = None) -> Callable:
+    def with_row_values(self, collate: Callable[..., Any], values: RowValues | None = None) -> Callable[..., Any]:
         """`collate`, with the weights and sources that its documents have."""
         values = values or self.row_values
         has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
@@ -189,7 +189,7 @@ class TrainingData:
         self.constructed_with.check(self.args, model, trains=True)
         self._read_replaced_training_set()
 
-    def packed_loader(self) -> DataLoader:
+    def packed_loader(self) -> DataLoader[Any]:
         """The loader of packs of the training set. Plans the first epoch, and makes the report."""
         if isinstance(self.trainer.train_dataset, IterableDataset):
             return self._make_stream_loader()
@@ -230,8 +230,8 @@ class TrainingData:
         return with_tower(costs, model.config, type(model), any(p.requires_grad for p in tower.parameters()))
 
     def make_loader(
-        self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable
-    ) -> DataLoader:
+        self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
+    ) -> DataLoader[Any]:
         args = self.args
         return document_loader(
             dataset,
@@ -245,7 +245,7 @@ class TrainingData:
         )
 
     @property
-    def _training_collator(self) -> Callable:
+    def _training_collator(self) -> Callable[..., Any]:
         if self.args.pad_documents_to_multiple_of is None:
             return self.trainer.data_collator
         # lowered by `auto_find_batch_size`
@@ -302,7 +302,7 @@ class TrainingData:
 
     # Streams
 
-    def _make_stream_loader(self) -> DataLoader:
+    def _make_stream_loader(self) -> DataLoader[Any]:
         args = self.args
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
         stream = self.stream = PackedStream(

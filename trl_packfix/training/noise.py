@@ -39,18 +39,18 @@ class DocumentNoise(ModelHooks):
             self.model.get_input_embeddings().register_forward_hook(self._add_noise),
         ]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bounds = kwargs.get("cu_seq_lens_q")
         layout = layout_of(kwargs)
         index = layout.index if layout.degree > 1 else None
         self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], index))
         self._num_rows = 0
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running:
             self._running.pop()
 
-    def _add_noise(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def _add_noise(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output

@@ -84,7 +84,7 @@ class Objective:
 
     totals: TrainingTotals
 
-    def __init__(self, trainer: Any, compute_loss_func: Callable | None):
+    def __init__(self, trainer: Any, compute_loss_func: Callable[..., Any] | None):
         self.trainer = trainer
         self.values_of_batch: dict[str, Tensor] = {}
         self.same_pack = SamePackCheck()
@@ -242,7 +242,7 @@ class Objective:
         return (weights.to(trained.device) * counts).sum()
 
     def count_step(
-        self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list], Any]
+        self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
         """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
 
@@ -315,7 +315,7 @@ class Objective:
             yield caught
             return
 
-        def catch(module: nn.Module, args: tuple, output: Any) -> None:
+        def catch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             caught[:] = output.router_logits
 
         handle = base_model(self.trainer.model).base_model.register_forward_hook(catch)

@@ -256,7 +256,7 @@ class Restart:
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 
-    def resume_stream(self, checkpoint: str | None, loader: DataLoader, max_steps: int) -> None:
+    def resume_stream(self, checkpoint: str | None, loader: DataLoader[Any], max_steps: int) -> None:
         """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
         stream = getattr(loader, "dataset", None)
         if checkpoint is not None and isinstance(stream, PackedStream):

@@ -107,15 +107,15 @@ class SFTTrainer(trl.SFTTrainer):
         train_dataset: AnyDataset | None = None,
         eval_dataset: EvalDataset | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_loss_func: Callable | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         quantization_config: "BitsAndBytesConfig | None" = None,
         peft_config: PeftConfig | None = None,
-        formatting_func: Callable[[dict], str] | None = None,
+        formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = adopt(args, f"{name.split('/')[-1]}-SFT")
@@ -186,7 +186,7 @@ class SFTTrainer(trl.SFTTrainer):
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         args: SFTConfig,  # type: ignore[override]  # narrower than TRL's
         packing: bool,
-        formatting_func: Callable[[dict], str] | None,
+        formatting_func: Callable[[dict[str, Any]], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
@@ -268,7 +268,7 @@ class SFTTrainer(trl.SFTTrainer):
                 if isinstance(callback, BeforeFirstStep):
                     callback.end()
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """The training loader.
 
         Raises:
@@ -281,8 +281,8 @@ class SFTTrainer(trl.SFTTrainer):
         return loader
 
     def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> tuple[nn.Module, DataLoader]:
+        self, max_steps: int, train_dataloader: DataLoader[Any], resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader[Any]]:
         if forget_evaluation(self.accelerator, self.model):
             self.model_wrapped = self.model
         self.training_objective.start()
@@ -308,8 +308,8 @@ class SFTTrainer(trl.SFTTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, torch.Tensor | int | None]:
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
         if self.args.packing and self.state.global_step >= self.state.max_steps:
             # Resumed after its last step: transformers checks `max_steps` only after a step
             self.control.should_training_stop = True
@@ -335,7 +335,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # Evaluation
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.data.constructed_with.check(self.args, model)
         sets: Any = self.eval_dataset  # a dataset, or several by name
@@ -344,13 +344,13 @@ class SFTTrainer(trl.SFTTrainer):
         loader = self.evaluation.loader(dataset, needs_logits=self.compute_metrics is not None, prepares=True)
         return super().get_eval_dataloader(eval_dataset) if loader is None else loader
 
-    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader[Any]:
         loader = self.evaluation.loader(test_dataset, needs_logits=True, prepares=False)
         return super().get_test_dataloader(test_dataset) if loader is None else loader
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
