@@ -61,6 +61,9 @@ GENERATION = {
 }
 
 
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
 def packed_model(model, **settings):
     return PackedModel(model, torch.float32, "cpu", 64, **settings)
 
@@ -276,6 +279,55 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         assert packed.prove_prefixes(model) is None
 
 
+def turns_of(num_turns, generator):
+    """One sample per turn: each history goes on where the one before it ended, and has an answer of its own."""
+    history = torch.randint(16, 128, (3 * num_turns,), generator=generator)
+    answers = torch.randint(16, 128, (num_turns, 4), generator=generator)
+    return [torch.cat([history[: 3 * (i + 1)], answer]) for i, answer in enumerate(answers)]
+
+
+@pytest.mark.parametrize("num_turns", [5, mixer_prefixes.MAX_LEVELS, 3 * mixer_prefixes.MAX_LEVELS + 2])
+def test_deep_branches_need_few_calls(num_turns):
+    """Output and gradients of a scan from states, in fp64, against each document alone; also with a state forgotten."""
+    documents = turns_of(num_turns, torch.Generator().manual_seed(0))
+    batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
+    layout, bounds = layout_of(batch), {name: batch[name] for name in BOUNDS}
+    own = [layout.predicting(i) for i in range(num_turns)]
+    table = torch.randn(128, 14, dtype=torch.float64)  # by token, so that rows of shared tokens have the same values
+    calls = []
+
+    def scan(query, key, value, g, beta, **options):
+        calls.append(len(query))
+        return inner(query, key, value, g=g, beta=beta, **options)
+
+    def run(running, tokens):
+        q, k, v, g, beta = (x[None, :, None] for x in leaf[tokens].split([4, 4, 4, 1, 1], dim=1))
+        gates = (-g[..., 0].exp(), beta[..., 0].sigmoid())
+        out, _ = mixers.scan_delta(scan, running, q, k, v, *gates, use_qk_l2norm_in_kernel=True)
+        return out[0]
+
+    inner = sys.modules[type(zoo.build_model("qwen3_next").model.layers[0]).__module__].torch_chunk_gated_delta_rule
+    leaf, weights = table.clone().requires_grad_(), torch.randn(sum(map(len, own)), 1, 4, dtype=torch.float64)
+    with in_double():
+        alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
+        expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
+        calls.clear()
+        pack = PackedForward(**bounds, **layout.attention())
+        out = run(pack, batch["input_ids"][0])[torch.cat(own)]
+        found = torch.autograd.grad((out * weights).sum(), leaf)[0]
+    levels = mixer_prefixes.levels_of(pack).levels
+    assert len(levels) == num_turns or num_turns > mixer_prefixes.MAX_LEVELS
+    assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS and len(calls) <= 2 * len(levels)
+    assert (out - alone).abs().max() < 1e-13 and (found - expected).abs().max() < 1e-12 < expected.abs().max()
+    scanned = sum(batch.source.numel() for level in levels for batch in level.batches)
+    assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
+    for level in levels:
+        if level.parents is not None:
+            level.parents.zero_()  # all go on from the beginning
+    with in_double():
+        assert (run(pack, batch["input_ids"][0])[torch.cat(own)] - alone).abs().max() > 1e-3
+
+
 def test_mamba1_packs_whole_documents():
     """Its scans begin with no state."""
     model = zoo.build_model("mamba")
@@ -289,8 +341,7 @@ def test_pieces_are_cut_where_documents_part():
     documents = [[*common, 9, 10], [*common, 9, 11, 12], [*common, 13], [*other, 30], [*other, 31], [40, 41]]
     batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
     tokens, layout = batch["input_ids"][0].tolist(), layout_of(batch)
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    found = mixer_prefixes.pieces_of(PackedForward(*(batch[name] for name in names), kv_index=layout.kv_index))
+    found = mixer_prefixes.pieces_of(PackedForward(*(batch[name] for name in BOUNDS), kv_index=layout.kv_index))
     assert [stop for _, stop, _ in found[:-1]] == [start for start, _, _ in found[1:]]
 
     def path(piece):

@@ -2,7 +2,9 @@
 
 The rows of a pack are cut where documents part. The pieces are the nodes of a forest: the parent of a piece ends with
 the row before it in its documents. All pieces of one level are computed together, as rows of a batch that zeros pad,
-which leave a state as it is. So the number of calls is the depth of the forest, and each row is computed once.
+which leave a state as it is. So the number of levels is the depth of the forest, and each row is computed once. In a
+forest deeper than `MAX_LEVELS`, such as that of a long conversation with one sample per turn, a level has paths of
+several pieces. Then the scan (and nothing else) runs again on the first pieces of paths that have them in common.
 Gradients run through the states.
 
 The rows before a run lie anywhere before it in the pack. If ranks share the pack, some of them are in other parts: each
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
     from .mixers import Scan
 
 
+MAX_LEVELS = 8
+"""Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows."""
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Pieces of one level that share a call.
+    """Paths of one level that share a call.
 
     Attributes:
-        source: for each place of the batch its row in the pack, or the number of rows for padding, (pieces, longest).
+        source: for each place of the batch its row in the pack, or the number of rows for padding, (paths, longest).
     """
 
     source: Tensor
@@ -41,8 +47,8 @@ class Level:
 
     Attributes:
         batches: the calls of this level.
-        parents: for each piece, in the order of the batches, the number of its parent among all pieces before. None at
-            the first level.
+        parents: for each path, in the order of the batches, the number of the path before it among all paths of the
+            levels before, or -1. None at the first level.
     """
 
     batches: list[Batch]
@@ -69,20 +75,23 @@ def pieces_of(running: "PackedForward") -> list[tuple[int, int, int]]:
 
 
 def batches_of(
-    spans: list[tuple[int, int]], num_rows: int, place: Tensor, end: int, device: torch.device
+    paths: list[list[tuple[int, int]]], num_rows: int, place: Tensor, end: int, device: torch.device
 ) -> tuple[list[Batch], list[int]]:
-    """Batches of the pieces that begin and end with these rows, and the order in which they have them.
+    """Batches of paths, each the rows (start, stop) of its pieces, and the order in which they have them.
 
     Fills in the places of their rows, in the outputs of all batches, of which the first is at `end`.
     """
+    lengths = [sum(stop - start for start, stop in path) for path in paths]
     batches, order = [], []
-    for group in group_by_length([stop - start for start, stop in spans], num_rows):
-        longest = spans[group[0]][1] - spans[group[0]][0]
+    for group in group_by_length(lengths, num_rows):
+        longest = lengths[group[0]]
         source = torch.full((len(group), longest), num_rows)
-        for row, i in enumerate(group):
-            start, stop = spans[i]
-            source[row, : stop - start] = torch.arange(start, stop)
-            place[start:stop] = torch.arange(stop - start) + end + row * longest
+        for row, path in enumerate(paths[i] for i in group):
+            first = 0
+            for start, stop in path:
+                source[row, first : first + stop - start] = torch.arange(start, stop)
+                place[start:stop] = torch.arange(stop - start) + end + row * longest + first
+                first += stop - start
         end += source.numel()
         order += group
         batches.append(Batch(source.to(device)))
@@ -95,22 +104,42 @@ def levels_of(running: "PackedForward") -> Levels:
         return running.derived["levels"]
     pieces, device = pieces_of(running), running.cu_seq_lens_q.device
     num_rows = pieces[-1][1]
-    depths: list[int] = []
-    for _, _, parent in pieces:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    number: dict[int, int] = {}  # of each piece, in the order of calls
+    number: dict[int, int] = {}  # of each path by its last piece, in the order of calls
     place = torch.zeros(num_rows, dtype=torch.int64)
     levels, end = [], 0
-    for depth in range(max(depths) + 1):
-        own = [i for i in range(len(pieces)) if depths[i] == depth]
-        batches, order = batches_of([pieces[i][:2] for i in own], num_rows, place, end, device)
-        parents = [number.get(pieces[own[i]][2], -1) for i in order]
+    for depth, paths in enumerate(_paths(pieces)):
+        batches, order = batches_of([[pieces[i][:2] for i in path] for path in paths], num_rows, place, end, device)
+        parents = [number.get(pieces[paths[i][0]][2], -1) for i in order]
         end += sum(batch.source.numel() for batch in batches)
         for i in order:
-            number[own[i]] = len(number)
+            number[paths[i][-1]] = len(number)
         levels.append(Level(batches, torch.tensor(parents, device=device) if depth else None))
     running.derived["levels"] = Levels(levels, place.to(device))
     return running.derived["levels"]
+
+
+def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
+    """The pieces of each level, as paths from the first piece of the level to one after which none of it comes.
+
+    A level has one piece of each path, or as many as keep the levels of a deep forest at `MAX_LEVELS`.
+
+    >>> [len(paths) for paths in _paths([(0, 5, -1), (5, 9, 0), (9, 12, 0)])]
+    [1, 2]
+    """
+    depths: list[int] = []
+    for _, _, parent in pieces:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    pieces_per_level = -(-(max(depths) + 1) // MAX_LEVELS)
+    level = [depth // pieces_per_level for depth in depths]
+    goes_on = {parent for i, (_, _, parent) in enumerate(pieces) if parent >= 0 and level[parent] == level[i]}
+    paths: list[list[list[int]]] = [[] for _ in range(level[depths.index(max(depths))] + 1)]
+    for i in range(len(pieces)):
+        if i not in goes_on:
+            path = [i]
+            while (parent := pieces[path[0]][2]) >= 0 and level[parent] == level[i]:
+                path.insert(0, parent)
+            paths[level[i]].append(path)
+    return paths
 
 
 def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
