@@ -268,6 +268,25 @@ def test_heads_are_read_from_the_config():
     assert make_cost_model(config).attention == (Heads(3, 4, 4, 24, 12),)
 
 
+@pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
+def test_a_model_without_attention_pays_for_exchanges(model_type):
+    """Its mixers exchange tokens for heads, too. Without that cost all short packs would be shared by most ranks."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 32, "state_size": 16}
+    sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 2} if model_type == "mamba2" else {}
+    costs = make_cost_model(AutoConfig.for_model(model_type, **sizes))
+    (scan,) = costs.mixers
+    assert (scan.layers, scan.heads) == ((3, 8) if model_type == "mamba2" else (3, 128))
+    per_token, fixed = GroupTimes(costs).exchange(4)
+    keys, values = (2 * 4 * 16, 8 * 33) if model_type == "mamba2" else (4 * 2 * 16, 128 * 3)
+    assert per_token == pytest.approx(3 * (keys + values) * 2 * 3 * 3 / 4 / 300e9) and fixed > 0
+    lengths = np.random.default_rng(0).integers(2, 12, 400).tolist()
+    chosen = [
+        planner(lengths, cost_model=each, speeds=Speeds(), world_size=8, max_length=32).schedule(0).degrees
+        for each in (costs, replace(costs, mixers=()))
+    ]
+    assert (chosen[0] == 1).mean() > 0.7 and chosen[0].max() == 2 and (chosen[1] > 2).mean() > 0.7
+
+
 def test_costs_of_ranks_are_even_shares_of_their_pack():
     lengths = [*np.random.default_rng(0).integers(1, 12, 60).tolist(), 60]
     run = planner(lengths, 4, 16, accumulation=2)

@@ -2,11 +2,13 @@
 
 A token costs two operations per parameter that is applied to it. The parameters are counted on the model itself, which
 torch's meta device builds at its real size within a second and without memory. So no architecture needs its own rule.
+The scans of recurrent layers have none; they are read from the modules.
 A patch costs the same in the vision tower, by the parameters of the tower.
 """
 
 import copy
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..planning.costs import LLAMA_7B, CostModel, TowerCosts, tower_costs_of, with_pairs_of
+from ..planning.costs import LLAMA_7B, CostModel, Mixers, TowerCosts, tower_costs_of, with_pairs_of, with_scans
+
+# Tokens of a chunk in flash-linear-attention's kernels
+DELTA_CHUNK = 64
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,8 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     if found is None or not hasattr(text, "num_hidden_layers"):
         return LLAMA_7B
     try:
-        return with_pairs_of(text, 2.0 * active_parameters(_built(found, given)))
+        model = _built(found, given)
+        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), scans_of(model))
     except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
         logger.warning(
             f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
@@ -133,6 +139,42 @@ def active_parameters(model: PreTrainedModel) -> float:
             are_experts = parameter.ndim == 3 and len(parameter) == num_experts and shares[name] == 1
             total += parameter.numel() * (share if are_experts else shares[name])
     return total
+
+
+def scans_of(model: nn.Module) -> tuple[Mixers, ...]:
+    """The scans of the recurrent layers of a model, read from the modules that have decays (`A_log`).
+
+    Counted is what kernels compute, in chunks. transformers' code in torch repeats the keys of Mamba-2 for each head. A
+    layer of another kind is not counted.
+    """
+    scans = [_scan(module) for _, module in model.named_modules(remove_duplicate=False)]
+    layers = Counter(scan for scan in scans if scan is not None)
+    return tuple(scan._replace(layers=number) for scan, number in layers.items())
+
+
+def _scan(module: nn.Module) -> Mixers | None:
+    decays = getattr(module, "A_log", None)
+    if not isinstance(decays, nn.Parameter):
+        return None
+    names = (
+        "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size".split()
+    )
+    value_heads, heads, key_heads, key, value, size, state, groups, chunk = (
+        getattr(module, name, None) for name in names
+    )
+    if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
+        per_pair, per_token = 2.0 * (groups * state + heads * size), 4.0 * heads * size * state
+        return Mixers(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
+    if state is not None and decays.ndim > 1:  # Mamba-1: each channel has `state` numbers
+        channels = decays.numel() // state
+        # beside the two operations of its decays, which are parameters
+        return Mixers(1, channels, 1, 4.0 * channels * state, 1, 0.0, 3, 2 * state)
+    heads, key, value = value_heads or heads, key or size, value or size
+    if not (heads and key and value):
+        return None
+    decay = 1 if value_heads else key  # KDA has one for each row of a key
+    per_pair, per_token = heads * (6.0 * key + 4.0 * value), 6.0 * heads * key * value
+    return Mixers(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, 2 * value + 1 + decay, 2 * key)
 
 
 def _experts(config: PreTrainedConfig) -> tuple[float, float]:

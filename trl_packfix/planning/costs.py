@@ -35,6 +35,27 @@ class Heads(NamedTuple):
     value_dim: int
 
 
+class Mixers(NamedTuple):
+    """Recurrent layers with the same scan: what it computes, and what an exchange between ranks sends.
+
+    Attributes:
+        layers: how many there are.
+        heads, kv_heads: heads of values, and of keys, of one layer; of Mamba-1, channels and 1.
+        per_token: FLOPs of one token with the states of one layer.
+        chunk, per_pair: tokens that are computed with each other, and FLOPs of a pair of them, in one layer.
+        per_head, per_kv_head: numbers that a token sends and gets back for each head.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    per_token: float
+    chunk: int
+    per_pair: float
+    per_head: int
+    per_kv_head: int
+
+
 @dataclass(frozen=True)
 class TowerCosts:
     """FLOPs of a forward pass of a vision tower, by the numbers in its input: a patch is some hundreds of them.
@@ -72,9 +93,11 @@ class CostModel:
     Attributes:
         per_token: FLOPs of one token in all matrices, LM head included.
         per_pair: FLOPs of one pair of tokens in all layers with full causal attention.
-        windows: (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included.
-        chunks: the same for layers in which a token sees its own chunk of so many tokens only.
+        windows: (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included. A scan has
+            a window of 1: what a token costs beside matrices with weights.
+        chunks: the same for layers in which a token sees its own chunk of so many tokens only, and for scans in chunks.
         attention: the heads of the layers with attention, for the cost of sequence parallelism; empty: not known.
+        mixers: the scans of recurrent layers, likewise.
         tower: the costs of images; None without a vision tower, or if they cannot be counted.
 
     >>> CostModel(per_token=10, per_pair=2)([1, 3]).tolist()
@@ -86,19 +109,21 @@ class CostModel:
     windows: tuple[tuple[int, float], ...] = ()
     chunks: tuple[tuple[int, float], ...] = ()
     attention: tuple[Heads, ...] = field(default=(), compare=False)
+    mixers: tuple[Mixers, ...] = field(default=(), compare=False)
     tower: TowerCosts | None = None
 
     @property
     def heads(self) -> int | None:
-        """Attention heads of the layer with the fewest; None if they are not known."""
-        return min((each.heads for each in self.attention), default=None)
+        """Heads of the layer with the fewest, attention or scan; None if they are not known."""
+        return min((each.heads for each in (*self.attention, *self.mixers)), default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
         """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.
 
         Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
         """
-        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in self.attention), default=1.0)
+        layers = self.attention or self.mixers
+        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in layers), default=1.0)
         if unevenness == 1:
             return self
         return replace(
@@ -148,9 +173,8 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
     """The cost model of a decoder with this config, read by the names that transformers' configs share.
 
     Counted are attention (grouped, latent, sliding, chunked, compressed) and the scores of its indexer, if it has one.
-    Sparse attention counts all pairs: transformers computes them and masks those that are not selected. The scan of a
-    recurrent layer is not counted. It is 6 % of the FLOPs of a token in granite-4.0-h-350m on fused kernels (16 % in
-    transformers' own code, which repeats the keys for each head), and below 2 % in models of 7B and more.
+    Sparse attention counts all pairs: transformers computes them and masks those that are not selected. `with_scans`
+    adds recurrent layers.
 
     Args:
         config: of transformers, the text config where a model has several.
@@ -180,6 +204,24 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
             full += pair
     attention = tuple(Heads(layers, *each) for each, layers in heads.items())
     return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
+
+
+def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
+    """The same cost model with the scans of recurrent layers.
+
+    >>> scan = Mixers(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
+    >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))([1, 3]).tolist()  # pairs in chunks of 2: 1, and 3 + 1
+    [22.0, 68.0]
+    """
+    windows, chunks = Counter(dict(costs.windows)), Counter(dict(costs.chunks))
+    for each in mixers:
+        windows[1] += each.layers * each.per_token
+        chunks[each.chunk] += each.layers * each.per_pair
+    found = {
+        name: tuple(sorted((n, x) for n, x in each.items() if x))
+        for name, each in (("windows", windows), ("chunks", chunks))
+    }
+    return replace(costs, **found, mixers=mixers)
 
 
 def tower_costs_of(config: Any, per_patch: float) -> TowerCosts:

@@ -74,8 +74,8 @@ class GroupTimes:
     def exchange(self, degree: int) -> tuple[float, float]:
         """Seconds of the exchanges of a micro-step: (for each token of a rank, whatever the tokens).
 
-        A token sends its queries and gets back their outputs. Keys and values are sent for as many heads as there are
-        ranks, if the model has fewer.
+        A token sends its queries, or the values of a scan, and gets back their outputs. Keys are sent for as many heads
+        as there are ranks, if the model has fewer.
         """
         if degree == 1:
             return 0.0, 0.0
@@ -86,7 +86,12 @@ class GroupTimes:
             each.layers * (each.heads + max(each.kv_heads, degree)) * (each.key_dim + each.value_dim)
             for each in self.cost_model.attention
         )
-        exchanges = 2 * speeds.exchanging_passes * sum(each.layers for each in self.cost_model.attention)
+        values += sum(
+            each.layers * (each.heads * each.per_head + max(each.kv_heads, degree) * each.per_kv_head)
+            for each in self.cost_model.mixers
+        )
+        layers = sum(each.layers for each in (*self.cost_model.attention, *self.cost_model.mixers))
+        exchanges = 2 * speeds.exchanging_passes * layers
         latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
