@@ -23,6 +23,7 @@ from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
 from .decoder_inputs import cut_to_part
 from .exchange import group_of
+from .mixer_states import SendsStates
 from .mixers import MixerNames
 from .models import backbone, base_model, has_attention, text_config
 from .rows import DocumentRows, Group
@@ -67,6 +68,7 @@ class PackedForward:
             int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
         run_lengths: rows and keys of each run on the host, (runs, 2), or None.
         mixers: the functions of mixers that are replaced during this forward, or None.
+        sends_states: see `PackedForwardGuard`.
         derived: what modules derive from the boundaries once per pack.
     """
 
@@ -82,6 +84,7 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     mixers: MixerNames | None = field(default=None, repr=False, compare=False)
+    sends_states: SendsStates | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
@@ -298,12 +301,14 @@ class PackedForwardGuard(ModelHooks):
     Attributes:
         ignores_masks: see `PackedForward`.
         mixers: the functions of the model's mixers that are replaced while packs run.
+        sends_states: where ranks share a pack, whether scans send states in place of tokens. None: never.
     """
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
         self.model, self.fed = model, fed
         self.ignores_masks = False
+        self.sends_states: SendsStates | None = None
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self.mixers = MixerNames(model, running_pack)
@@ -348,7 +353,9 @@ class PackedForwardGuard(ModelHooks):
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs, layout)
-                running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
+                running = replace(
+                    running, ignores_masks=self.ignores_masks, mixers=self.mixers, sends_states=self.sends_states
+                )
                 self._made = running
             enter(running)
             if running.kv_index is not None:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
+from ..attention.mixer_states import SendsStates, Volume
 from ..attention.models import base_model, has_attention, text_config
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
@@ -49,6 +50,7 @@ class PackedModel:
     Attributes:
         attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
+        sends_states: whether a scan sends states to the other ranks, and the most tokens of a part. None: never.
         isolation: the result of the last probe; None before the first.
         prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
@@ -72,6 +74,7 @@ class PackedModel:
         self.own_hooks = own_hooks
         self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
+        self.sends_states: tuple[SendsStates, int] | None = None
         self.attends = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
@@ -94,6 +97,7 @@ class PackedModel:
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
         self._proved_degrees: dict[int, IsolationReport] = {}
+        self._proved_states: set[int] = set()  # degrees at which scans may send states
 
     def _choice(self, needs_varlen: str | None) -> AttentionChoice:
         return choose_attention(
@@ -173,8 +177,8 @@ class PackedModel:
         """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
 
         If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. With images both have
-        images that lie in several parts. A model that is proved at this degree already is not probed again. All ranks
-        must call it.
+        images that lie in several parts. If scans may send states at this degree, the model is probed with and without.
+        A model that is proved at this degree already is not probed again. All ranks must call it.
 
         Raises:
             PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
@@ -189,9 +193,19 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
-        found = check_isolation(wrapped, self.max_length, degree, self.images, self.attention.previous)
-        agreed((found.isolated, found.equal))
+        volumes: list[Volume] = []  # of the scans that could send states
+
+        def note(volume: Volume, tokens: int, degree: int) -> bool:
+            volumes.append(volume)
+            return False
+
+        found = self._check_degree(wrapped, degree, note)
         found.raise_if_leaking(self.on_leak)
+        if self.sends_states is not None:
+            sends, tokens = self.sends_states
+            if any(sends(volume, tokens, degree) for volume in set(volumes)):
+                self._check_degree(wrapped, degree, lambda *given: True).raise_if_leaking(self.on_leak)
+                self._proved_states.add(degree)
         if self.prefixes_are_proved and (reason := self._refusal_of_prefixes(wrapped, degree)) is not None:
             raise PackingLeakError(
                 f"Documents that share prefixes were packed, {degree} ranks shared the pack, and {reason}. Each of the "
@@ -199,6 +213,18 @@ class PackedModel:
             )
         self._proved_degrees[degree] = found
         return found
+
+    def _check_degree(self, wrapped: nn.Module, degree: int, sends_states: SendsStates) -> IsolationReport:
+        self._guard.sends_states = sends_states
+        found = check_isolation(wrapped, self.max_length, degree, self.images, self.attention.previous)
+        self._guard.sends_states = self._may_send_states
+        agreed((found.isolated, found.equal))
+        return found
+
+    def _may_send_states(self, volume: Volume, tokens: int, degree: int) -> bool:
+        if self.sends_states is None or degree not in self._proved_states:
+            return False
+        return self.sends_states[0](volume, tokens, degree)
 
     def prove_prefixes(self, wrapped: nn.Module) -> str | None:
         """Probe packs whose documents share prefixes; `prove` must have passed. All ranks must call it.

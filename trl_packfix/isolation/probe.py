@@ -43,6 +43,7 @@ NO_DRIVER = "0 active drivers"
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
+OVER_PARTS = (13, 1, 11, 28)  # the same for more than two ranks: the last one fills a part and goes on, 53 tokens
 SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
 PADDING = 2  # tokens behind a document in a padded row
 READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
@@ -149,7 +150,7 @@ class Probe:
 
     def examples(self, max_length: int | None) -> Examples:
         """Documents of text, each of at most `max_length` tokens, and changes of them."""
-        lengths = [min(n, max_length or n) for n in LENGTHS]
+        lengths = [min(n, max_length or n) for n in (LENGTHS if self.degree <= 2 else OVER_PARTS)]
         # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
         documents = [self.tokens(n) for n in lengths]
         return documents, [(i, self.tokens(lengths[i] + more)) for i in (0, 2) for more in (0, SPARE)]

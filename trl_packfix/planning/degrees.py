@@ -58,6 +58,30 @@ class Speeds:
     exchanging_passes: int = 3
     bytes_per_value: int = 2
 
+    def all_to_all(self, degree: int) -> tuple[float, float]:
+        """Seconds of an all-to-all: (for each byte of a rank, which keeps its share of them, whatever the bytes)."""
+        inside = min(degree, self.ranks_per_node)
+        seconds = (inside - 1) / degree / self.within + (degree - inside) / degree / self.between
+        return seconds, self.latency_within if degree <= self.ranks_per_node else self.latency_between
+
+    def sends_states(self, volume: tuple[float, float, float], tokens: int, degree: int) -> bool:
+        """Whether a scan takes less time if ranks send states, and do not exchange the tokens of their parts for heads.
+
+        Args:
+            volume: bytes of a token in both exchanges, bytes of a state for each other rank, and FLOPs per token that
+                are computed once more with states, if a document fills a part.
+            tokens: of a part.
+
+        >>> speeds, volume = Speeds(), (24.8e3, 4.2e6, 8.4e6)
+        >>> [speeds.sends_states(volume, tokens, degree=16) for tokens in (2_000, 8_000)]
+        [False, True]
+        """
+        per_token, state, repeated = volume
+        per_byte, latency = self.all_to_all(degree)
+        tokens_sent = self.exchanging_passes * (tokens * per_token * per_byte + 2 * latency)
+        states_sent = self.exchanging_passes * (degree * state * per_byte + latency)
+        return states_sent + self.passes * tokens * repeated / self.flops < tokens_sent
+
 
 @dataclass(frozen=True)
 class GroupTimes:
@@ -80,8 +104,7 @@ class GroupTimes:
         if degree == 1:
             return 0.0, 0.0
         speeds = self.speeds
-        inside = min(degree, speeds.ranks_per_node)
-        sent = (inside - 1) / degree / speeds.within + (degree - inside) / degree / speeds.between
+        sent, latency = speeds.all_to_all(degree)
         values = sum(
             each.layers * (each.heads + max(each.kv_heads, degree)) * (each.key_dim + each.value_dim)
             for each in self.cost_model.attention
@@ -92,7 +115,6 @@ class GroupTimes:
         )
         layers = sum(each.layers for each in (*self.cost_model.attention, *self.cost_model.mixers))
         exchanges = 2 * speeds.exchanging_passes * layers
-        latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:

@@ -339,7 +339,7 @@ class TrainingData:
         if args.neftune_noise_alpha is not None:
             model = base_model(self.trainer.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
-        return PackedModel(
+        packed_model = PackedModel(
             self.trainer.model,
             self.attention_dtype,
             args.device.type,
@@ -351,6 +351,9 @@ class TrainingData:
             shares_prefixes=args.share_prefixes != "off",
             images=None if self.images is None else self.images.examples,
         )
+        if args.tokens_per_rank is not None:
+            packed_model.sends_states = speeds(args).sends_states, args.tokens_per_rank
+        return packed_model
 
     @property
     def attention_dtype(self) -> torch.dtype:
