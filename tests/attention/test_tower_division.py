@@ -7,7 +7,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
 from trl_packfix.attention import tower_division
-from trl_packfix.attention.forwards import _take_boundaries, _towers
+from trl_packfix.attention.forwards import _take_boundaries
+from trl_packfix.attention.models import towers
+from trl_packfix.attention.tower_attention import TOWER_ATTENTION
 from trl_packfix.attention.tower_division import TowerDivision, divide, outermost
 from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
 
@@ -27,7 +29,7 @@ DIVIDED = (
 def call_of_tower(family: str):
     """The tower of a family, and the arguments that it gets for a pack with three images."""
     model, examples = build_model(family).eval(), examples_of(family)
-    (tower,) = [each for each in outermost(_towers(model)) if "vision" in type(each).__name__.lower()]
+    (tower,) = [each for each in outermost(towers(model)) if "vision" in type(each).__name__.lower()]
     calls = []
     handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
     text = torch.tensor([7, 8, 9])
@@ -47,9 +49,12 @@ def leaves(value) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("degree", [2, 8])
-@pytest.mark.parametrize("family", DIVIDED)
+@pytest.mark.parametrize("family", [*DIVIDED, "qwen2_5_vl on our attention", "qwen3_vl on our attention"])
 def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkeypatch):
-    tower, (args, kwargs) = call_of_tower(family)
+    name, *ours = family.split(" on ")
+    tower, (args, kwargs) = call_of_tower(name)
+    if ours:
+        tower.config._attn_implementation = TOWER_ATTENTION
     sent, computed = {}, []
 
     def exchanged(flat, send, receive, group):

@@ -373,7 +373,7 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
 def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
     """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
     monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))
-    monkeypatch.setattr(varlen, "_runs_flash", lambda *args: True)
+    monkeypatch.setattr(varlen, "runs_flash", lambda *args: True)
 
     class Config:
         layer_types, attention_chunk_size = ["chunked_attention"], 16
@@ -396,11 +396,11 @@ def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch)
 
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: None)
     narrow, wide = OnCuda(256), OnCuda(512)
-    assert varlen._runs_flash(narrow, narrow, None, 0.0)
-    assert not varlen._runs_flash(wide, wide, None, 0.0)  # the full layers of Gemma 4; its other layers have 256
-    assert not varlen._runs_flash(narrow, narrow, 50.0, 0.0) and not varlen._runs_flash(narrow, narrow, None, 0.1)
+    assert varlen.runs_flash(narrow, narrow, None, 0.0)
+    assert not varlen.runs_flash(wide, wide, None, 0.0)  # the full layers of Gemma 4; its other layers have 256
+    assert not varlen.runs_flash(narrow, narrow, 50.0, 0.0) and not varlen.runs_flash(narrow, narrow, None, 0.1)
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: "compute capability 7.5 is below 8.0")
-    assert not varlen._runs_flash(narrow, narrow, None, 0.0)
+    assert not varlen.runs_flash(narrow, narrow, None, 0.0)
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -2,7 +2,8 @@
 
 `choose_attention` applies this precedence. On CUDA:
 
-    the user's flash attention -> flash_attention_2, if flash-attn works here and the model supports it
+    the user's flash attention -> packfix_varlen on FlashAttention-3, if it is installed and the GPU is Hopper
+        -> flash_attention_2, if flash-attn works here and the model supports it
         -> packfix_varlen on the FlashAttention-2 kernels built into torch
         -> packfix_varlen document by document, with a warning: not flash, and still without a (T, T) mask
 
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from .hopper import FA3, activated_by_user, fa3_problem
 from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
@@ -41,12 +43,14 @@ class AttentionChoice:
         is_flash: whether it runs on flash attention kernels.
         previous: the implementation that the model had before.
         reason: why this one was chosen.
+        activates: what is activated in torch while the model takes packs: "FA3", or None.
     """
 
     name: str
     is_flash: bool
     previous: str
     reason: str
+    activates: str | None = None
 
 
 def select_attention(
@@ -241,13 +245,32 @@ def _choose_on_cuda(
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
-    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
+    obstacles, remedies = _obstacles(config, widest)
+    active = activated_by_user()
+    activates = FA3 if active is None and not obstacles and FA3 not in refusals and fa3_problem() is None else None
+    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None and activates is None:
         problem = _setting_problem(model, "flash_attention_2", previous)
         if problem is None:
             reason = "flash-attn is installed and the model supports it"
             return AttentionChoice("flash_attention_2", True, previous, reason)
         refused = f"; flash_attention_2 cannot be used: {problem}"
 
+    if not obstacles:
+        if active is not None:
+            kernels = f"{active}, which is activated in torch"
+        elif activates is not None:
+            kernels = "FlashAttention-3 (flash-attn-3 is installed and the GPU is Hopper)"
+        else:
+            kernels = "the FlashAttention-2 kernels built into torch"
+        return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused, activates)
+    reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
+    flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
+    warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{flash}", stacklevel=3)
+    return AttentionChoice(ATTENTION_NAME, False, previous, reason)
+
+
+def _obstacles(config: Any, widest: int) -> tuple[list[str], list[str]]:
+    """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
     obstacles, remedies = [], []
     if (problem := cuda_varlen_problem()) is not None:
         obstacles.append(problem)
@@ -262,13 +285,7 @@ def _choose_on_cuda(
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"
         )
-    if not obstacles:
-        reason = f"the FlashAttention-2 kernels built into torch{refused}"
-        return AttentionChoice(ATTENTION_NAME, True, previous, reason)
-    reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
-    flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
-    warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{flash}", stacklevel=3)
-    return AttentionChoice(ATTENTION_NAME, False, previous, reason)
+    return obstacles, remedies
 
 
 def _setting_problem(model: PreTrainedModel, name: str, previous: str) -> str | None:

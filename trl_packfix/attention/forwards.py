@@ -25,7 +25,7 @@ from .decoder_inputs import cut_to_part
 from .exchange import group_of
 from .mixer_states import SendsStates
 from .mixers import MixerNames
-from .models import backbone, base_model, has_attention, text_config
+from .models import backbone, base_model, has_attention, text_config, towers
 from .rows import DocumentRows, Group
 from .runs import SharedRuns
 from .tower_division import TowerDivision, divide, outermost
@@ -319,7 +319,7 @@ class PackedForwardGuard(ModelHooks):
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         takers = (self.model, *self.fed)
-        towers = _towers(self.model)
+        reads_images = towers(self.model)
         return [
             *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in takers),
             # always_call: after a forward that raises, the next one must not be marked as packed
@@ -328,16 +328,16 @@ class PackedForwardGuard(ModelHooks):
                 module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
                 for module in _flash_attentions(self.model)
             ),
-            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in towers),
+            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in reads_images),
             *(
                 handle
-                for module in outermost(towers)
+                for module in outermost(reads_images)
                 for handle in (
                     module.register_forward_pre_hook(self._divide, with_kwargs=True),
                     module.register_forward_hook(self._join, always_call=True),
                 )
             ),
-            *([backbone(self.model).register_forward_pre_hook(_take_part, with_kwargs=True)] if towers else []),
+            *([backbone(self.model).register_forward_pre_hook(_take_part, with_kwargs=True)] if reads_images else []),
         ]
 
     def remove(self) -> None:
@@ -401,16 +401,6 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
         if getattr(module, "is_causal", False)
         and getattr(module, "config", text) is text
         and inspect.getfullargspec(module.forward).varkw is not None
-    ]
-
-
-def _towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of a model that read something else than its text, such as images."""
-    text, decoder = text_config(model), backbone(model)
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and module.config is not text and decoder not in module.modules()
     ]
 
 

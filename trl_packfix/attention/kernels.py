@@ -228,6 +228,57 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device) -> DocumentRo
     return DocumentRows(list(lengths), device, sum(lengths))
 
 
+# Not compiled: the number of groups depends on the lengths.
+@torch.compiler.disable
+def attend_in_rows(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Attention of each token to all tokens of its document, not causal, on any device and without a mask.
+
+    Documents of one length are rows of one batch, so that the images of a pack, or the windows of all its images, need
+    few launches.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> together = attend_in_rows(q, k, v, [3, 2], scale=0.5)
+    >>> torch.allclose(together[:, :, 3:], attend_in_rows(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5))
+    True
+    """
+    rows = _rows_of_one_length(tuple(lengths), query.device)
+    gqa = query.shape[1] != key.shape[1]
+    states = [x if rows.source is None else x.index_select(2, rows.source) for x in (query, key, value)]
+    sizes = [count * length for count, length in rows.shapes]
+    outs = []
+    for shape, *parts in zip(rows.shapes, *(x.split(sizes, dim=2) for x in states), strict=True):
+        q, k, v = (x[0].unflatten(1, shape).transpose(0, 1) for x in parts)  # (rows, heads, tokens, D)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    joined = torch.cat(outs)
+    if rows.place is not None:
+        joined = joined.index_select(0, rows.place)
+    return joined.transpose(0, 1)[None]
+
+
+class _Rows(NamedTuple):
+    """Documents by length: (number, length) of each group, and where tokens come from and go to; None: in order."""
+
+    shapes: list[tuple[int, int]]
+    source: Tensor | None
+    place: Tensor | None
+
+
+@lru_cache(maxsize=4)  # the same in every layer; a tower may have layers with windows and layers without
+def _rows_of_one_length(lengths: tuple[int, ...], device: torch.device) -> _Rows:
+    each = torch.tensor([length for length in lengths if length])
+    ordered, order = each.sort(stable=True)
+    found, counts = ordered.unique_consecutive(return_counts=True)
+    shapes = list(zip(counts.tolist(), found.tolist(), strict=True))
+    if torch.equal(order, torch.arange(len(each))):
+        return _Rows(shapes, None, None)
+    starts = (each.cumsum(0) - each)[order]
+    source = torch.repeat_interleave(starts - (ordered.cumsum(0) - ordered), ordered) + torch.arange(int(each.sum()))
+    return _Rows(shapes, source.to(device), source.argsort().to(device))
+
+
 def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))

@@ -47,3 +47,13 @@ def has_attention(model: nn.Module) -> bool:
 def text_config(model: PreTrainedModel) -> Any:
     """The config of the part that reads packs: of a multimodal model that of its text decoder, else the model's."""
     return model.config.get_text_config(decoder=True)
+
+
+def towers(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model that read something else than its text, such as images."""
+    text, decoder = text_config(model), backbone(model)
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module.config is not text and decoder not in module.modules()
+    ]

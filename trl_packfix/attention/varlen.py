@@ -127,7 +127,7 @@ def varlen_attention(
         query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
         kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, attention_mask, kwargs, running)
-    query, key, value = _cast(module, query, key, value)
+    query, key, value = cast(module, query, key, value)
     window, chunk = _local_pattern(module, kwargs)
     exchange = None
     if running is not None and running.degree > 1:
@@ -138,7 +138,7 @@ def varlen_attention(
     num_tokens = query.shape[2]
     options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
     shared = running.shared if running is not None else None
-    is_flash = _runs_flash(query, value, softcap, dropout)
+    is_flash = runs_flash(query, value, softcap, dropout)
     if shared is not None and is_flash:
         out = attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **options)
     elif shared is not None:
@@ -253,7 +253,7 @@ def _check_packed_call(
         )
 
 
-def _runs_flash(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+def runs_flash(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
     device = query.device.type
     return (
@@ -385,7 +385,7 @@ def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | N
     return window, config.attention_chunk_size if kind == "chunked_attention" else None
 
 
-def _cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
+def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here.
 
     Without autocast, fp32 queries of a model in half precision (norms in fp32, as peft prepares quantised models) get
@@ -415,7 +415,7 @@ def _unpacked_math(
     sinks: Tensor | None,
 ) -> Tensor:
     """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
-    query, key, value = _cast(module, query, key, value)
+    query, key, value = cast(module, query, key, value)
     batch, _, num_queries, _ = query.shape
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
     if mask is not None or num_queries == 1 or not _is_causal(module, kwargs):
@@ -424,7 +424,7 @@ def _unpacked_math(
     # than the prompt; only its start is filled then.
     key, value = key[:, :, :num_queries], value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    if query.dtype in CUDA_DTYPES and _runs_flash(query, value, softcap, dropout):
+    if query.dtype in CUDA_DTYPES and runs_flash(query, value, softcap, dropout):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
         longest = (num_queries, num_queries)
         out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)

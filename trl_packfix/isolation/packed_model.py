@@ -10,11 +10,19 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention import hopper
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
 from ..attention.mixer_states import SendsStates, Volume
 from ..attention.models import base_model, has_attention, text_config
+from ..attention.tower_attention import (
+    REPLACED,
+    TOWER_ATTENTION,
+    TowerAttentionError,
+    set_tower_attention,
+    tower_configs,
+)
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
@@ -90,6 +98,8 @@ class PackedModel:
             if loses_flash:
                 needs_varlen = None  # flash attention gains more than shared prefixes
         self.attention = self._choice(needs_varlen)
+        if (note := self._note_on_towers()) is not None:
+            self.attention = replace(self.attention, reason=f"{self.attention.reason}; {note}")
         self.isolation: IsolationReport | None = None
         self.prefixes_are_proved = False
         fed = [module for hooks in self.own_hooks for module in hooks.fed]
@@ -99,13 +109,35 @@ class PackedModel:
         self._proved_degrees: dict[int, IsolationReport] = {}
         self._proved_states: set[int] = set()  # degrees at which scans may send states
 
+    @property
+    def _takes_towers(self) -> bool:
+        """Whether vision towers that hand over the boundaries of their images run on our attention."""
+        return self.images is not None and self.enforce_flash_attention and TOWER_ATTENTION not in self._refusals
+
+    def _note_on_towers(self) -> str | None:
+        """What the report says about vision towers that would call attention image by image."""
+        configs = [] if self.images is None else tower_configs(base_model(self.model))
+        names = {config._attn_implementation for config in configs}
+        if self._takes_towers and names & {REPLACED, TOWER_ATTENTION}:
+            return f"vision tower on {TOWER_ATTENTION}, all images of a pack together"
+        slow = [name for name in sorted(names) if name is not None and "flash" not in name]
+        if not slow:
+            return None
+        why = self._refusals.get(TOWER_ATTENTION) or (
+            "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+        )
+        return (
+            f"vision tower on {slow[0]}, image by image: {why} (attn_implementation='flash_attention_2' for the whole "
+            "model avoids it)"
+        )
+
     def _choice(self, needs_varlen: str | None) -> AttentionChoice:
         return choose_attention(
             self.model,
             self.enforce_flash_attention,
             self.dtype,
             device_type=self.device_type,
-            refusals=self._refusals,
+            refusals={name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION},
             needs_varlen=needs_varlen,
         )
 
@@ -133,12 +165,7 @@ class PackedModel:
         gather_lm_head_with_model(base_model(self.model))
         if self._head is None:  # the engine may have sharded the model since `attend`
             self._head = unshard_lm_head(base_model(self.model))
-        try:
-            found = self._check(wrapped)
-        except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
-            self._choose_another(error)
-            found = self._check(wrapped)
-        self.isolation = found
+        self.isolation = found = self._judged(wrapped)
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
@@ -147,6 +174,47 @@ class PackedModel:
             reason = f"UNPACKED, documents as rows of padded batches, because {found.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
+
+    def _judged(self, wrapped: nn.Module) -> IsolationReport:
+        """Probe the model. Where a kernel refuses it or computes it wrongly, do without that kernel."""
+        found = self._check_on_kernels(wrapped)
+        for kernel in (self.attention.activates, TOWER_ATTENTION if self._has_own_towers else None):
+            if kernel is None or (found.isolated and found.equal):
+                continue
+            self._use(kernel, refusal=found.summary())
+            without = self._check_on_kernels(wrapped)
+            if without.isolated and without.equal:
+                return without
+            self._use(kernel)  # the defect is elsewhere
+        return found
+
+    def _check_on_kernels(self, wrapped: nn.Module) -> IsolationReport:
+        """Probe the model on the first kernels that do not refuse it."""
+        while True:
+            try:
+                return self._check(wrapped)
+            except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
+                reason = " ".join(str(error).split())
+                if isinstance(error, TowerAttentionError):
+                    self._use(TOWER_ATTENTION, refusal=reason)
+                elif self.attention.activates is not None:
+                    self._use(self.attention.activates, refusal=reason)
+                else:
+                    self._choose_another(error)
+
+    @property
+    def _has_own_towers(self) -> bool:
+        return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(base_model(self.model)))
+
+    def _use(self, kernel: str, refusal: str | None = None) -> None:
+        """Use FlashAttention-3, or our attention in vision towers; with `refusal`, the reason, do without it."""
+        self.rest()
+        if refusal is None:
+            del self._refusals[kernel]
+        else:
+            self._refusals[kernel] = refusal
+        self._choose()
+        self.attend()
 
     def _choose_another(self, error: KernelError) -> None:
         """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
@@ -320,6 +388,14 @@ class PackedModel:
         self.attends = True
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
+        if self._takes_towers:
+            set_tower_attention(base_model(self.model), TOWER_ATTENTION)
+        if self.attention.activates is not None:
+            try:
+                hopper.activate()
+            except (ImportError, OSError, RuntimeError) as error:  # built for another torch; without a backward
+                self._use(self.attention.activates, refusal=" ".join(str(error).split()))
+                return
         for hooks in self._hooks:
             hooks.install()
         self._head = unshard_lm_head(base_model(self.model))
@@ -329,6 +405,9 @@ class PackedModel:
         if not self.attends:
             return
         self.attends = False
+        if self.attention.activates is not None:
+            hopper.deactivate()
+        set_tower_attention(base_model(self.model), REPLACED)
         for hooks in self._hooks:
             hooks.remove()
         if self._head is not None:

@@ -23,6 +23,7 @@ from ..attention.forwards import all_in_one_batch
 from ..attention.kernels import KernelError
 from ..attention.mixers import tokens_summed_in_common
 from ..attention.models import base_model, below_head, text_config
+from ..attention.tower_attention import towers_as_given
 from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
@@ -236,14 +237,15 @@ class Probe:
         heads = getattr(self.config, "num_attention_heads", 1)
         if given == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
             given = "sdpa" if self.inner._supports_sdpa else current
-        if given == current:
-            yield
-            return
-        set_attention(self.inner, given)
-        try:
-            yield
-        finally:
-            set_attention(self.inner, current)
+        with towers_as_given(self.inner):
+            if given == current:
+                yield
+                return
+            set_attention(self.inner, given)
+            try:
+                yield
+            finally:
+                set_attention(self.inner, current)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

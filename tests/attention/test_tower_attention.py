@@ -1,0 +1,159 @@
+"""`packfix_flash_tower`: images of a pack in one call, with the result of `sdpa` image by image."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from support.strict_varlen import StrictVarlen
+from support.vision import build_model, examples_of
+from test_tower_division import call_of_tower, leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from trl_packfix.attention import kernels, tower_attention, varlen
+from trl_packfix.attention.tower_attention import REPLACED, TOWER_ATTENTION, set_tower_attention, tower_configs
+from trl_packfix.isolation.packed_model import PackedModel
+
+HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
+
+
+def on_both(family):
+    """(tower on sdpa, tower on our attention, arguments), in float64."""
+    tower, (args, kwargs) = call_of_tower(family)
+    given, ours = tower.double(), copy.deepcopy(tower).double()
+    double = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    kwargs = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in kwargs.items()
+    }
+    assert given.config._attn_implementation == REPLACED
+    ours.config._attn_implementation = TOWER_ATTENTION
+    return given, ours, (tuple(double), kwargs)
+
+
+def outcome(tower, args, kwargs):
+    outs = leaves(tower(*args, **kwargs))
+    grads = torch.autograd.grad(sum((out * torch.arange(out.numel()).view_as(out).sin()).sum() for out in outs),
+                                [p for p in tower.parameters()], allow_unused=True)  # fmt: skip
+    return [out.detach() for out in outs], [torch.zeros(()) if grad is None else grad for grad in grads]
+
+
+def distance(ours, given):
+    return max(((a - b).norm() / max(b.norm().item(), 1e-6)).item() for a, b in zip(ours, given, strict=True))
+
+
+@pytest.mark.parametrize("device", ["rows", "kernel"])
+@pytest.mark.parametrize("family", HANDING_OVER)
+def test_outputs_and_gradients_are_those_of_sdpa(family, device, monkeypatch):
+    given, ours, (args, kwargs) = on_both(family)
+    wanted = outcome(given, args, kwargs)
+    with StrictVarlen() as strict:
+        if device == "kernel":  # as on CUDA
+            monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+            for module in (kernels, tower_attention):
+                monkeypatch.setattr(module, "CUDA_DTYPES", (torch.float64,))
+        found = outcome(ours, args, kwargs)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert distance(mine, theirs) < 1e-11
+    assert len(found[0]) > 0 and any(grad.abs().max() > 1e-3 for grad in wanted[1])
+    layers = getattr(ours.config, "depth", None) or ours.config.num_hidden_layers
+    calls = layers if device == "kernel" else 0
+    assert len(strict.forwards) == len(strict.backwards) == calls
+    assert not any(is_causal for *_, is_causal in strict.forwards)
+
+
+def test_families_whose_towers_have_rows_of_images_are_left_alone():
+    for family in ("llava", "gemma3", "idefics3"):
+        assert tower_configs(build_model(family)) == []
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def attention(self):
+        return sum(number for name, number in self.calls.items() if "attention" in name)
+
+
+def test_windows_of_all_images_are_few_calls():
+    """Qwen2.5-VL cuts an image into windows, and calls attention on sdpa once for each of them."""
+    config = Qwen2_5_VLVisionConfig(
+        depth=4, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=32, fullatt_block_indexes=[3]
+    )
+    config._attn_implementation = REPLACED
+    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config).train()
+    grid = torch.tensor([[1, 20, 24]] * 3)
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * config.temporal_patch_size * config.patch_size**2)
+    counts = {}
+    for name in (REPLACED, TOWER_ATTENTION):
+        config._attn_implementation = name
+        with Counted() as counted:
+            tower(pixels, grid_thw=grid)
+        counts[name] = counted.attention
+    assert counts[REPLACED] == 3 * 3 * 9 + 3  # 3 x 3 windows per image
+    assert counts[TOWER_ATTENTION] == 3 * 2 + 1  # windows of two sizes; images of one size
+
+
+@pytest.mark.parametrize("fault", ["refused", "wrong"])
+def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatch):
+    def faulty(query, key, value, lengths, **options):
+        if fault == "refused":
+            raise tower_attention.TowerAttentionError("heads of 7 dimensions")
+        return query.flip(2)
+
+    monkeypatch.setattr(tower_attention, "attend_in_rows", faulty)
+    packed = prepared("qwen2_5_vl")
+    report = packed.prove(packed.model)
+    assert report.isolated and report.equal and not packed.is_unpacked and not packed.repaired
+    assert packed.model.config.vision_config._attn_implementation == REPLACED
+    assert "vision tower on sdpa, image by image: " in packed.attention.reason
+    assert "attn_implementation='flash_attention_2'" in packed.attention.reason
+
+
+def prepared(family, **settings):
+    return PackedModel(build_model(family), torch.float32, "cpu", 64, images=examples_of(family), **settings)
+
+
+def test_the_tower_is_ours_while_the_model_takes_packs_only():
+    packed = prepared("qwen3_vl")
+    config = packed.model.config.vision_config
+    report = packed.prove(packed.model)
+    assert report.isolated and report.equal and packed.attends
+    assert config._attn_implementation == TOWER_ATTENTION
+    assert f"vision tower on {TOWER_ATTENTION}, all images of a pack together" in packed.attention.reason
+    packed.rest()
+    assert config._attn_implementation == REPLACED
+
+
+def test_a_tower_on_another_attention_is_the_users_choice():
+    model = build_model("qwen3_vl")
+    model.config.vision_config._attn_implementation = "eager"
+    packed = PackedModel(model, torch.float32, "cpu", 64, images=examples_of("qwen3_vl"))
+    packed.attend()
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert "vision tower on eager, image by image: it is the user's choice" in packed.attention.reason
+
+
+def test_a_model_of_text_keeps_its_tower():
+    model = build_model("qwen3_vl")
+    packed = PackedModel(model, torch.float32, "cpu", 64)
+    packed.attend()
+    set_tower_attention(model, REPLACED)
+    assert model.config.vision_config._attn_implementation == REPLACED and "tower" not in packed.attention.reason
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"), [("is_causal", True), ("softcap", 5.0), ("s_aux", torch.zeros(2))], ids=lambda x: str(x)[:9]
+)
+def test_what_a_tower_needs_beyond_full_attention_is_refused(argument, given):
+    q = torch.randn(1, 2, 5, 4)
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(tower_attention.TowerAttentionError, match=f"gives {argument} to .*attn_implementation='sdpa'"):
+        tower_attention.tower_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, **{argument: given})

@@ -1,0 +1,145 @@
+"""The attention implementation `packfix_flash_tower`: vision towers that hold all images of a pack in one row.
+
+On sdpa such towers call attention once per image, or per window of an image, and read the lengths on the host in every
+layer. To a flash attention they hand the boundaries of the images. A name with "flash" makes transformers do so here:
+
+    device  how
+    CUDA    FlashAttention-2 as built into torch, not causal: one call per layer, and no read on the host
+    other   images, or windows, of one length are rows of one batch of F.scaled_dot_product_attention
+
+The implementation is set on the config of the tower itself. Calls without boundaries give the result of `sdpa`.
+
+T patches, H query heads, G key/value heads, D head dimension.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .kernels import CUDA_DTYPES, CudaKernel, KernelError, attend_in_rows, flash_on_cuda
+from .models import towers
+from .varlen import cast, runs_flash
+
+TOWER_ATTENTION = "packfix_flash_tower"
+REPLACED = "sdpa"  # the attention of towers that this one replaces; any other is the user's choice
+
+# Boundaries -> lengths. On devices without flash attention the host reads them once, not in every layer.
+_lengths = WeakTensorKeyDictionary()
+
+
+class TowerAttentionError(KernelError):
+    """A tower needs something that this attention does not compute, or its kernel refused the call."""
+
+
+def tower_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
+
+    Each patch attends to all patches between the same two boundaries in `cu_seq_lens_q`.
+
+    Raises:
+        TowerAttentionError: the call is causal, has several rows, softcap or sinks, or the kernel refuses it.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> bounds = torch.tensor([0, 3, 5])
+    >>> together, _ = tower_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=bounds, is_causal=False)
+    >>> second, _ = tower_attention(nn.Module(), q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], None, is_causal=False)
+    >>> torch.allclose(together[:, 3:], second, atol=1e-6)
+    True
+    """
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    _check(module, query, key, kwargs)
+    query, key, value = cast(module, query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if runs_flash(query, value, None, dropout) and query.dtype in CUDA_DTYPES:
+        longest = kwargs["max_length_q"]
+        kernel = CudaKernel((bounds, bounds), (longest, longest), None, scale, is_causal=False)
+        try:
+            out = flash_on_cuda(query, key, value, None, kernel)
+        except RuntimeError as error:
+            raise TowerAttentionError(str(error)) from error
+    else:
+        out = attend_in_rows(query, key, value, _lengths_of(bounds), scale=scale, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(TOWER_ATTENTION, tower_attention)
+AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
+
+
+def _check(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+    is_causal = kwargs.get("is_causal")
+    problems = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    problems += ["is_causal"] * bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    problems += ["several rows"] * (query.shape[0] != 1) + ["a cache"] * (query.shape[2] != key.shape[2])
+    if problems:
+        raise TowerAttentionError(
+            f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower: {TOWER_ATTENTION} "
+            "computes full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
+        )
+
+
+def _lengths_of(bounds: Tensor) -> list[int]:
+    if bounds not in _lengths:
+        _lengths[bounds] = [stop - start for start, stop in pairwise(bounds.tolist())]
+    return _lengths[bounds]
+
+
+@lru_cache(maxsize=256)
+def _hands_over_boundaries(kind: Any) -> bool:
+    """Whether the code of a module passes boundaries of its own to a flash attention, and to no other."""
+    try:
+        code = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return "is_flash_attention_requested(" in code and "cu_seq_lens_q=" in code
+
+
+def tower_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of towers that hand boundaries to a flash attention, and call any other image by image."""
+    found = [
+        module.config
+        for tower in towers(model)
+        for module in tower.modules()
+        if getattr(module, "config", None) is not None and _hands_over_boundaries(type(module))
+    ]
+    return list({id(config): config for config in found}.values())
+
+
+def set_tower_attention(model: PreTrainedModel, name: str) -> None:
+    """Set `TOWER_ATTENTION` on towers that have `REPLACED`, or `REPLACED` on those that have `TOWER_ATTENTION`."""
+    for config in tower_configs(model):
+        if config._attn_implementation in (TOWER_ATTENTION, REPLACED):
+            config._attn_implementation = name
+
+
+@contextmanager
+def towers_as_given(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context no tower has `TOWER_ATTENTION`."""
+    changed = [config for config in tower_configs(model) if config._attn_implementation == TOWER_ATTENTION]
+    for config in changed:
+        config._attn_implementation = REPLACED
+    try:
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = TOWER_ATTENTION
