@@ -3,6 +3,8 @@
 pytest tests/gpu/test_varlen_gpu.py
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from support.versions import enable_checkpointing
@@ -11,7 +13,14 @@ from torch import nn
 from trl_packfix.attention import runs
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.hopper import activate, deactivate, fa3_problem
+from trl_packfix.attention.kernels import (
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    math_attention,
+    visible_keys,
+)
 from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
@@ -202,3 +211,39 @@ def test_shared_prefixes_equal_the_cpu(features, most_keys, monkeypatch):
     found = run(attention(attend_shared_on_cuda, on_gpu), tensors, "cuda")
     for got, want, other in zip(found, exact, rounded, strict=True):
         assert (got - want).norm() < 2 * (other - want).norm() + 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_3_equals_the_cpu(head_dim, window):
+    """With empty documents, and with fewer queries than keys, as documents that share prefixes have them."""
+    if (problem := fa3_problem()) is not None:
+        pytest.skip(problem)
+    q_lengths, k_lengths = [0, 40, 300, 1, 64], [0, 40, 900, 129, 64]
+    bounds = [torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (q_lengths, k_lengths)]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 8, sum(q_lengths), head_dim), *[(1, 2, sum(k_lengths), head_dim)] * 2]
+    tensors = [torch.randn(*shape, generator=generator).bfloat16() for shape in shapes]
+    scale = head_dim**-0.5
+
+    def reference(q, k, v):
+        outs = []
+        for (a, b), (c, d) in zip(*(pairwise(x.tolist()) for x in bounds), strict=True):
+            visible = visible_keys(b - a, d - c, window, "cpu")
+            outs.append(math_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], visible, scale=scale))
+        return torch.cat(outs, dim=2)
+
+    def on_fa3(q, k, v):
+        on_gpu = tuple(x.cuda() for x in bounds)
+        return attend_on_cuda(q, k, v, on_gpu, (max(q_lengths), max(k_lengths)), scale=scale, window=window)
+
+    exact = run(reference, tensors, "cpu", torch.float64)
+    fa2 = run(on_fa3, tensors, "cuda")
+    activate()
+    try:
+        found = run(on_fa3, tensors, "cuda")
+    finally:
+        deactivate()
+    for mine, theirs, right in zip(found, fa2, exact, strict=True):
+        error, usual = ((x.double() - right).norm() / right.norm() for x in (mine, theirs))
+        assert error < 2 * usual + 1e-3

@@ -36,7 +36,9 @@ DEVICE_ERROR = re.compile(
     r"|device-side assert|illegal memory access|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
 )
 # How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
-KERNEL_REFUSAL = re.compile(r"flash[ _-]?att(ention|n)|No available kernel", re.IGNORECASE)
+KERNEL_REFUSAL = re.compile(
+    r"flash[ _-]?att(ention|n)|No available kernel|Deterministic backward not supported", re.IGNORECASE
+)
 
 # How Triton says that there is no GPU
 NO_DRIVER = "0 active drivers"
@@ -79,6 +81,12 @@ def _meaning(error: Exception) -> Exception | None:
     if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
         return KernelError(str(error))
     return CannotRun(str(error))
+
+
+def _raise_refusal(error: RuntimeError) -> None:
+    """Raise `KernelError` if a backward kernel refused the call."""
+    if isinstance(meaning := _meaning(error), KernelError):
+        raise meaning from error
 
 
 @contextmanager
@@ -381,6 +389,7 @@ class Probe:
         except RuntimeError as error:
             if any(words in str(error) for words in NO_GRADIENT):
                 return None
+            _raise_refusal(error)
             raise
         except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
             return None
@@ -436,6 +445,7 @@ class Probe:
         except RuntimeError as error:
             if any(words in str(error) for words in NO_GRADIENT):
                 return None
+            _raise_refusal(error)
             raise
         finally:
             self.model = model
