@@ -15,7 +15,7 @@ with hidden size 192. CPU seconds are `time.process_time`, medians over --rounds
 difference of the two losses. `keys/row` are the keys that one launch on CUDA copies; `GB` are what it copies of one
 layer of a Llama 3 8B (8 key/value heads of 128, bfloat16) for the largest pack, and `GB back` what its backward
 adds: gradients per query head as the kernel makes them, and sums in fp32. Both are computed, not measured. Above
-`MAX_KEYS` keys per row nothing is copied twice; then `launches` is their number.
+1 GiB with their gradients nothing is copied twice; then `launches` is their number.
 """
 
 import json
@@ -31,7 +31,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import PackedDataCollator, prepare_for_packing
-from trl_packfix.attention.runs import MAX_KEYS, SharedRuns
+from trl_packfix.attention.runs import SharedRuns, most_copied_keys
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT
@@ -140,7 +140,8 @@ def copied(batches: list[dict[str, Any]]) -> dict[str, float]:
     keys = sum(int(batch["cu_seq_lens_k"][-1]) for batch in batches)
     largest = max(batches, key=lambda batch: int(batch["cu_seq_lens_k"][-1]))
     most, launches = int(largest["cu_seq_lens_k"][-1]), 1
-    if most > MAX_KEYS * _rows(largest):
+    heads = [torch.empty(1, heads, 0, HEAD_DIM) for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)]
+    if most > most_copied_keys(*heads):
         bounds = largest["cu_seq_lens_q"], largest["cu_seq_lens_k"]
         longest = largest["max_length_q"], largest["max_length_k"]
         shared = largest[LAYOUT]

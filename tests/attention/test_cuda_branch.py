@@ -139,16 +139,16 @@ def shared_pack(num_documents, device="meta", length=80):
     return {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
 
 
-@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_no_read_on_the_host_with_shared_prefixes(model_type, most_keys, as_on_cuda, monkeypatch):
-    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
+def test_no_read_on_the_host_with_shared_prefixes(model_type, most_bytes, as_on_cuda, monkeypatch):
+    monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     model = prepared(model_type)
     with Calls() as calls:
         model(**shared_pack(8)).logits.sum().backward()
     assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
     layers = model.config.num_hidden_layers
-    if most_keys == 100:
+    if most_bytes > 1:
         assert calls.kernels == {"forward": layers, "backward": layers}
     else:
         assert calls.kernels["forward"] == calls.kernels["backward"] > 2 * layers

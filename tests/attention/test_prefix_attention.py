@@ -109,14 +109,14 @@ def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
 
 
 @settings(max_examples=25, deadline=None)
-@given(PACKS, st.sampled_from(sorted(FEATURES)), st.sampled_from([1, 4]))
-def test_random_packs_equal_the_definition_on_cuda(documents, name, most_keys):
-    """With a strict stand-in for the operators of torch; 1 key per row makes all of them pass the bound."""
+@given(PACKS, st.sampled_from(sorted(FEATURES)), st.sampled_from([1, 2**30]))
+def test_random_packs_equal_the_definition_on_cuda(documents, name, most_bytes):
+    """With a strict stand-in for the operators of torch; a bound of 1 byte makes all of them pass it."""
     batch = packed(documents)
     if LAYOUT not in batch:
         return
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
-        patch.setattr(runs, "MAX_KEYS", most_keys)
+        patch.setattr(runs, "COPIED_BYTES", most_bytes)
         assert difference(attend_shared_on_cuda, runs_of(batch), **FEATURES[name]) < 1e-12
 
 
@@ -139,7 +139,7 @@ def test_launches_above_the_bound_of_copied_keys(name, number, monkeypatch):
     """Full attention copies no key twice; windows and chunks copy the keys of some runs at a time."""
     shared = runs_of(packed(CHAT))
     num_rows, num_keys = int(shared.cu_seq_lens[0][-1]), len(shared.kv_index)
-    monkeypatch.setattr(runs, "MAX_KEYS", 1)
+    monkeypatch.setattr(runs, "most_copied_keys", lambda *tensors: num_rows)
     with StrictVarlen() as calls:
         assert difference(attend_shared_on_cuda, shared, **FEATURES[name]) < 1e-12
     assert len(calls.forwards) == len(calls.backwards) == number
@@ -216,7 +216,7 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
             place = i if isinstance(places, slice) else int(places[i])
             total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
 
-    monkeypatch.setattr(runs, "MAX_KEYS", 100)  # a launch per level sums most of them within the kernel
+    monkeypatch.setattr(runs, "COPIED_BYTES", 2**40)  # a launch per level sums most of them within the kernel
     right = error(attend_shared_on_cuda)
     assert 0 < error(attend_shared) < 2 * right and 0 < error(in_tiles) < 2 * right < 0.02
     monkeypatch.setattr(kernels, "_add", in_bfloat16)
@@ -340,16 +340,16 @@ def test_each_document_is_as_alone(model_type, tiny_model, float64_everywhere):
     assert_equal_alone(*prepared(tiny_model, model_type, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text"])
-def test_each_document_is_as_alone_on_cuda(model_type, most_keys, tiny_model, float64_everywhere, monkeypatch):
+def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, float64_everywhere, monkeypatch):
     """The code for CUDA, with a strict stand-in for the operators of torch."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
-    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
+    monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
     with StrictVarlen() as calls:
         assert_equal_alone(model, alone)
-    assert (len(calls.forwards) == 2) == (most_keys == 100) and len(calls.forwards) >= 2
+    assert (len(calls.forwards) == 2) == (most_bytes > 1) and len(calls.forwards) >= 2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

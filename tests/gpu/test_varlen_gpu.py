@@ -185,10 +185,10 @@ def shared_runs(device):
     return SharedRuns(bounds, (batch["max_length_q"], batch["max_length_k"]), shared.kv_index, shared.run_lengths)
 
 
-@pytest.mark.parametrize("most_keys", [100, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
-def test_shared_prefixes_equal_the_cpu(features, most_keys, monkeypatch):
-    monkeypatch.setattr(runs, "MAX_KEYS", most_keys)
+def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
+    monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     features, on_cpu = dict(features), shared_runs("cpu")
     sinks = features.pop("sinks", False)
     num_rows = int(on_cpu.cu_seq_lens[0][-1])

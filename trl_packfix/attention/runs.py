@@ -8,7 +8,7 @@ keys of each run; the last of them are its own rows.
                                              keys of all rows below it, merged by log-sum-exp; no keys are copied
     CPU     windows, chunks, with sinks      the flash kernel on tiles of queries with keys looked up
     CUDA    full attention, windows, chunks, FlashAttention-2 as built into torch over the keys of all runs, copied end
-            with sinks                       to end: one launch. Above `MAX_KEYS` keys per row: full attention as on the
+            with sinks                       to end: one launch. Above `COPIED_BYTES`: full attention as on the
                                              CPU, one launch per level of nesting; windows and chunks in several groups
     any     no flash kernel                  tiles of queries with keys looked up, recomputed in backward
 
@@ -48,9 +48,8 @@ from .kernels import (
     visible_keys,
 )
 
-# Keys per row that one launch on CUDA may copy. With 8 key/value heads of 128 dimensions in bfloat16 a copied key takes
-# 4 KB, and its gradients as much per group of query heads.
-MAX_KEYS = 4
+# What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
+COPIED_BYTES = 2**30
 
 
 class Run(NamedTuple):
@@ -179,10 +178,13 @@ class SharedRuns:
             self.derived[chunk] = [part for run in self.runs for part in _parts(run, chunk)]
         return self.derived[chunk]
 
-    @_once
-    def groups(self) -> list[Launch]:
-        """All runs in groups with at most `MAX_KEYS` keys per row of the pack; a run is in one group."""
-        most = MAX_KEYS * self.runs[-1].rows.stop
+    def groups(self, most: int) -> list[Launch]:
+        """All runs in groups of at most `most` keys; a run is in one group, and may have more."""
+        if ("groups", most) not in self.derived:
+            self.derived["groups", most] = self._groups(most)
+        return self.derived["groups", most]
+
+    def _groups(self, most: int) -> list[Launch]:
         firsts = [0]
         for i, run in enumerate(self.runs):
             if i > firsts[-1] and run.keys.stop - self.runs[firsts[-1]].keys.start > most:
@@ -215,6 +217,8 @@ class SharedRuns:
                 by_level.append([])
             by_level[len(stops)].append(stretch)
             stops.append(stretch.rows.stop)
+        if not by_level:
+            return []
         index, bounds, longest = [], [], []
         for level in by_level:
             for spans in zip(*level, strict=True):
@@ -326,7 +330,14 @@ def attend_shared_on_cuda(
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
     window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
-    return flash_on_cuda(query, key, value, sinks, _cuda_kernel(shared, query.shape[2], scale, window, chunk))
+    kernel = _cuda_kernel(shared, query.shape[2], most_copied_keys(query, key, value), scale, window, chunk)
+    return flash_on_cuda(query, key, value, sinks, kernel)
+
+
+def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Keys whose copies, and gradients by key head and by query head where keys are shared, fit into `COPIED_BYTES`."""
+    heads = 2 * key.shape[1] + (query.shape[1] if query.shape[1] > key.shape[1] else 0)
+    return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
 
 
 def _only_if_shorter(size: int | None, longest: int) -> int | None:
@@ -394,14 +405,16 @@ class _LookUpKernel(FlashCalls):
                 yield FlashCall(slice(row + start, row + stop), seen, tile)
 
 
-def _cuda_kernel(shared: SharedRuns, num_rows: int, scale: float, window: int | None, chunk: int | None) -> FlashCalls:
+def _cuda_kernel(
+    shared: SharedRuns, num_rows: int, most_keys: int, scale: float, window: int | None, chunk: int | None
+) -> FlashCalls:
     # A compiled graph would have to be another one for every number of launches
-    if torch.compiler.is_compiling() or shared.run_lengths is None or len(shared.kv_index) <= MAX_KEYS * num_rows:
+    if torch.compiler.is_compiling() or shared.run_lengths is None or len(shared.kv_index) <= most_keys:
         launches = [Launch(slice(None), slice(None), shared.cu_seq_lens, shared.max_lengths)]
     elif window is None and chunk is None:
         return _LevelKernel(shared, scale)
     else:
-        launches = shared.groups
+        launches = shared.groups(most_keys)
     if chunk is not None:
         launches = [_in_chunks(launch, num_rows, chunk) for launch in launches]
     return _CopyKernel(launches, shared.kv_index, window, scale)

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import backward_bytes
+from ..attention.runs import COPIED_BYTES
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
@@ -64,6 +65,8 @@ class BeforeFirstStep(TrainerCallback):
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
             text += backward_note(trainer.model, report.most_documents)
+            if trainer.data.shares_prefixes:
+                text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
         trainer.packing_report = replace(report, isolation=isolation, attention=text)
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
