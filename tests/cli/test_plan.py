@@ -367,3 +367,38 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
     assert "512 tokens per rank" in shown and "micro-steps by degree" in shown and "lower bound by the model" in shown
     assert main(["plan", *map(str, words), "--max-length", "8192"]) == 2
     assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err
+
+
+def test_memory_without_data(workplace, capsys):
+    """The largest length fits, the next does not; as a table the same rows, and what is modelled."""
+    words = ["--model", workplace / "model", "--gpus", 1, 8, "--batch-size", 1, "--max-length", 64]
+    rows = plan(capsys, *words, "--memory", 1.1)["memory"]
+    assert len(rows) == 2 * 6 * 2 and {row["gpus"] for row in rows} == {1, 8}
+    by_name = {(row["gpus"], row["method"], row["checkpointing"]): row for row in rows}
+    one, eight = (by_name[gpus, "full, ZeRO-3", True] for gpus in (1, 8))
+    assert one["optimizer"] == pytest.approx(8 * eight["optimizer"])
+    again, saved = (by_name[1, "full, DDP", checkpointing] for checkpointing in (True, False))
+    assert 1 < saved["largest"] < again["largest"] <= 4096
+    assert main(["plan", *map(str, words), "--memory", "1.1"]) == 0
+    shown = capsys.readouterr().out
+    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown and shown.count("LoRA, ZeRO-2") == 4
+    assert "Modelled: gathered" in shown and "Not measured on a GPU" in shown
+
+
+def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
+    words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
+    found = plan(capsys, *words)
+    assert {row["tokens"] for row in found["memory"]} == {8 * found["max_length"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "without DATA and without `--memory`"),
+        (["--memory", "80"], "`--memory 80` was given without `--model`"),
+        (["--memory", "1", "--model", "M"], "1 GiB are set aside"),
+    ],
+)
+def test_memory_needs_a_model_and_a_card(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err

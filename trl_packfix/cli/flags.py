@@ -29,11 +29,11 @@ def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
     return f" (did you mean {', '.join(f'`{name}`' for name in alike)}?)" if alike else ""
 
 
-def add_document_flags(parser: argparse.ArgumentParser) -> None:
+def add_document_flags(parser: argparse.ArgumentParser, needs_data: bool = True) -> None:
     """Add the flags for the data and its tokenisation."""
     parser.add_argument(
         "data",
-        nargs="+",
+        nargs="+" if needs_data else "*",
         metavar="DATA",
         help="a file (.jsonl, .json, .parquet, .csv), a folder written by `prepare` or `save_to_disk`, or a name on "
         "the hub; several are joined to one table. Or lengths in tokens: .txt with one number per line, .npy, .json "
@@ -112,6 +112,7 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     packing.add_argument(
         "--world-size",
+        "--gpus",
         type=int,
         **many,
         metavar="RANKS",

@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import COLUMNS, KEYS, Column
-from . import flags
+from . import flags, memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,9 +18,13 @@ EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
   trl-packfix plan lengths.txt --strategy stream bfd_split wrapped --tflops 350 --json
   trl-packfix plan lengths.txt --max-length 131072 --tokens-per-rank 16384 --world-size 8 64
+  trl-packfix plan --model Qwen/Qwen3-8B --gpus 8 --memory 80 --batch-size 1 --max-length 8192
 
 The numbers are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 %
 of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""
+
+
+DEFAULT_LENGTH = 1024  # as in `SFTConfig`
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_document_flags(parser)
+    flags.add_document_flags(parser, needs_data=False)
     flags.add_packing_flags(parser, several=True)
     parser.add_argument(
         "--synchronisation",
@@ -48,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
         help="operations per second that one GPU reaches in training, in 10^12 (usually about 40 %% of its peak). "
         "Adds modelled tokens per second and hours. Without --model they are those of a Llama with 7B parameters",
     )
+    memory.add_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(parser=parser)
 
@@ -58,6 +63,16 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
+    memory.check(args)
+    config = flags.load_model_config(args)
+    if not args.data:
+        for length in args.max_length or (DEFAULT_LENGTH,):
+            _show_memory(memory.predictions(args, length, flags.batch_size(args), config), args)
+        return 0
+    return _plan(args, config)
+
+
+def _plan(args: argparse.Namespace, config: Any) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -68,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
 
-    config = flags.load_model_config(args)
     positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     for length in args.max_length or ():
         if positions is not None and length > positions:
@@ -101,12 +115,38 @@ def run(args: argparse.Namespace) -> int:
             found.append(each)
             progress.advance(task)
     advice = recommend(found)
+    needed = []
+    if args.memory is not None:
+        documents = max((each.report.most_documents or 1 for each in found), default=1)
+        needed = memory.predictions(args, advice.max_length, documents, config)
     if args.json:
-        plans = [each.to_dict() for each in found]
-        print(json.dumps({"plans": plans, "max_length": advice.max_length, "reasons": advice.reasons}, indent=2))
+        result = {"plans": [each.to_dict() for each in found], "max_length": advice.max_length}
+        result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
+        print(json.dumps(result, indent=2))
     else:
         _show(found, advice.reasons, args)
+        if needed:
+            _show_memory(needed, args)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
+
+
+def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps({"memory": rows}, indent=2))
+        return
+    console = _console()
+    tables, notes = memory.tables(rows, args)
+    for table in tables:
+        console.print(table)
+    console.print(notes, highlight=False, markup=False)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console()
+    # a file or a pipe has no width, and its lines must not be wrapped
+    return console if console.is_terminal else Console(width=10_000)
 
 
 FORECAST = (  # of a `Forecast`, behind the columns of its report
@@ -152,11 +192,7 @@ def _tables(cells: dict[Column, list[str]], console: "Console") -> "list[Table]"
 
 
 def _show(found: "list[Forecast]", reasons: list[str], args: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width, and its lines must not be wrapped
-        console = Console(width=10_000)
+    console = _console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)

@@ -42,6 +42,23 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
         model_class: the class to build if transformers has no model for `config`, as with remote code. Without it such
             a config gets the costs of a Llama with 7B parameters.
     """
+    found, given = model_class_of(config, model_class)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    if found is None or not hasattr(text, "num_hidden_layers"):
+        return LLAMA_7B
+    try:
+        model = built(found, given)
+        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), scans_of(model))
+    except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
+        logger.warning(
+            f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
+            "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
+        )
+        return LLAMA_7B
+
+
+def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None) -> tuple[Any, Any]:
+    """The class of the language model in a config, or None, and the part of the config that builds it."""
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
     known: tuple[tuple[Any, Any], ...] = (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -50,17 +67,7 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
         (config, {type(config): model_class}),
     )
     given, found = next((given, mapping[type(given)]) for given, mapping in known if type(given) in mapping)
-    if found is None or not hasattr(text, "num_hidden_layers"):
-        return LLAMA_7B
-    try:
-        model = _built(found, given)
-        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), scans_of(model))
-    except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
-        logger.warning(
-            f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
-            "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
-        )
-        return LLAMA_7B
+    return found, given
 
 
 def with_tower(
@@ -79,7 +86,7 @@ def with_tower(
     if found is None or getattr(config, "vision_config", None) is None:
         return costs
     try:
-        tower = vision_tower(_built(found, config))
+        tower = vision_tower(built(found, config))
         return costs if tower is None else replace(costs, tower=_tower_costs(tower, is_trained))
     except Exception as error:  # any error of the model's own code, or a config with other names
         logger.warning(
@@ -108,7 +115,8 @@ def _tower_costs(tower: PreTrainedModel, is_trained: bool) -> TowerCosts:
     return found if is_trained else TowerCosts(found.per_value / 3, found.per_pair / 3)
 
 
-def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model on the meta device, at its real size."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # needs no other package, and the parameters are the same
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -183,6 +191,11 @@ def _experts(config: PreTrainedConfig) -> tuple[float, float]:
     if not num_experts or not active:
         return 0.0, 1.0
     return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))
+
+
+def num_experts(config: PreTrainedConfig) -> float:
+    """Experts of a layer; 0 without."""
+    return _experts(config)[0]
 
 
 def _setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:

@@ -1,0 +1,76 @@
+"""The predicted peak of a training step against the storages that torch counts, for models of three families."""
+
+import pytest
+from support.memory import fused_peaks, packed_peaks
+from transformers import AutoConfig, PreTrainedConfig
+
+from trl_packfix.compat import scores_tokens
+from trl_packfix.data.model_costs import built, model_class_of
+from trl_packfix.data.model_memory import Method, count_model, largest_tokens, predict_peak
+
+T = 8192
+COMMON = {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64_000}
+MODELS = {
+    "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32},
+    "gemma3_text": {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 16},
+    "qwen3_moe": {"hidden_size": 1024, "moe_intermediate_size": 512, "num_attention_heads": 16}
+    | {"num_experts": 16, "num_experts_per_tok": 4},
+}
+
+
+def make_config(name):
+    return AutoConfig.for_model(name, **COMMON, **MODELS[name])
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "saved"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
+    expected, found = packed_peaks(make_config(name), checkpointing, T)
+    assert expected == pytest.approx(found, rel=0.15)
+
+
+@pytest.mark.skipif(not scores_tokens(), reason="TRL before 1.16 has no fused LM head on a CPU")
+@pytest.mark.parametrize(
+    ("name", "lora", "checkpointing"),
+    [("llama", False, False), ("gemma3_text", False, True), ("llama", True, True), ("qwen3_moe", True, False)],
+)
+def test_the_peak_with_the_fused_loss(name, lora, checkpointing):
+    expected, found = fused_peaks(make_config(name), lora, checkpointing, T)
+    assert expected == pytest.approx(found, rel=0.15)
+
+
+def test_what_engines_divide():
+    """Adam and fp32 weights take 12 bytes of a parameter, and ZeRO-3 divides the weights, too."""
+    config = make_config("llama")
+    sizes = count_model(config, Method(False, "ZeRO-3"))
+    every = sizes.parameters
+    assert every == sizes.trained == sum(p.numel() for p in built(*model_class_of(config)).parameters())
+    peaks = {
+        engine: predict_peak(sizes, Method(False, engine), tokens=T, gpus=8, checkpointing=True)
+        for engine in ("DDP", "ZeRO-2", "ZeRO-3")
+    }
+    assert [peak.weights for peak in peaks.values()] == [4 * every, 2 * every, every / 4]
+    assert [peak.optimizer for peak in peaks.values()] == [8 * every, 1.5 * every, 1.5 * every]
+    assert peaks["ZeRO-3"].gathered > 2 * sizes.hidden * sizes.vocab == 2 * 2048 * 64_000
+    assert len({peak.activations for peak in peaks.values()}) == 1
+
+
+def test_the_largest_length_fits_and_one_more_does_not():
+    method = Method(True, "DDP")
+    sizes = count_model(make_config("llama"), method)
+
+    def peak(tokens):
+        return predict_peak(sizes, method, tokens=tokens, gpus=1, checkpointing=True)
+
+    most = largest_tokens(peak, 8 * 2**30, 10**6)
+    assert 1000 < most < 10**6
+    assert peak(most).total <= 8 * 2**30 < peak(most + 1).total
+    assert largest_tokens(peak, 2**20, 10**6) == 0 and largest_tokens(peak, 2**50, 10**6) == 10**6
+
+
+def test_a_model_that_cannot_be_counted_is_refused():
+    """A kind of config that transformers has no model for, and a model that reads more than tokens."""
+    with pytest.raises(ValueError, match="The memory of a PreTrainedConfig was asked for"):
+        count_model(PreTrainedConfig(), Method(False, "DDP"))
+    with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):
+        count_model(AutoConfig.for_model("t5"), Method(False, "DDP"))

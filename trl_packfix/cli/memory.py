@@ -1,0 +1,117 @@
+"""`trl-packfix plan --memory GIB`: the peak on each GPU by method, and the largest `max_length` that fits."""
+
+import argparse
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from . import flags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+MOST_TOKENS = 2**24
+ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
+PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
+NOTES = """\
+GiB on each GPU, of {memory:g}, of which {aside:g} are set aside for the CUDA context and fragments.
+Not measured on a GPU. Counted: weights, gradients, optimizer (AdamW), activations{but}.
+Modelled: gathered, head (LM head and TRL's fused loss), layer (temporaries of backward, and with checkpointing what is
+computed again), attention (its work space{copied}). head is not in memory together with layer and attention.
+LoRA: rank 16 on all linear layers of a bfloat16 model. "plain loss": {unit} with all logits in memory, as with
+compute_loss_func. Each communicator of NCCL takes 0.1 to 0.4 GiB more, an estimate; tokens_per_rank needs one for each
+degree."""
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU. Adds the predicted peak for full training and LoRA under DDP, ZeRO-2 and ZeRO-3, and "
+        "the largest max_length that fits; needs --model, and no DATA",
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        ValueError: neither data nor memory; memory without a model, or not above the share that is set aside.
+    """
+    if args.memory is None:
+        if not args.data:
+            raise ValueError(
+                "`plan` was given without DATA and without `--memory`. Packs are planned from documents, and memory is "
+                "predicted from a model. Give a dataset, or `--model MODEL --memory GIB`."
+            )
+        return
+    if args.model is None:
+        raise ValueError(
+            f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
+            "Give `--model` too."
+        )
+    if args.memory <= ASIDE:
+        raise ValueError(
+            f"`--memory {args.memory:g}` was given. {ASIDE:g} GiB are set aside for the CUDA context, so nothing is "
+            "left. Set the memory of one GPU in GiB, such as 80."
+        )
+
+
+def predictions(args: argparse.Namespace, max_length: int, documents: int, config: Any) -> list[dict[str, Any]]:
+    """A row for each number of GPUs, method, and with and without checkpointing; sizes in GiB."""
+    from ..attention.runs import COPIED_BYTES
+    from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak
+
+    batch = flags.batch_size(args)
+    tokens = args.tokens_per_rank or batch * max_length
+    copied = 0.0 if args.share_prefixes == "off" else float(COPIED_BYTES)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
+    sizes = {key: count_model(config, method) for key, method in counted.items()}
+    rows = []
+    for gpus, method, checkpointing in product(args.world_size, METHODS, (True, False)):
+        of_model = sizes[method.lora, method.engine == "DDP"]
+        peak = partial(
+            predict_peak,
+            of_model,
+            method,
+            gpus=gpus,
+            checkpointing=checkpointing,
+            documents=documents,
+            copied_keys=copied,
+        )
+        found = peak(tokens=tokens)
+        row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
+        row |= {name: getattr(found, "total" if name == "peak" else name) / GIB for name in PARTS}
+        row["modelled_activations"] = of_model.saved.is_modelled
+        for name, fused in (("largest", True), ("largest_plain_loss", False)):
+            most = largest_tokens(partial(peak, fused_loss=fused), (args.memory - ASIDE) * GIB, MOST_TOKENS)
+            row[name] = most if args.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
+        rows.append(row)
+    return rows
+
+
+def tables(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> "tuple[list[Table], str]":
+    """A table for each number of GPUs, and what its columns mean."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    unit = "max_length" if args.tokens_per_rank is None else "tokens_per_rank"
+    found = []
+    for gpus in args.world_size:
+        table = Table(box=SIMPLE, pad_edge=False, title_justify="left")
+        table.title = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
+        for heading in ("training", "checkpointing", *PARTS, f"largest {unit}", "plain loss"):
+            table.add_column(heading, justify="left" if heading == "training" else "right", no_wrap=True)
+        for row in rows:
+            if row["gpus"] == gpus:
+                cells = [f"{row[name]:.1f}" for name in PARTS]
+                most = [f"{row[name]:,}" if row[name] else "-" for name in ("largest", "largest_plain_loss")]
+                table.add_row(row["method"], "yes" if row["checkpointing"] else "no", *cells, *most)
+        found.append(table)
+    but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
+    copied = "" if args.share_prefixes == "off" else ", with copied keys of shared prefixes"
+    return found, NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"the largest {unit}")

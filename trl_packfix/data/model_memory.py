@@ -1,0 +1,348 @@
+"""Memory of one GPU at the peak of a training step, from a model's config and the tokens of a micro-batch.
+
+    counted    parameters, and what autograd saves for one token in the forward of each layer: on the model at its real
+               size, made of fake tensors, which have shapes and no memory. No architecture needs a rule of its own.
+    modelled   what the engine divides, gathers and buffers; the loss; temporaries of the backward pass; the work space
+               of flash attention.
+    left out   the CUDA context, communicators (0.1 to 0.4 GB each, an estimate), fragmentation.
+
+`tests/data/test_model_memory.py` compares it with what `torch.distributed._tools.mem_tracker` counts.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..planning.costs import Heads, with_pairs_of
+from .model_costs import built, model_class_of, num_experts
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
+LORA_RANK = 16  # on all linear layers, as in examples/configs/lora.yaml
+TILE = 4096, 32768  # TRL's fused loss: tokens and words of the logits that are in memory at once, in bfloat16
+REUSED = 500_000_000  # numbers that ZeRO-3 keeps at the turn to backward: stage3_max_reuse_distance is 1e9
+SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once: sub_group_size
+TEMPORARY = 0.35  # of what a layer saves: gradients in its backward, fitted to counted memory
+ROWS_PER_DOCUMENT = 128  # in fp32, of the sum of the gradients of the queries in FlashAttention-2
+SAVED_ATTENTION = "packfix_saved"
+
+Engine = Literal["DDP", "ZeRO-2", "ZeRO-3"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained, and by what engine. Under DDP full training has fp32 weights and autocast, LoRA a bf16 base."""
+
+    lora: bool
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        return f"{'LoRA' if self.lora else 'full'}, {self.engine}"
+
+
+METHODS = tuple(Method(lora, engine) for lora in (False, True) for engine in ("DDP", "ZeRO-2", "ZeRO-3"))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd saves in a forward, per token.
+
+    Attributes:
+        layers: within each layer that checkpointing computes again.
+        inputs: the input of each of these layers.
+        others: outside of them.
+        casts: copies of weights; bytes, not per token.
+        is_cached: autocast keeps the copies until the forward ends, also with checkpointing.
+        is_modelled: counted without autocast, with which experts cannot run on fake tensors.
+    """
+
+    layers: tuple[float, ...]
+    inputs: tuple[float, ...]
+    others: float
+    casts: float = 0.0
+    is_cached: bool = False
+    is_modelled: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of a model, and what it saves for the backward pass.
+
+    Attributes:
+        parameters: all of the base model.
+        trained: those that are trained: all, or those of the adapters.
+        largest: of one layer.
+        hidden, vocab: of the LM head.
+        attention: the layers with attention.
+    """
+
+    parameters: int
+    trained: int
+    largest: int
+    hidden: int
+    vocab: int
+    attention: tuple[Heads, ...]
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one GPU. The loss, the backward of a layer and the optimizer's step follow each other.
+
+    Attributes:
+        weights: all of them, or this rank's part.
+        gathered: weights that ZeRO-3 gathers, or copies in bfloat16 under autocast without checkpointing.
+        gradients: with the buckets in which they are exchanged.
+        optimizer: the states of AdamW, with fp32 weights under DeepSpeed.
+        activations: saved for backward.
+        head: LM head and loss; under autocast with checkpointing also the copies of weights, freed after the forward.
+        layer: temporaries of the backward of one layer; with checkpointing also what is computed again.
+        attention: work space of the backward of flash attention in one layer.
+        step: gradients in fp32 of the optimizer's step.
+    """
+
+    weights: float
+    gathered: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    layer: float
+    attention: float
+    step: float
+
+    @property
+    def total(self) -> float:
+        states = self.weights + self.gathered + self.gradients + self.optimizer
+        return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
+
+
+def count_model(config: Any, method: Method, model_class: type[PreTrainedModel] | None = None) -> ModelSizes:
+    """The sizes of a causal language model with this config, trained by this method.
+
+    Raises:
+        ValueError: transformers has no causal language model for this config.
+    """
+    found, given = model_class_of(config, model_class)
+    if found is None:
+        raise ValueError(
+            f"The memory of a {type(config).__name__} was asked for. transformers has no language model for this "
+            "config, so nothing can be counted. Give another `--model`, or leave out `--memory`."
+        )
+    text = given.get_text_config()
+    # Products of grouped experts run on fake tensors in bfloat16 only
+    has_experts = num_experts(text) > 0
+    autocast = method.engine == "DDP" and not has_experts
+    AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
+    dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
+    model: Any = built(found, given).train()
+    model.to(dtype)
+    model.set_attn_implementation(SAVED_ATTENTION)
+    parameters = trained = sum(p.numel() for p in model.parameters())
+    largest = max((sum(p.numel() for p in layer.parameters()) for layer in _layers(model)), default=0)
+    if method.lora:
+        get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"), autocast_adapter_dtype=autocast)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        model.enable_input_require_grads()
+    try:
+        saved = saved_in_forward(model, autocast)
+    except Exception as error:  # any error of the model's own code, such as a choice by values
+        raise ValueError(
+            f"The memory of {found.__name__} was asked for. Its forward cannot run on fake tensors "
+            f"({type(error).__name__}: {error}), so what it saves for backward cannot be counted. Leave out `--memory`."
+        ) from error
+    if method.engine == "DDP" and has_experts and not method.lora:
+        saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
+    attention = with_pairs_of(text, 0.0).attention
+    return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, attention, saved)
+
+
+class _Attention(torch.autograd.Function):
+    """What flash attention saves: its inputs, its output, a number in fp32 per row and head. Nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _saved_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """An attention of transformers: (1, H, T, D) -> (1, T, H, D)."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    return _Attention.apply(query, key, value).transpose(1, 2), None
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that checkpointing computes again."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
+def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
+    """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
+    with FakeTensorMode():
+        make_fake(model)
+        return _saved(model, autocast)
+
+
+def make_fake(model: nn.Module) -> None:
+    """Tensors of the CPU without memory: autocast does not know the meta device."""
+    copies: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor not in copies:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_weight else copy
+            setattr(module, name, copies[tensor])
+
+
+def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
+    weights = {_storage(p)[0] for p in model.parameters()}
+    seen: dict[int, Any] = {}  # storage -> itself, so that no other gets its address
+    totals = {"tokens": 0, "casts": 0}
+    layers: list[int] = []
+    inputs: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        place, storage = _storage(tensor)
+        if place not in seen and place not in weights:
+            seen[place] = storage
+            totals["casts" if storage.nbytes() % TOKENS else "tokens"] += storage.nbytes()
+        return tensor
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        inputs.append(states.numel() * states.element_size())
+        layers.append(-totals["tokens"])
+
+    def end(module: nn.Module, args: tuple, out: Any) -> None:
+        layers[-1] += totals["tokens"]
+
+    handles = []
+    for layer in _layers(model):
+        handles += [layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end)]
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.base_model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    others = totals["tokens"] - sum(layers)
+    per_layer, per_input = (tuple(size / TOKENS for size in sizes) for sizes in (layers, inputs))
+    return Saved(per_layer, per_input, others / TOKENS, totals["casts"], is_cached=autocast)
+
+
+def _storage(tensor: Tensor) -> tuple[int, Any]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def predict_peak(
+    sizes: ModelSizes,
+    method: Method,
+    *,
+    tokens: int,
+    gpus: int,
+    checkpointing: bool,
+    fused_loss: bool = True,
+    documents: int = 1,
+    copied_keys: float = 0.0,
+) -> Peak:
+    """The peak of a step on one GPU.
+
+    Args:
+        tokens: of a micro-batch on this GPU.
+        gpus: ranks among which the engine divides.
+        fused_loss: TRL's loss in tiles, else one with all logits.
+        documents: of a micro-batch.
+        copied_keys: bytes of copied keys of shared prefixes, with their gradients.
+    """
+    saved = sizes.saved
+    casts = saved.casts if checkpointing else 0.0
+    longest = max(saved.layers, default=0.0) * tokens
+    layer = (checkpointing + TEMPORARY) * longest + casts / max(len(saved.layers), 1)
+    return Peak(
+        **_states(sizes, method, gpus, 0.0 if checkpointing else saved.casts),
+        activations=(saved.others + sum(saved.inputs if checkpointing else saved.layers)) * tokens,
+        head=_head(sizes, method, tokens, fused_loss) + (casts if saved.is_cached else 0),
+        layer=layer,
+        attention=_attention(sizes.attention, tokens, documents) + copied_keys,
+    )
+
+
+def _states(sizes: ModelSizes, method: Method, gpus: int, casts: float) -> dict[str, float]:
+    every, trained, head = sizes.parameters, sizes.trained, sizes.hidden * sizes.vocab
+    adapters = trained if method.lora else 0
+    if method.engine == "DDP":
+        buckets = 4 * trained if gpus > 1 else 0
+        return {
+            "weights": 2 * every + 4 * adapters if method.lora else 4 * every,
+            "gathered": casts,
+            "gradients": 4 * trained + buckets,
+            "optimizer": 8 * trained,
+            "step": 0,
+        }
+    buckets = 2 * min(2 * sizes.hidden**2, trained)  # two of `reduce_bucket_size`, in bfloat16
+    states = {"gradients": 2 * trained / gpus + buckets, "optimizer": 12 * trained / gpus, "step": 4 * trained / gpus}
+    if method.engine == "ZeRO-2":
+        return states | {"weights": 2 * (every + adapters), "gathered": 0}
+    gathered = head + min(every - head, max(REUSED, 2 * sizes.largest)) if gpus > 1 else 0
+    step = min(states["step"], 4 * SUB_GROUP)
+    return states | {"weights": 2 * (every + adapters) / gpus, "gathered": 2 * gathered, "step": step}
+
+
+def _head(sizes: ModelSizes, method: Method, tokens: int, fused: bool) -> float:
+    """The gradient of the weight is summed in fp32, then in its own dtype, too."""
+    own = 4 if method.engine == "DDP" else 6
+    of_weight = 0 if method.lora else own * sizes.hidden * sizes.vocab
+    if fused:  # states of all tokens as they are, in fp32 and in their own dtype
+        return of_weight + 2 * min(tokens, TILE[0]) * TILE[1] + 8 * tokens * sizes.hidden
+    # log-probabilities and two gradients in fp32; then the gradient of the logits in half precision, and of the weight
+    return max(12 * tokens * sizes.vocab, 2 * tokens * sizes.vocab + of_weight)
+
+
+def _attention(attention: tuple[Heads, ...], tokens: int, documents: int) -> float:
+    """The sum of the gradients of the queries in fp32, and those of keys and values by query head where these share."""
+    rows = tokens + ROWS_PER_DOCUMENT * documents
+    return max(
+        (
+            4.0 * rows * each.heads * each.key_dim
+            + (2.0 * tokens * each.heads * (each.key_dim + each.value_dim) if each.kv_heads < each.heads else 0)
+            for each in attention
+        ),
+        default=0.0,
+    )
+
+
+def largest_tokens(predict: Callable[..., Peak], memory: float, most: int) -> int:
+    """The most tokens, at most `most`, whose peak needs at most `memory` bytes; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if predict(tokens=middle).total <= memory else (low, middle - 1)
+    return low
