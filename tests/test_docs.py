@@ -34,6 +34,7 @@ RAISED = (
     "OwnMaskError",
     "KernelError",
     "OwnAttentionError",
+    "UnknownTurnError",
 )
 
 

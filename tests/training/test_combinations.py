@@ -85,6 +85,9 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.NOT_BY_LENGTHS: {"packing_strategy": "minibatch"},
     of.DROP_LAST: {"dataloader_drop_last": True},
     of.ASSISTANT_ONLY: {"assistant_only_loss": True},
+    of.EVERY_TURN: {"assistant_only_loss": False},
+    of.LAST_TURN: {"assistant_turns": "last", "assistant_only_loss": True},
+    of.NO_EMPTY_THINKING: {"train_empty_thinking": False, "assistant_only_loss": True},
     of.HISTORY_TRAINED: {"completion_only_loss": False},
     of.CHUNKED: {"config_class": Chunked},
     of.NO_END: {"max_steps": -1},
@@ -122,6 +125,8 @@ ALSO = {
     of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS, of.SPLIT),
     of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
     of.SPLIT: (of.OVERLONG,),
+    of.LAST_TURN: (of.ASSISTANT_ONLY,),
+    of.NO_EMPTY_THINKING: (of.ASSISTANT_ONLY,),
 }
 ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts]
 

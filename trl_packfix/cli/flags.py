@@ -67,6 +67,19 @@ def add_document_flags(parser: argparse.ArgumentParser, needs_data: bool = True)
         action="store_true",
         help="one row per assistant turn: the history as the chat template renders it at this turn, and the turn",
     )
+    as_trained.add_argument(
+        "--message-train-key",
+        "--message_train_key",
+        default="weight",
+        metavar="KEY",
+        help="key of a message that is 0 where it is not trained (default: weight)",
+    )
+    as_trained.add_argument(
+        "--assistant-turns", "--assistant_turns", choices=("all", "last"), default="all", help="turns to train"
+    )
+    as_trained.add_argument(
+        "--train-empty-thinking", "--train_empty_thinking", choices=("true", "false"), default="true"
+    )
     as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
 
 
@@ -165,6 +178,9 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
         dataset_num_proc=args.num_proc,
         bad_rows=args.bad_rows,
         per_turn=args.per_turn,
+        message_train_key=args.message_train_key,
+        assistant_turns=args.assistant_turns,
+        train_empty_thinking=args.train_empty_thinking == "true",
         weight_column=getattr(args, "weight_column", None),
         source_column=getattr(args, "source_column", None),
         trust_remote_code=args.trust_remote_code,

@@ -23,6 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from ..data.cache_files import Cached
 from ..data.collator import IGNORE_INDEX
 from ..data.image_rows import IMAGES, ImageRows, has_images
+from ..data.masks import AssistantTurns
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 from ..data.turns import check_conversations
 
@@ -49,6 +50,9 @@ class Tokenisation:
     dataset_num_proc: int | None = None
     bad_rows: Literal["raise", "drop"] = "raise"
     per_turn: bool = False
+    message_train_key: str | None = "weight"
+    assistant_turns: AssistantTurns = "all"
+    train_empty_thinking: bool = True
     weight_column: str | None = None
     source_column: str | None = None
     trust_remote_code: bool = False

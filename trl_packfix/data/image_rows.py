@@ -28,6 +28,7 @@ from ..compat import training_every_token
 from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
+from .masks import TurnRule
 from .prefix_collator import Compare, Compared
 from .reader import BAD_ROW, bad_rows
 from .turns import Conversation, TurnCounts
@@ -54,10 +55,10 @@ MEASURES = Features(
         BAD_ROW: Value("string"),
     }
 )
-# With one document per assistant turn: the row and the message of it, -1 for none; and whether the text of the turn
-# before begins it
-CONVERSATION, TURN, GROWS = "packfix_conversation", "packfix_turn", "packfix_grows"
-TURNS = Features({CONVERSATION: Value("int64"), TURN: Value("int64"), GROWS: Value("bool")})
+# With one document per assistant turn: the row and the message of it, -1 for none; with the first of a row, how many of
+# its turns are not trained; and whether the text of the turn before begins it
+CONVERSATION, TURN, LEFT_OUT, GROWS = "packfix_conversation", "packfix_turn", "packfix_left_out", "packfix_grows"
+TURNS = Features({**dict.fromkeys((CONVERSATION, TURN, LEFT_OUT), Value("int64")), GROWS: Value("bool")})
 
 
 def has_images(dataset: Any) -> bool:
@@ -158,7 +159,12 @@ class RowProcessor:
 
 
 def measure(
-    dataset: Dataset, process: RowProcessor, name: str, num_proc: int | None, drops: bool, per_turn: bool = False
+    dataset: Dataset,
+    process: RowProcessor,
+    name: str,
+    num_proc: int | None,
+    drops: bool,
+    rule: TurnRule | None = None,
 ) -> Dataset:
     """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
 
@@ -167,8 +173,8 @@ def measure(
     Args:
         name: of the dataset, for messages.
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
-        per_turn: measure a document for each assistant turn of a row, and note which (`TURNS`). A conversation without
-            such a turn is one document, in which nothing is trained.
+        rule: measure a document for each assistant turn of a row that is trained, and note which (`TURNS`). A
+            conversation without such a turn is one document, in which nothing is trained.
 
     Raises:
         ValueError: the dataset has a transform; rows cannot be processed and `drops` is False.
@@ -182,13 +188,13 @@ def measure(
 
     def run(every: int) -> Dataset:
         return dataset.map(
-            Cached(_measures_of_turns if per_turn else _measures),
+            Cached(_measures if rule is None else _measures_of_turns),
             with_indices=True,
-            batched=per_turn,
+            batched=rule is not None,
             batch_size=1,
-            fn_kwargs={"process": process, "every": every},
+            fn_kwargs={"process": process, "every": every} | ({} if rule is None else {"rule": rule}),
             remove_columns=dataset.column_names,
-            features=Features(MEASURES | TURNS) if per_turn else MEASURES,
+            features=MEASURES if rule is None else Features(MEASURES | TURNS),
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
         )
@@ -218,19 +224,21 @@ def measure(
     return found
 
 
-def _measures_of_turns(batch: Any, indices: list[int], process: RowProcessor, every: int) -> dict[str, list[Any]]:
+def _measures_of_turns(
+    batch: Any, indices: list[int], process: RowProcessor, every: int, rule: TurnRule
+) -> dict[str, list[Any]]:
     """The numbers of the documents of one conversation, as columns."""
     try:
         row = {name: values[0] for name, values in dict(batch).items()}
-        conversation = Conversation.from_row(row, images_of(row))
-        turns = conversation.turns or [-1]
+        conversation, turns, counts = rule.choose(Conversation.from_row(row, images_of(row)))
+        turns = turns or [-1]
     except Exception as error:
         columns = {name: [value] for name, value in _unmeasured(error).items()}
-        return columns | {CONVERSATION: indices, TURN: [-1], GROWS: [False]}
+        return columns | {CONVERSATION: indices, TURN: [-1], LEFT_OUT: [0], GROWS: [False]}
     documents, texts = [], [""]
     for turn in turns:
         try:
-            sample = conversation.row_of_turn(turn, process.processor)
+            sample = rule.row_of_turn(conversation, turn, process.processor)
         except Exception as error:
             documents.append(_unmeasured(error))
             texts.append("")
@@ -239,7 +247,8 @@ def _measures_of_turns(batch: Any, indices: list[int], process: RowProcessor, ev
             texts.append(sample["prompt"] + sample["completion"])
     grows = [before != "" and text.startswith(before) for before, text in pairwise(texts)]
     columns = {name: [each[name] for each in documents] for name in MEASURES}
-    return columns | {CONVERSATION: indices * len(turns), TURN: turns, GROWS: grows}
+    left_out = [counts.context + counts.earlier] + [0] * (len(turns) - 1)
+    return columns | {CONVERSATION: indices * len(turns), TURN: turns, LEFT_OUT: left_out, GROWS: grows}
 
 
 def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[str, Any]:
@@ -373,13 +382,22 @@ class ImageRows:
         process: makes the document of a row, or of a turn.
         measures: from `measure`, one row per document.
         turns: what was counted, with one document per assistant turn.
+        rule: by which turns are chosen.
 
     Attributes:
         conversations: with one document per assistant turn, the row of the dataset of each, shape (R,); else None.
     """
 
-    def __init__(self, dataset: Dataset, process: RowProcessor, measures: Dataset, turns: TurnCounts | None = None):
+    def __init__(
+        self,
+        dataset: Dataset,
+        process: RowProcessor,
+        measures: Dataset,
+        turns: TurnCounts | None = None,
+        rule: TurnRule | None = None,
+    ):
         self.turns = turns
+        self._rule = rule
         self._dataset, self._process, self._measures = dataset, process, measures
         table = measures.with_format("arrow")[:]
         is_per_turn = CONVERSATION in measures.column_names
@@ -441,12 +459,11 @@ class ImageRows:
 
     def _row(self, row: int) -> dict[str, Any]:
         """A row of the dataset; or of one of its turns, with the images up to this turn."""
-        if self.conversations is None or self._turns is None:
+        if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
         given = self._dataset[int(self.conversations[row])]
-        return Conversation.from_row(given, images_of(given)).row_of_turn(
-            int(self._turns[row]), self._process.processor
-        )
+        conversation = self._rule.choose(Conversation.from_row(given, images_of(given))).conversation
+        return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
         """The first `stop` tokens of a row's document, and all of its images.

@@ -43,12 +43,14 @@ class TurnCounts:
         samples: assistant turns that became a sample.
         without_turn: conversations without an assistant turn. Each is one document without a trained token.
         bad: turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`).
+        left_out: assistant turns that are not trained (`message_train_key`, `assistant_turns`).
     """
 
     conversations: int
     samples: int
     without_turn: int
     bad: int
+    left_out: int = 0
 
     def line(self) -> str:
         """One line of a report.
@@ -58,6 +60,9 @@ class TurnCounts:
         """
         text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
         text += f"; {self.without_turn:,} without an assistant turn" if self.without_turn else ""
+        text += (
+            f"; {self.left_out:,} turns are not trained (their weight is 0, or not the last)" if self.left_out else ""
+        )
         return text + (f"; {self.bad:,} turns cannot be rendered and are dropped" if self.bad else "")
 
 

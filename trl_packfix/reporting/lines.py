@@ -47,6 +47,11 @@ def _tokens(report: "PackingReport") -> Lines:
     yield "tokens", f"{report.num_tokens:,}, of which {report.num_trained_tokens:,} trained"
 
 
+def _trained(report: "PackingReport") -> Lines:
+    if report.trained is not None:
+        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
+
+
 def _images(report: "PackingReport") -> Lines:
     if report.images is not None:
         yield "images", report.images.line()
@@ -294,6 +299,7 @@ OF_TABLE: tuple[Callable[["PackingReport"], Lines], ...] = (
     _documents,
     _micro_batch,
     _tokens,
+    _trained,
     _images,
     _lengths,
     _efficiency,
@@ -304,5 +310,5 @@ OF_TABLE: tuple[Callable[["PackingReport"], Lines], ...] = (
     _shared_packs,
     _imbalance,
 )
-OF_STREAM = (_stream, _micro_batch, _steps_of_stream, _groups, _trained_so_far)
+OF_STREAM = (_stream, _trained, _micro_batch, _steps_of_stream, _groups, _trained_so_far)
 LINES = (_lost, _attention, _isolation)  # of both

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.documents import Ledger
+from ..data.masks import Trained
 from ..data.turns import TurnCounts
 from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import Strategy
@@ -120,6 +121,7 @@ class PackingReport:
       None. `trl-packfix plan` estimates it for any setting.
     - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
+    - `trained`: what the loss is computed on, and by which setting.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
 
@@ -165,6 +167,7 @@ class PackingReport:
     prefixes: PrefixSavings | None = None
     images: PackedImages | None = None
     turns: TurnCounts | None = None
+    trained: Trained | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None

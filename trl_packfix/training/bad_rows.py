@@ -17,6 +17,7 @@ from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
 from ..data.cache_files import Cached
+from ..data.masks import UnknownTurnError
 from ..data.reader import BAD_ROW, bad_rows
 from .config import SFTConfig
 from .repeats import Repeats
@@ -238,9 +239,8 @@ def refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> N
 
 def reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
-    if isinstance(error, RuntimeError) and "assistant_only_loss" in str(error):
-        # Replaces TRL's own error, which is long
-        return "no assistant tokens under the chat template (see its `{% generation %}` markers, `assistant_only_loss`)"
+    if isinstance(error, UnknownTurnError):
+        return str(error)
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
     gap = _gap(row, text_field)
     return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"

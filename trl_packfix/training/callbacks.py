@@ -25,12 +25,14 @@ MUCH_GIB = 0.5  # memory that is worth a line in the report
 
 
 class BeforeTraining(TrainerCallback):
-    """Refuses evaluation sets without a trained token before the first step, not at the first evaluation."""
+    """Says what is trained, and refuses evaluation sets without a trained token before the first step."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not args.packing:  # the report of packing has this line
+            self.trainer.accelerator.print(f"Trained tokens: {self.trainer.data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self.trainer.evaluation.check_evaluation_sets()
 
@@ -189,6 +191,8 @@ class StreamCallback(TrainerCallback):
         if stream.share.count < stream.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
         report = make_stream_report(stream, args.max_steps, counts, stream.micro_steps(num_steps))
-        self.trainer.packing_report = replace(report, attention=before.attention, isolation=before.isolation)
+        self.trainer.packing_report = replace(
+            report, attention=before.attention, isolation=before.isolation, trained=before.trained
+        )
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.save(args.output_dir)

@@ -115,6 +115,12 @@ CUT_BLOCKS = _strategies(lambda traits: traits.cuts_blocks)
 NOT_BY_LENGTHS = _strategies(lambda traits: traits.instead is not None)
 DROP_LAST = _setting("dataloader_drop_last", False)
 ASSISTANT_ONLY = _setting("assistant_only_loss", False)
+LAST_TURN, NO_EMPTY_THINKING = _setting("assistant_turns", "all"), _setting("train_empty_thinking", True)
+EVERY_TURN = Choice(
+    "neither `assistant_only_loss` nor `per_turn`",
+    lambda given: None if given.args.assistant_only_loss or given.args.per_turn else "`assistant_only_loss=False`",
+    "set `assistant_only_loss=True` or `per_turn=True`",
+)
 HISTORY_TRAINED = _setting("completion_only_loss", None, (False,))
 CHUNKED = _setting("loss_type", "nll", ("chunked_nll",))
 NO_END = Choice(

@@ -13,6 +13,7 @@ import trl
 from transformers import TrainingArguments
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
+from ..data.masks import AssistantTurns
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
@@ -69,6 +70,16 @@ class SFTConfig(trl.SFTConfig):
             Train one sample per assistant turn of a conversation: the history as the chat template renders it at this
             turn, with the loss on this turn only. For templates that strip earlier thinking. It works with and without
             packing, for tables and streams, and splits evaluation sets, too.
+        message_train_key (`str`, *optional*, defaults to `"weight"`):
+            Key of a message that says whether it is trained, with `assistant_only_loss` and `per_turn`: 0 or `False`
+            makes an assistant message context, 1, `True` or no value trains it. `"weight"` is that of OpenAI's files,
+            `"train"` that of axolotl's. `None`: no key is read.
+        assistant_turns (`str`, *optional*, defaults to `"all"`):
+            Which assistant turns `assistant_only_loss` and `per_turn` train: `"all"`, or only the `"last"` of each
+            conversation.
+        train_empty_thinking (`bool`, *optional*, defaults to `True`):
+            Whether `assistant_only_loss` and `per_turn` train an empty thinking block (`<think>\n\n</think>`) that the
+            chat template puts in front of a turn without thoughts. One that the message has itself is trained.
         on_leak (`str`, *optional*, defaults to `"repair"`):
             What to do when the probe finds, before the first step, that documents influence each other on this model:
             `"repair"` runs the modules where information crosses on each document separately, and unpacks if that does
@@ -138,6 +149,9 @@ class SFTConfig(trl.SFTConfig):
     overlong: Overlong | None = None
     bad_rows: BadRows = "raise"
     per_turn: bool = False
+    message_train_key: str | None = "weight"
+    assistant_turns: AssistantTurns = "all"
+    train_empty_thinking: bool = True
     on_leak: OnLeak = "repair"
     balance: Balance = "step"
     document_weighting: Weighting = "token"
@@ -217,6 +231,7 @@ def check_config(args: SFTConfig) -> None:
         "overlong": (None, *OVERLONG),
         "truncation_mode": get_args(TruncationMode),
         "bad_rows": BAD_ROWS,
+        "assistant_turns": get_args(AssistantTurns),
         "on_leak": ON_LEAK,
         "balance": BALANCE,
         "document_weighting": WEIGHTINGS,

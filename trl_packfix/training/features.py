@@ -93,6 +93,8 @@ _WEIGHTS = {
     of.UNPACKED_IMAGES: _LOSS_OF_TRL,
     of.UNPACKED_SEQUENCES: _LOSS_OF_TRL,
 }
+_TURNS_UNKNOWN = "It makes one text of each row, in which turns are not known"
+_NO_TURNS = "It chooses among the assistant's turns, and without either of the two every token is trained"
 _OWN_ROWS = "Documents share rows of a pack, and an unpacked document has a row of its own"
 
 FEATURES = (
@@ -213,12 +215,15 @@ FEATURES = (
             of.HISTORY_TRAINED: "It trains the history, too, and that of a conversation of n turns is in up to n "
             "samples, so its first turns would be trained n times",
             of.UNPREPARED: "Conversations are split when the dataset is prepared, so `per_turn` would be ignored",
-            of.FORMATTING: "It makes one text of each row, in which turns are not known",
+            of.FORMATTING: _TURNS_UNKNOWN,
             of.UNPACKED_IMAGES: "There TRL's loader makes one sample of each row, and as rows of their own the turns "
             "would repeat the images of their history",
         },
         page="per_turn.md",
     ),
+    Feature(choice=of.ASSISTANT_ONLY, conflicts={of.FORMATTING: _TURNS_UNKNOWN}, page="assistant_turns.md"),
+    Feature(choice=of.LAST_TURN, conflicts={of.EVERY_TURN: _NO_TURNS}),
+    Feature(choice=of.NO_EMPTY_THINKING, conflicts={of.EVERY_TURN: _NO_TURNS}),
     Feature(choice=of.SMOOTHING, page="packing.md"),
     Feature(choice=of.NOISE, page="packing.md"),
     Feature(choice=of.CONSTANT_SHAPES, page="gpus.md"),

@@ -1,6 +1,7 @@
 """The data of a training run: documents, planner, loaders, and the model that takes their packs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +17,13 @@ from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows, has_images
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
+from ..data.masks import Trained
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
+from ..data.spans import make_documents
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..data.turns import TurnCounts
@@ -29,6 +32,7 @@ from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
 from . import checks
+from .assistant_only import what_is_trained
 from .choices import Given, text_config
 from .config import SFTConfig
 from .features import refuse
@@ -54,6 +58,7 @@ class TrainingData:
         documents: the documents of the training set; with packing of a table.
         row_values: weights and sources of the rows of the training set.
         turns: what was counted when conversations were split, with `per_turn`.
+        trained: what the loss is computed on.
         planner: the planner of the epochs, from when training starts; None for a stream.
         stream: the packs of a stream, from when training starts.
         images: what packs need of images; None without.
@@ -76,6 +81,7 @@ class TrainingData:
         checks.check_prepared_sets(args, train_dataset, eval_dataset, self.vocab_size)
         self.images: ImageData | None = None
         self.turns: TurnCounts | None = None
+        self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None
         self.stream: PackedStream | None = None
         self.packs_images = packs_images(args, train_dataset)
@@ -173,8 +179,16 @@ class TrainingData:
                 self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
         refuse(checks.given_to(type(self.trainer), args, self.trainer.model, dataset))
         checks.check_weights(args, self.trainer.train_dataset)
-        self.turns = None
+        self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
+
+    def trained_line(self) -> str:
+        """What is trained without packing, with the share of the tokens of a table."""
+        dataset = self.trainer.train_dataset
+        if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+            return self.trained.line(0, 0)
+        given = make_documents(TokenReader(dataset), max_length=None).ledger.given
+        return self.trained.line(given.trained_tokens, given.tokens)
 
     def read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
         """The rows of a table: tokens, or images and text, which are measured once."""
@@ -196,9 +210,10 @@ class TrainingData:
         with shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
-            self.trainer.packing_report = make_report(
+            report = make_report(
                 planner, self.args.effective_overlong, self.reader, self.unpacked_counts_first, self.turns
             )
+            self.trainer.packing_report = replace(report, trained=self.trained)
         rows = DocumentDataset(self.reader, self.documents, self.trainer._tokenizer.pad_token_id, self.row_values)
         collate = self.with_row_values(self._training_collator)
         return self.make_loader(rows, PackedBatchSampler(planner, self.args.process_index), collate)
@@ -325,7 +340,7 @@ class TrainingData:
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
         )
-        self.trainer.packing_report = make_stream_report(stream, args.max_steps)
+        self.trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         collate = self._training_collator
         if args.weight_column is not None:
             collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})

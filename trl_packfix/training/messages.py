@@ -47,7 +47,7 @@ def with_chat_roles(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
         return dataset
     if isinstance(dataset, IterableDataset):
         return dataset.map(_renamed)
-    num_rows = int(_rows_with(dataset, "from", ROLES).sum())
+    num_rows = int(rows_with(dataset, "from", values=ROLES).sum())
     if not num_rows:
         return dataset
     logger.warning(
@@ -165,7 +165,7 @@ def _holding(
         rows = list(dataset.take(NUM_OF_STREAM))
         found = [row for row in rows if any(_held([row], key, values) for key in keys)]
         return found, f"{len(found)} of the first {len(rows)} rows"
-    masks = [_rows_with(dataset, key, values) for key in keys]
+    masks = [rows_with(dataset, key, values=values) for key in keys]
     places = np.flatnonzero(np.any(masks, axis=0))
     drawn = places[np.unique(np.linspace(0, len(places) - 1, NUM_DRAWN).astype(int))] if len(places) else places
     return list(dataset.select(drawn).with_format(None)), f"{len(places)} of {len(dataset)} rows"
@@ -178,10 +178,12 @@ def _held(rows: Iterable[dict[str, Any]], key: str, values: Collection[str] | No
     return any(value in values if values is not None else value for value in found)
 
 
-def _rows_with(dataset: Dataset, key: str, values: Collection[str] | None = None) -> np.ndarray:
+def rows_with(
+    dataset: Dataset, key: str, columns: Collection[str] = COLUMNS, values: Collection[str] | None = None
+) -> np.ndarray:
     """Whether a message of each row holds a key, and one of the values if they are given. Shape (rows,), in Arrow."""
     has = np.zeros(len(dataset), bool)
-    for column in set(COLUMNS).intersection(get_dataset_column_names(dataset)):
+    for column in set(columns).intersection(get_dataset_column_names(dataset)):
         start = 0
         for chunk in dataset.select_columns(column).with_format("arrow")[:][column].chunks:
             if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):

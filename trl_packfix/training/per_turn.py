@@ -15,7 +15,8 @@ from trl.data_utils import get_dataset_column_names
 from ..compat import main_process_first
 from ..data.cache_files import Cached
 from ..data.dataset_checks import check_rows
-from ..data.image_rows import CONVERSATION, GROWS, TURN, ImageRows, RowProcessor, has_images, measure
+from ..data.image_rows import CONVERSATION, GROWS, LEFT_OUT, TURN, ImageRows, RowProcessor, has_images, measure
+from ..data.masks import TurnRule
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
 from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
@@ -23,6 +24,7 @@ from .config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = CONVERSATION, TURN, LEFT_OUT
 NUM_AT_ONCE = 16  # conversations in memory: their samples have many times their tokens
 NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
 
@@ -71,7 +73,7 @@ def split_turns(
             "column `images`, or remove the column here."
         )
     others = [column for column in columns if column not in COLUMNS]
-    kwargs: dict[str, Any] = {"tokenizer": processing_class, "others": others}
+    kwargs: dict[str, Any] = {"tokenizer": processing_class, "others": others, "rule": TurnRule.of(args)}
     drops = args.bad_rows == "drop"
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops}
@@ -83,7 +85,7 @@ def split_turns(
         return (dataset.filter(is_good).remove_columns(BAD_ROW) if drops and not marks else dataset), None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
-    numbers = {CONVERSATION: Value("int64"), TURN: Value("int64")}
+    numbers = dict.fromkeys(NUMBERS, Value("int64"))
     with main_process_first():
         found = dataset.map(
             Cached(_rows),
@@ -118,10 +120,11 @@ def measure_turns(
         ValueError: as `split_turns`.
     """
     check_conversations(dataset, name)
+    rule = TurnRule.of(args)
     with main_process_first():
-        measures = measure(dataset, process, name, args.dataset_num_proc, drops=True, per_turn=True)
+        measures = measure(dataset, process, name, args.dataset_num_proc, drops=True, rule=rule)
     counts = _counted(dataset, measures, name, args, drops)
-    reader = ImageRows(dataset, process, measures, counts)
+    reader = ImageRows(dataset, process, measures, counts, rule)
     if is_training_set:
         trained = np.flatnonzero(measures.with_format("arrow")["trained"].to_numpy())[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
@@ -132,13 +135,17 @@ def measure_turns(
 
 
 def _rows(
-    batch: Any, indices: list[int], tokenizer: PreTrainedTokenizerBase | ProcessorMixin, others: list[str]
+    batch: Any,
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    others: list[str],
+    rule: TurnRule,
 ) -> dict[str, list[Any]]:
     """The samples of some conversations, as columns: one row per assistant turn, or one for a conversation without."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*others, *TOKENS, CONVERSATION, TURN)}
+    columns: dict[str, list[Any]] = {name: [] for name in (*others, *TOKENS, *NUMBERS)}
     for i, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         row = dict(zip(batch.keys(), values, strict=True))
-        for turn, sample in _samples(row, tokenizer):
+        for turn, sample in _samples(row, tokenizer, rule):
             made = {column: row[column] for column in others} | sample | {CONVERSATION: i, TURN: turn}
             for column, value in made.items():
                 columns[column].append(value)
@@ -146,22 +153,25 @@ def _rows(
 
 
 def _samples(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | ProcessorMixin
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | ProcessorMixin, rule: TurnRule
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Turn and sample, -1 for a whole conversation; a bad one has no tokens, and the reason in the column `BAD_ROW`."""
     try:
-        conversation = Conversation.from_row(row)
-        turns = conversation.turns or [-1]
+        conversation, turns, counts = rule.choose(Conversation.from_row(row))
+        turns = turns or [-1]
     except Exception as error:
-        yield -1, _columns([], [], reason(row, error, text_field=""))
+        yield -1, _columns([], [], reason(row, error, text_field="")) | {LEFT_OUT: 0}
         return
     for turn in turns:
+        left_out = {LEFT_OUT: counts.context + counts.earlier if turn == turns[0] else 0}
         try:
             sample = conversation.untrained(tokenizer) if turn < 0 else conversation.sample(turn, tokenizer)
+            if turn >= 0:
+                rule.mask_thinking(sample["labels"], conversation.messages[turn], tokenizer)
         except Exception as error:
-            yield turn, _columns([], [], reason(row, error, text_field=""))
+            yield turn, _columns([], [], reason(row, error, text_field="")) | left_out
         else:
-            yield turn, _columns(sample["input_ids"], sample["labels"])
+            yield turn, _columns(sample["input_ids"], sample["labels"]) | left_out
 
 
 def _columns(tokens: list[int], labels: list[int], why: str = "") -> dict[str, Any]:
@@ -171,7 +181,8 @@ def _columns(tokens: list[int], labels: list[int], why: str = "") -> dict[str, A
 
 def _rows_of_stream(batch: Any, indices: list[int], name: str, drops: bool, **kwargs: Any) -> dict[str, list[Any]]:
     made = _rows(batch, indices, **kwargs)
-    del made[CONVERSATION], made[TURN]
+    for column in NUMBERS:
+        del made[column]
     for column in ("input_ids", "labels"):
         made[column] = [values.tolist() for values in made[column]]
     if drops:
@@ -192,6 +203,7 @@ def _counted(dataset: Dataset, found: Dataset, name: str, args: SFTConfig, drops
         samples=int((~bad & (turns >= 0)).sum()),
         without_turn=int((~bad & (turns < 0)).sum()),
         bad=int(bad.sum()),
+        left_out=int(_numbers(found, LEFT_OUT).sum()),
     )
     if counts.bad:
         rows, where = np.unique(conversations[bad], return_index=True)
@@ -204,7 +216,7 @@ def _counted(dataset: Dataset, found: Dataset, name: str, args: SFTConfig, drops
             "rows %s. Row %d: %s.",
             *(counts.bad, len(rows), len(dataset), name, [row for row, _ in reasons], *reasons[0]),
         )
-    if not counts.samples:
+    if not counts.samples and not counts.left_out:
         roles = sorted({message["role"] for message in Conversation.from_row(dataset[0]).messages})
         raise ValueError(
             f"`per_turn=True` was given, and none of the {len(dataset)} conversations of the {name} dataset has a "

@@ -6,6 +6,7 @@ which of them is called, and when TRL's own method is.
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,16 +28,18 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
 from ..compat import forget_evaluation
 from ..data import dataset_checks
+from ..data.masks import AssistantMask, TurnRule
 from ..data.reader import mask_columns, without_ignored_mask
 from ..data.row_values import check_weight
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, add_to_card
-from . import bad_rows, checks, messages, per_turn
+from . import assistant_only, bad_rows, checks, messages, per_turn
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
@@ -134,6 +137,8 @@ class SFTTrainer(trl.SFTTrainer):
         )
         checks.check_before_loading(given, processing_class)
         per_turn.check_per_turn(args, train_dataset, eval_dataset)
+        if formatting_func is None:
+            assistant_only.check_messages(args, train_dataset, eval_dataset)
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
         dataset_checks.check_rows(train_dataset, "train")
@@ -149,6 +154,8 @@ class SFTTrainer(trl.SFTTrainer):
         )
         if self.data.packs_images:
             args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
+        self._assistant_only = args.assistant_only_loss
+        args.assistant_only_loss = False  # TRL would refuse most templates; what it does with it is done here
 
         super().__init__(
             model=model,
@@ -169,6 +176,10 @@ class SFTTrainer(trl.SFTTrainer):
         )
 
         args.packing |= self.data.packs_images
+        args.assistant_only_loss = self._assistant_only
+        if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
+            rule = TurnRule.of(args)
+            self.data_collator = assistant_only.masking_collator(self.data_collator, self.processing_class, rule)
         self.data.attach()
         self.training_objective.attach()
         self.add_callback(BeforeTraining(self))
@@ -190,6 +201,8 @@ class SFTTrainer(trl.SFTTrainer):
         dataset_name: str,
     ) -> AnyDataset:
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        args = copy.copy(args)
+        args.assistant_only_loss = self._assistant_only
         dataset_checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
@@ -203,20 +216,29 @@ class SFTTrainer(trl.SFTTrainer):
                 dataset_checks.check_raw_dataset(
                     dataset, dataset_name, self._tokenizer, args, is_formatted=formatting_func is not None
                 )
+        is_masked = self._assistant_only and formatting_func is None and assistant_only.has_conversations(dataset)
+        if is_masked:
+            self.chat_template = assistant_only.training_template(processing_class)
         if formatting_func is None and "input_ids" not in get_dataset_column_names(dataset):
             dataset = messages.with_chat_roles(dataset, dataset_name)
             if is_training_set and args.process_index == 0:
                 template = getattr(self, "chat_template", None)
                 messages.say_what_is_left_out(dataset, dataset_name, processing_class, template, args.per_turn)
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
-        if args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
-            marks = packing and is_training_set
+        marks = packing and is_training_set
+        if is_masked:
+            mask = AssistantMask(TurnRule.of(args), self.chat_template, self.completion_only_loss)
+            dataset, masked = assistant_only.mask_turns(
+                dataset, dataset_name, args, processing_class, mask, marks, is_training_set
+            )
+            if is_training_set:
+                self.data.trained = replace(self.data.trained, counts=masked)
+        elif args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
             dataset, counts = per_turn.split_turns(
                 dataset, dataset_name, args, processing_class, marks, is_training_set
             )
             self.data.turns = counts if is_training_set else self.data.turns
         if packing or is_evaluated_as_documents:
-            args = copy.copy(args)
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
 
@@ -226,7 +248,7 @@ class SFTTrainer(trl.SFTTrainer):
 
         # With packing, dropped training rows stay as documents without tokens, so that they are counted.
         with Repeats() as repeats:
-            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks=packing and is_training_set)
+            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks)
         repeats.say(dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)

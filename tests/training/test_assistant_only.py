@@ -1,0 +1,384 @@
+"""Which tokens of a conversation are trained: TRL's labels where TRL has them, and hand-made masks elsewhere."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from datasets import Dataset, load_dataset, load_from_disk
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from support import vision
+from support.models import build_tiny_model, build_tokenizer
+from support.runs import config, documents_of
+from transformers import AutoTokenizer
+
+from trl_packfix import SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.data.masks import AssistantMask, TurnRule
+from trl_packfix.data.turns import Conversation
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = build_tokenizer()
+PLAIN = build_tokenizer()  # without markers, and unknown to TRL
+PLAIN.chat_template = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = build_tokenizer()  # removes earlier thinking, and writes an empty one; unknown to TRL
+THINKING.chat_template = (TEMPLATES / "qwen3.jinja").read_text() + "{# changed #}"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, **kwargs):
+    return {"role": "assistant", "content": text, **kwargs}
+
+
+CHAT = [user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"), answer("A3")]
+
+
+def weighted(*weights, messages=CHAT, key="weight"):
+    """The conversation with a weight for each answer; None for none."""
+    found = iter(weights)
+    return [m if m["role"] != "assistant" or (w := next(found)) is None else m | {key: w} for m in messages]
+
+
+def trained_texts(row, tokenizer):
+    """The texts of the runs of trained tokens."""
+    runs = [[]]
+    for label in row["labels"]:
+        runs[-1:] = [[*runs[-1], label]] if label != -100 else [runs[-1], []] if runs[-1] else [[]]
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def sample(messages, tokenizer, template=None, **rule):
+    return AssistantMask(TurnRule(**rule), template).sample({"messages": messages}, tokenizer)[0]
+
+
+def run_of(folder, data, tokenizer=PLAIN, model=None, eval_dataset=None, **settings):
+    args = config(folder, **({"max_length": 512, "assistant_only_loss": True} | settings))
+    model = model or build_tiny_model()
+    return SFTTrainer(model, args, train_dataset=data, eval_dataset=eval_dataset, processing_class=tokenizer)
+
+
+def documents(run):
+    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+
+
+# One conversation
+
+
+@st.composite
+def conversations(draw):
+    """Messages of random roles with texts that may be empty or hold line breaks, and weights of answers."""
+    text = st.text("ab \n", max_size=6)
+    messages = [{"role": "system", "content": draw(text)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 6))):
+        role = draw(st.sampled_from(["user", "assistant", "assistant", "tool"]))
+        message = {"role": role, "content": draw(text)}
+        weight = draw(st.sampled_from([None, 0, 1, True, False, 0.0]))
+        messages.append(message | ({"weight": weight} if weight is not None and role == "assistant" else {}))
+    return [*messages, answer(draw(text))]
+
+
+def by_hand(messages, last):
+    """Tokens and labels of ChatML, one token per byte: of an answer, its text and its end with the line break."""
+    tokens, labels = [], []
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, message in enumerate(messages):
+        head, body = f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>\n"
+        head, body = (CHATML(text, add_special_tokens=False)["input_ids"] for text in (head, body))
+        is_trained = i in answers and message.get("weight") in (None, 1) and (not last or i == answers[-1])
+        tokens += head + body
+        labels += [-100] * len(head) + (body if is_trained else [-100] * len(body))
+    return tokens, labels
+
+
+@hypothesis_settings(max_examples=60)
+@given(messages=conversations(), last=st.booleans())
+def test_labels_are_a_mask_made_by_hand(messages, last):
+    found = sample(messages, PLAIN, assistant_turns="last" if last else "all")
+    assert (found["input_ids"], found["labels"]) == by_hand(messages, last)
+    marked = sample(messages, CHATML, assistant_turns="last" if last else "all")  # by its generation markers
+    tokens, labels = by_hand(messages, last)
+    ends = [i for i, label in enumerate(labels) if label != -100 and CHATML.decode([tokens[i - 1]]) == "<|im_end|>"]
+    assert (marked["input_ids"], marked["labels"]) == (tokens, [-100 if i in ends else x for i, x in enumerate(labels)])
+
+
+TRAINING = sorted(path.stem for path in TEMPLATES.glob("*_training.jinja") if "llava" not in path.stem)
+# Templates whose turns are found one by one exactly as TRL's template for training marks them
+SAME = {
+    name for name in TRAINING if name.startswith(("cohere", "gemma", "diffusion", "lfm", "llama", "phi", "qwen2_5_vl"))
+}
+SAME |= {"idefics3_training", "smolvlm_training", "qwen3_instruct_2507_training", "qwen3_vl_training"}
+
+
+@pytest.mark.parametrize("template", TRAINING)
+def test_labels_are_those_of_trl_for_every_template(template):
+    """All turns as TRL marks them; and each turn alone, which together are all."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    stock = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    labels = [t if bit else -100 for t, bit in zip(stock["input_ids"], stock["assistant_masks"], strict=True)]
+    assert sample(CHAT, tokenizer)["labels"] == labels and max(labels) >= 0
+    alone = [sample(weighted(*row), tokenizer)["labels"] for row in np.eye(3, dtype=int).tolist()]
+    for i, each in enumerate(alone):
+        text = tokenizer.decode([label for label in each if label != -100])
+        has_text = "idefics" not in template and "smolvlm" not in template  # which leave out content that is text
+        assert [f"A{k}" in text for k in (1, 2, 3)] == [has_text and k == i + 1 for k in (1, 2, 3)]
+    assert np.max(alone, 0).tolist() == labels
+    assert sample(CHAT, tokenizer, assistant_turns="last")["labels"] == alone[2]
+    if template in SAME:
+        tokenizer.chat_template = (TEMPLATES / f"{template.removesuffix('_training')}.jinja").read_text()
+        assert sample(CHAT, tokenizer) == {"input_ids": stock["input_ids"], "labels": labels}
+
+
+def test_a_template_that_rewrites_the_history_is_refused_with_the_turn():
+    with pytest.raises(ValueError, match=r"renders `messages\[:2\]` in another way once `messages\[2\]` follows: '<th"):
+        sample(CHAT, THINKING)
+    assert trained_texts(sample(CHAT[:2], THINKING), THINKING) == ["<think>\n\n</think>\n\nA1<|im_end|>\n"]
+    assert trained_texts(sample(CHAT, THINKING, assistant_turns="last"), THINKING)[0].endswith("A3<|im_end|>\n")
+    open_thought = build_tokenizer()
+    open_thought.chat_template = PLAIN.chat_template.replace(
+        "'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'"
+    )
+    with pytest.raises(
+        ValueError, match=r"ends the prompt of `messages\[1\]` with '<think>', and with this turn .*'A1"
+    ):
+        sample(CHAT, open_thought)
+    shifted = build_tokenizer()  # marks the first answer only when it is the last
+    shifted.chat_template = (
+        "{% for m in messages %}{% if loop.first or loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="marks other text in `messages"):
+        sample(weighted(1, 0, 1), shifted)
+
+
+def test_an_empty_thinking_of_the_template_can_be_left_untrained():
+    for tokenizer, template in ((THINKING, None), (THINKING, (TEMPLATES / "qwen3_training.jinja").read_text())):
+        for message, kept in (
+            (answer("A1"), "A1<|im_end|>\n"),
+            (answer(""), "<|im_end|>\n"),
+            (answer("\n\nA1"), None),
+            (answer("A1", reasoning_content="T"), "<think>\nT\n</think>\n\nA1<|im_end|>\n"),
+        ):
+            found = sample([user("Q"), message], tokenizer, template, train_empty_thinking=False)
+            full = sample([user("Q"), message], tokenizer, template)
+            assert found["input_ids"] == full["input_ids"]
+            (text,) = trained_texts(found, tokenizer)
+            assert text == kept or (kept is None and text.strip().endswith("A1<|im_end|>"))
+            assert ("<think>" in trained_texts(full, tokenizer)[0]) and ("<think>" in text) == ("T" in text)
+    own = answer("<think>\n\n</think>\n\nA1")
+    assert "<think>" in trained_texts(sample([user("Q"), own], PLAIN, train_empty_thinking=False), PLAIN)[0]
+    # the same in one sample per turn
+    rule = TurnRule(train_empty_thinking=False)
+    turn = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
+    before = len(trained_texts(turn, THINKING)[0])
+    rule.mask_thinking(turn["labels"], CHAT[5], THINKING)
+    assert trained_texts(turn, THINKING) == ["A3<|im_end|>\n"] and before > 20
+
+
+def test_a_weight_that_is_no_weight_is_refused():
+    for weight in (0.5, "0", 2):
+        with pytest.raises(ValueError, match=r"`messages\[1\]` has `weight: .*, which is neither 0 nor 1"):
+            sample(weighted(weight, 1, 1), PLAIN)
+    assert trained_texts(sample(weighted(0.5, 1, 0), PLAIN, message_train_key=None), PLAIN) == [
+        f"A{k}<|im_end|>\n" for k in (1, 2, 3)
+    ]
+
+
+# Through the trainer
+
+
+def chats(*rows):
+    return Dataset.from_list([{"messages": row, "id": i} for i, row in enumerate(rows)])
+
+
+ROWS = chats(CHAT, weighted(0, None, 1), weighted(None, None, 0), weighted(0, 0, 0))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, tmp_path):
+    rows = [row["messages"] for row in ROWS]
+    expected = [by_hand(row, last) for row in rows]
+    trained = sorted((tokens, labels) for tokens, labels in expected if max(labels) >= 0)
+    assert len(trained) == (2 if last else 3)
+    settings = {"assistant_turns": "last" if last else "all", "max_steps": 2}
+    sets = {"table": ROWS, "stream": ROWS.to_iterable_dataset()}
+    run = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
+    assert documents(run) == trained
+    for each in run.eval_dataset.values():
+        assert [(row["input_ids"], row["labels"]) for row in each] == expected
+    unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
+    assert sorted((row["input_ids"], row["labels"]) for row in unpacked.train_dataset) == trained
+    assert set(unpacked.train_dataset["id"]) <= {0, 1, 2} and not unpacked.args.packing
+    stream = run_of(tmp_path, ROWS.to_iterable_dataset(), **settings)
+    assert [(row["input_ids"], row["labels"]) for row in stream.train_dataset] == expected
+    counts = run.data.trained.counts
+    assert (counts.turns, counts.context, counts.earlier) == (12, 5, 5 if last else 0)
+
+
+def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
+    run = run_of(tmp_path, ROWS, max_steps=1, packing_report=True)
+    run.train()
+    said = "assistant turns (`assistant_only_loss`), 7 of 12; not trained: 5 with `weight` 0"
+    count, total = (sum(len(x) for x in each) for each in zip(*((t[2], t[0]) for t in _trained(run)), strict=True))
+    assert dict(run.packing_report.lines())["trained tokens"] == f"{count / total * 100:.1f} %: {said}"
+    assert json.loads((tmp_path / "packing_report.json").read_text())["trained"]["counts"]["context"] == 5
+    assert f"{count / total * 100:.1f} %: {said}" in capsys.readouterr().out
+    run_of(tmp_path, ROWS, max_steps=1, packing=False).train()
+    assert f"Trained tokens: {count / total * 100:.1f} %: {said}" in capsys.readouterr().out
+    plain = chats(CHAT, CHAT)  # the first token of a row is no target
+    run_of(tmp_path, plain, max_steps=1, packing=False, assistant_only_loss=False).train()
+    assert "Trained tokens: 98.7 %: every token of all messages; `assistant_only" in capsys.readouterr().out
+
+
+def _trained(run):
+    """Tokens, labels and trained tokens of each document of a packed run."""
+    return [(t, labels, [x for x in labels if x != -100]) for t, labels in documents(run)]
+
+
+def test_smollm2_trains_the_assistant_alone(data_dir, tmp_path):
+    """Its template has no markers and TRL has none for it. The labels are those of the template with markers put in."""
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "smollm2_tokenizer")
+    rows = load_dataset("json", data_files=str(data_dir / "oasst1_en_val_threads.jsonl"), split="train").select(
+        range(40)
+    )
+    model = build_tiny_model(vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match="chat template"):
+        trl.SFTTrainer(
+            model,
+            trl.SFTConfig(str(tmp_path), assistant_only_loss=True, use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
+    run = run_of(tmp_path, rows, tokenizer, model, max_length=4000, shuffle_dataset=False)
+    own = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+    assert own in tokenizer.chat_template
+    marked = tokenizer.chat_template.replace(
+        "{{" + own + "}}",
+        "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{message['content'] + '<|im_end|>\n'}}{% endgeneration %}{% else %}{{message['content'] + '<|im_end|>\n'}}"
+        "{% endif %}",
+    )
+    assert marked != tokenizer.chat_template
+    stock = tokenizer.apply_chat_template(
+        list(rows["messages"]), chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+    )
+    labels = [
+        [t if bit else -100 for t, bit in zip(tokens, mask, strict=True)]
+        for tokens, mask in zip(stock["input_ids"], stock["assistant_masks"], strict=True)
+    ]
+    assert list(run.train_dataset["input_ids"]) == stock["input_ids"] and list(run.train_dataset["labels"]) == labels
+
+
+def test_refused_rows_are_named_or_dropped(tmp_path, caplog):
+    data = chats(CHAT[:2], CHAT, CHAT[:2])
+    with pytest.raises(ValueError, match=r"1 of 3 rows of the train dataset .*\[1\]\. Row 1: the template renders"):
+        run_of(tmp_path, data, THINKING)
+    run = run_of(tmp_path, data, THINKING, bad_rows="drop")
+    assert len(documents(run)) == 2 and "1 of 3 rows of the train dataset cannot be tokenised" in caplog.text
+    with pytest.raises(ValueError, match=r"Row 1 of the train stream cannot be tokenised: the template renders"):
+        list(run_of(tmp_path, data.to_iterable_dataset(), THINKING, max_steps=1).train_dataset)
+
+
+def test_weights_that_would_not_be_read_are_refused(tmp_path):
+    said = r"2 of 4 rows of the {} dataset have messages with `weight` 0, and `assistant_only_loss=False`"
+    data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
+    with pytest.raises(ValueError, match=said.format("train")):
+        run_of(tmp_path, data, assistant_only_loss=False)
+    with pytest.raises(ValueError, match=said.format("eval")):
+        run_of(tmp_path, chats(CHAT), eval_dataset=data, assistant_only_loss=False)
+    with pytest.raises(ValueError, match="2 of the first 4 rows of the train"):
+        run_of(tmp_path, data.to_iterable_dataset(), assistant_only_loss=False, max_steps=1)
+    run_of(tmp_path, data, assistant_only_loss=False, message_train_key=None)
+    prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])
+    assert len(documents(run_of(tmp_path, prompts, assistant_only_loss=False))) == 1
+    with pytest.raises(
+        ValueError, match=r"`assistant_only_loss=True` was given, and the train dataset has the columns"
+    ):
+        run_of(tmp_path, Dataset.from_dict({"text": ["a b c"]}))
+
+
+def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
+    chats(*[weighted(0, None, 1, key=key) for key in ("weight", "train")]).save_to_disk(tmp_path / "data")
+    data, found = load_from_disk(tmp_path / "data"), set()
+    rules = [{}, {"assistant_turns": "last"}, {"message_train_key": "train"}, {"message_train_key": None}]
+    for rule in [*rules, *rules]:
+        run = run_of(tmp_path, data, shuffle_dataset=False, **rule)
+        expected = [sample(row, PLAIN, **rule) for row in data["messages"]]
+        assert [{key: row[key] for key in expected[0]} for row in run.train_dataset] == expected
+        found.add(json.dumps(expected))
+    assert len(found) == 4
+
+
+def test_per_turn_makes_samples_of_the_trained_turns_alone(tmp_path):
+    run = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False)
+    turns = [(row, k) for row in ROWS["messages"] for k in (1, 3, 5) if row[k]["weight"] != 0]
+    expected = [Conversation.from_row({"messages": row}).sample(k, PLAIN) for row, k in turns]
+    assert documents(run) == sorted((each["input_ids"], each["labels"]) for each in expected) and len(turns) == 7
+    line = dict(_report(run).lines())["conversations"]
+    assert "each of their 7 assistant turns" in line and "5 turns are not trained" in line
+    last = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False, assistant_turns="last")
+    assert len(documents(last)) == 2
+
+
+def _report(run):
+    run.get_train_dataloader()
+    return run.packing_report
+
+
+def test_prepare_and_show_honour_the_masks(tmp_path, capsys):
+    """The folder that `prepare` writes has the labels of the trainer, and its manifest says the rule."""
+    PLAIN.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in ROWS["messages"]))
+    common = [str(tmp_path / "chats.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--assistant-only-loss"]
+    assert main(["prepare", *common, "--assistant-turns", "last", "--output", str(tmp_path / "out")]) == 0
+    made = load_from_disk(tmp_path / "out")
+    assert sorted((row["input_ids"], row["labels"]) for row in made) == sorted(
+        by_hand(row, last=True) for row in ROWS["messages"]
+    )
+    manifest = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    assert manifest["settings"]["assistant_turns"] == "last" and manifest["settings"]["message_train_key"] == "weight"
+    capsys.readouterr()
+    assert main(["show", *common, "--packs", "1", "--json"]) == 0
+    (pack,) = json.loads(capsys.readouterr().out)
+    assert sum(document["trained_tokens"] for document in pack["documents"]) == sum(
+        sum(label != -100 for label in by_hand(row, last=False)[1]) for row in ROWS["messages"]
+    )
+
+
+# Images
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_turns_of_rows_with_images(family, tmp_path):
+    """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""
+    processor, model = vision.build_processor(family), vision.build_model(family)
+    data = vision.growing(3)
+    messages = [[m | {"weight": 0 if k == 1 else 1} for k, m in enumerate(row)] for row in data["messages"]]
+    data = data.remove_columns("messages").add_column("messages", messages)
+    args = config(tmp_path, assistant_only_loss=True, max_length=4000, max_steps=1)
+    run = SFTTrainer(model, args, train_dataset=data, processing_class=processor)
+    expected = [[part["text"] for m in row[3::2] for part in m["content"]] for row in messages]
+    rows = [run.data.reader.read(i, 0, int(run.data.reader.lengths[i])) for i in range(len(data))]
+    for row, texts in zip(rows, expected, strict=True):
+        found = "".join(trained_texts({"labels": row["labels"].tolist()}, processor.tokenizer))
+        assert [text in found for text in texts] == [True] * len(texts) and "turn" not in found
+        assert found.count("then") == len(texts)
+    unpacked = SFTTrainer(
+        vision.build_model(family),
+        config(tmp_path, packing=False, assistant_only_loss=True, max_length=None, max_steps=1),
+        train_dataset=data,
+        processing_class=processor,
+    )
+    batch = unpacked.data_collator([data[i] for i in range(len(data))])
+    for i, row in enumerate(rows):
+        kept = batch["attention_mask"][i].bool()
+        assert batch["labels"][i][kept].tolist() == row["labels"].tolist()
