@@ -1,6 +1,7 @@
 """`trl-packfix train`: TRL's flags and files, mixtures by exact counts, several files, restarts."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,9 +12,12 @@ import pytest
 import yaml
 from datasets import Dataset, load_from_disk
 from support.models import build_tiny_model, build_tokenizer
+from trl import ModelConfig
 from trl.scripts import sft
 
+from trl_packfix import SFTConfig
 from trl_packfix.cli import main, training
+from trl_packfix.cli.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +101,42 @@ def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsy
         training.parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
 
 
+def files_of_migrating() -> list[str]:
+    """The files of docs/migrating.md, one of another trainer and one of ours in turns."""
+    files = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
+    assert len(files) == 4 and all(file.startswith("# here") == bool(i % 2) for i, file in enumerate(files))
+    return files
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(tmp_path, monkeypatch):
+    """The message says what each unknown key is here; the file beside it in docs/migrating.md has these and is read."""
+    monkeypatch.chdir(tmp_path)
+    for foreign, ours in zip(files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
+        Path("foreign.yaml").write_text(foreign)
+        with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
+            training.parse(["--config", "foreign.yaml"])
+        message, keys = str(raised.value), yaml.safe_load(foreign)
+        Path("ours.yaml").write_text(
+            ours + "use_cpu: true\nbf16: false\n".replace("bf16: false\n" * ("bf16" in ours), "")
+        )
+        configs = training.parse(["--config", "ours.yaml"])
+        known = {each.name for config in configs for each in fields(config)}
+        refused = [key for key in keys if key not in known]
+        assert len(refused) > 8 and "did you mean" not in message
+        for key in refused:
+            assert f" `{key}` is `" in message or f" `{key}` can be removed: " in message, key
+        named = {RENAMED[key].split(":")[0] for key in refused if key in RENAMED}
+        assert named - {"test_split_size", "chat_template_path"} <= yaml.safe_load(ours).keys()
+
+
+def test_foreign_keys_are_foreign_and_lead_to_fields():
+    kinds = (SFTConfig, ModelConfig, training.TrainArguments, MixtureConfig)
+    known = {each.name for kind in kinds for each in fields(kind)}
+    assert {value.split(":")[0] for value in RENAMED.values()} <= known
+    assert not known & {*RENAMED, *NOT_NEEDED} and not {*RENAMED} & {*NOT_NEEDED} and {*EXPLAINED} <= {*RENAMED}
+
+
 MODEL, DATA = ["--model_name_or_path", "model"], ["--dataset_name", "one.jsonl"]
 USELESS = [  # flags, the config file, and the message
     (DATA, None, "`model_name_or_path` was not given"),
@@ -125,6 +165,8 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "dataset_name: {one.jsonl: 2}", "It is one name or path, or a list of them"),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "keys `repaet`: {'path': 'one.jsonl', 'rep"),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
+    (["--config=run.yaml"], "warmup_ratio: 0.1", "`warmup_ratio` is `warmup_steps` here (a value below 1 is the share"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, type: chat}]", "`type` can be removed: the form of a row"),
     (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),
     (["--config=run.yaml"], "datasets: one.jsonl", "`datasets: one.jsonl` was given. A mixture is a list"),
     (["--config=run.yaml"], "datasets: [{repeat: 2}]", "An entry of `datasets` has no `path`"),

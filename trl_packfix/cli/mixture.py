@@ -18,6 +18,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
 from .flags import did_you_mean
+from .foreign_keys import hints
 from .sources import FORMATS, load_named, load_rows
 
 
@@ -147,7 +148,7 @@ def _entry(given: Any) -> SourceConfig:
         problem = f"the unknown keys {', '.join(f'`{name}`' for name in wrong)}" if wrong else "no `path`"
         raise ValueError(
             f"An entry of `datasets` has {problem}: {given}{did_you_mean(wrong, known)}. Without a path nothing can be "
-            f"read, and an unknown key would be ignored. The keys are {', '.join(known)}."
+            f"read, and an unknown key would be ignored.{hints(wrong)} The keys are {', '.join(known)}."
         )
     for name, (wanted, what) in TYPES.items():
         value = given.get(name)

@@ -24,6 +24,7 @@ from ..training.checkpoints import choose_checkpoint
 from ..training.config import SFTConfig
 from ..training.trainer import SFTTrainer
 from .flags import did_you_mean
+from .foreign_keys import hints
 from .mixture import MixtureConfig, load_mixture
 from .sources import FORMATS, in_utf8, load_named, load_rows
 
@@ -120,6 +121,8 @@ def parse(
     )
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
+    flags_of_run = [action.dest for action in parser._actions]
+    _refuse_unknown([name for name in settings if name not in flags_of_run], flags_of_run)
     _check_types(settings, kinds)
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
     if "tokens_per_rank" in given:  # it sets the size of micro-batches
@@ -142,7 +145,7 @@ def parse(
         if is_by_default and "packing" in str(error):
             error.add_note(note)
         raise
-    _check_unknown(unknown, [action.dest for action in parser._actions])
+    _check_unknown(unknown, flags_of_run)
     if is_by_default:
         PartialState().print(note)
     script_args, training_args, model_args, mixture = configs
@@ -209,18 +212,28 @@ def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
 
 def _check_unknown(unknown: list[str], known: list[str]) -> None:
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
-    wrong = [name for name in names if name not in launcher]
-    if wrong or (unknown and not names):
-        raise ValueError(
-            f"{', '.join(f'`{name}`' for name in wrong or unknown)} was given, as a flag or in the config file"
-            f"{did_you_mean(wrong, known)}. No field of SFTConfig, ModelConfig, ScriptArguments or the dataset mixture "
-            "has this name, so it would be ignored. Correct or remove it; `trl-packfix train --help` lists all flags."
-        )
+    _refuse_unknown(names or unknown, known)
     if names:
         PartialState().print(
             f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
             "launcher: `accelerate launch ... -m trl_packfix train ...`."
+        )
+
+
+def _refuse_unknown(names: list[str], known: list[str]) -> None:
+    """Refuse names that are neither a field nor a flag of TRL's launcher.
+
+    Raises:
+        ValueError: with what keys of other trainers are called here.
+    """
+    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
+    wrong = [name for name in names if name not in launcher]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in wrong)} was given, as a flag or in the config file"
+            f"{did_you_mean([name for name in wrong if not hints([name])], known)}. No field of SFTConfig, "
+            f"ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints(wrong)} "
+            "Correct or remove it; `trl-packfix train --help` lists all flags."
         )
 
 
