@@ -233,7 +233,7 @@ def at_its_size(config, num_tokens: int) -> tuple[FlopCounterMode, int]:
 
 
 SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-HYBRID = {**SIZE, **SPECIAL, "hidden_size": 128, "vocab_size": 64, "num_hidden_layers": 4}
+HYBRID = {**SIZE, **SPECIAL, "hidden_size": 128, "num_hidden_layers": 4}
 MIXED = ["linear_attention"] * 3 + ["full_attention"]
 GROUPS = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_chunk_size": 64}
 HYBRIDS = {
@@ -243,7 +243,13 @@ HYBRIDS = {
     "granitemoehybrid": {**GROUPS, "layer_types": MIXED, "num_local_experts": 0, "shared_intermediate_size": 160},
     "falcon_h1": {**GROUPS, "mamba_d_ssm": 256},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 64, "n_groups": 2, "chunk_size": 64, "expand": 2},
-    "kimi_linear": {"layer_types": MIXED, "mlp_layer_types": ["dense"] * 4},
+    "kimi_linear": {
+        "layer_types": MIXED,
+        "mlp_layer_types": ["dense"] * 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
     "mamba": {"state_size": 16},
 }
 
@@ -265,22 +271,18 @@ def as_torch_counts(scan: Mixers) -> Mixers:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=current_models) if n == "kimi_linear" else n for n in HYBRIDS])
 def test_scans_cost_what_torch_counts(name):
-    """Within 1 % of a forward at whole chunks; without scans it would be 26 to 44 % less, and little less in Mamba."""
+    """Within 1 % of a forward at whole chunks; without scans it would be 6 to 44 % less, and little less in Mamba."""
     num_tokens = 8 if name == "mamba" else 128  # its scan runs token by token
     config = AutoConfig.for_model(name, **{**HYBRID, **HYBRIDS[name]})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).eval()
-        tokens = torch.zeros(1, num_tokens, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=tokens, use_cache=True)
+    total = counted(config, num_tokens)
     found = make_cost_model(config)
     scans = sum(
         each.layers * num_tokens * (each.per_token + each.per_pair * (each.chunk if each.chunk > 1 else 0))
         for each in map(as_torch_counts, found.mixers)
     )
     others = found.per_token * num_tokens + found.per_pair * num_tokens**2
-    assert (scans + others) / counter.get_total_flops() == pytest.approx(1, abs=0.01)
-    assert scans / others > 0.08 or name == "mamba"
+    assert (scans + others) / total == pytest.approx(1, abs=0.01)
+    assert scans / others > 0.05 or name == "mamba"
     # a document in one chunk: states, and pairs of its tokens
     n = min(8, found.mixers[0].chunk)
     in_one_chunk = sum(each.layers * (each.per_token * n + each.per_pair * n * (n + 1) / 2) for each in found.mixers)
