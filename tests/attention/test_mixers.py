@@ -71,7 +71,7 @@ def packed_model(model, **settings):
 def functions(model):
     """The modules and names of the functions that are replaced, and what is there now."""
     found = MixerNames(model, lambda: None)
-    return {(names["__name__"], name): names[name] for names, name in found._places}
+    return {(names["__name__"], name): names[name] for names, name in found.places}
 
 
 def pack(*lengths):
@@ -85,6 +85,21 @@ def test_every_mixer_is_found(model_type):
     found = MixerNames(zoo.build_model(model_type), lambda: None).found
     assert {name.partition(".")[2] for name in found} == (NAMES | NEW)[model_type], found
     assert all(name.startswith("modeling_") for name in found)
+
+
+@pytest.mark.parametrize(
+    "model_type, packages",
+    [
+        ("qwen3_next", ["causal-conv1d", "flash-linear-attention"]),
+        ("lfm2", ["causal-conv1d"]),
+        ("bamba", ["causal-conv1d", "mamba-ssm"]),
+        ("jamba", ["causal-conv1d", "mamba-ssm"]),
+        ("llama", None),
+    ],
+)
+def test_packages_with_kernels_are_named(model_type, packages):
+    """Each package that transformers looks for has the name that pip has for it."""
+    assert mixers.missing_packages(zoo.build_model(model_type)) == packages
 
 
 def test_transformers_has_no_other_function_with_a_kernel():

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import subprocess
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -227,7 +228,7 @@ def test_a_silent_leak_is_shouted():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "bloom"):
+    for name in ("llama", "bloom", "lfm2"):
         build_tiny_model(name).save_pretrained(folder / name)
     return folder
 
@@ -237,6 +238,13 @@ def test_check_a_model(saved, capsys):
     out = capsys.readouterr().out
     assert out.startswith("Isolation check\n") and "verdict" in out and "PACKED" in out and "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
+
+
+def test_check_says_what_to_install_for_mixers(saved, capsys):
+    assert main(["check", str(saved / "lfm2")]) == 0
+    assert re.search(
+        r"^ *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, capsys):

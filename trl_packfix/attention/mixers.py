@@ -345,6 +345,23 @@ REPLACEMENTS: dict[str, Callable] = {
 }
 
 
+# What pip installs of each package with kernels, by the name that it is imported with
+PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+
+
+def missing_packages(model: nn.Module) -> list[str] | None:
+    """What pip would install to give the mixers of a model all their kernels; None if it has no such mixer.
+
+    transformers' wrapper holds the name of the package, and whether it found it.
+    """
+    functions = [names[name] for names, name in MixerNames(model, lambda: None).places]
+    wrappers = [inspect.getclosurevars(function).nonlocals for function in functions if inspect.isfunction(function)]
+    known = [each for each in wrappers if each.get("package") in PIP_NAMES]
+    if not known:
+        return None
+    return sorted({PIP_NAMES[each["package"]] for each in known if not each["is_new_implementation"]})
+
+
 def tokens_summed_in_common(model: nn.Module) -> int:
     """The chunk size of Mamba-2's kernel, in tokens, if the model runs packs on it; else 0.
 
@@ -370,6 +387,7 @@ class MixerNames:
         running: returns the packed forward whose documents are to be separated, or None.
 
     Attributes:
+        places: the namespaces of the modules, and a name in each.
         found: the names, such as "modeling_lfm2.causal_conv1d_fn".
     """
 
@@ -378,23 +396,23 @@ class MixerNames:
         self._entered: list[list[Callable]] = []  # for each `enter`, what the names were
         classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
         modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
-        self._places = [
+        self.places = [
             (vars(sys.modules[module]), name)
             for module in modules
             for name in REPLACEMENTS
             if name in vars(sys.modules.get(module))
         ]
-        self.found = [f"{names['__name__'].rpartition('.')[2]}.{name}" for names, name in self._places]
+        self.found = [f"{names['__name__'].rpartition('.')[2]}.{name}" for names, name in self.places]
 
     def enter(self) -> None:
-        before = [names[name] for names, name in self._places]
+        before = [names[name] for names, name in self.places]
         self._entered.append(before)
-        for (names, name), function in zip(self._places, before, strict=True):
+        for (names, name), function in zip(self.places, before, strict=True):
             if function not in _made.values():
                 names[name] = self._replaced(function, name)
 
     def leave(self) -> None:
-        for (names, name), function in zip(self._places, self._entered.pop(), strict=True):
+        for (names, name), function in zip(self.places, self._entered.pop(), strict=True):
             names[name] = function
 
     def _replaced(self, function: Callable, name: str) -> Callable:

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 from trl.trainer.utils import create_model_from_path
 
+from ..attention.mixers import missing_packages
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
@@ -36,6 +37,7 @@ class CheckResult:
         in_training: the result on what training runs: the same, or after what `on_leak` did.
         verdict: "PACKED" (as it is), "REPAIRED", "UNPACKED" (correct, but padded), or "LEAK", "WRONG", "REFUSED".
         implementations: attention implementation -> why it is not available here; "" if it is.
+        missing_packages: what pip would install for the kernels of recurrent mixers; None without such mixers.
     """
 
     model: str
@@ -50,6 +52,7 @@ class CheckResult:
     in_training: IsolationReport
     repaired: list[str]
     implementations: dict[str, str]
+    missing_packages: list[str] | None
     seconds: float
 
     @property
@@ -84,6 +87,16 @@ class CheckResult:
             rows.append(("not tested", f"beyond max_length {self.max_length:,}: {beyond}"))
         rows.append(("attention", f"{self.attention}: {self.reason}"))
         rows += [("implementation", f"{name}: {why or 'available'}") for name, why in self.implementations.items()]
+        if self.missing_packages:
+            where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
+            rows.append(
+                (
+                    "kernels",
+                    f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}",
+                )
+            )
+        elif self.missing_packages is not None:
+            rows.append(("kernels", "all packages of the mixers are installed"))
         rows.append(("took", f"{self.seconds:.1f} seconds"))
         return rows
 
@@ -139,6 +152,7 @@ def check_model(
         in_training=in_training,
         repaired=repaired,
         implementations=implementations(base_model(model)),
+        missing_packages=missing_packages(base_model(model)),
         seconds=time.perf_counter() - start,
     )
 
