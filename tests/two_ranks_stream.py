@@ -1,15 +1,17 @@
 """Streams on two ranks; `test_streaming.py` launches this and reads FOLDER/result.pt. FOLDER holds `model`.
 
-torchrun --standalone --nproc_per_node 2 tests/two_ranks_stream.py FOLDER
+python tests/two_ranks_stream.py FOLDER
 """
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from datasets import IterableDataset
+from support.launch import fork_ranks
 from two_ranks import TOKENIZER, Packed, documents
 
 from trl_packfix import SFTConfig
@@ -65,7 +67,7 @@ def outcome(trainer: Packed) -> dict:
     }
 
 
-def main(folder: Path) -> None:
+def run_rank(folder: Path) -> None:
     warnings.simplefilter("ignore")
     result = {}
     for name, num_shards, workers in (("shared", 1, 0), ("sharded", 4, 2)):
@@ -86,4 +88,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[-1]))
+    sys.exit(not fork_ranks(2, partial(run_rank, Path(sys.argv[1]))))

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tracemalloc
 from collections import Counter
@@ -20,6 +18,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launch import Launch
 from support.models import build_tiny_model
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, documents_of, start_weights, texts, trainer, weights
@@ -607,22 +606,8 @@ def two_ranks(tmp_path_factory) -> dict:
         pytest.skip("this torch has no gloo")
     folder = tmp_path_factory.mktemp("two_ranks_stream")
     build_tiny_model().save_pretrained(folder / "model")
-    script = ROOT / "tests" / "two_ranks_stream.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, str(folder)], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            process.wait(200)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if not (folder / "result.pt").is_file():
-        pytest.fail((folder / "log").read_text()[-6000:])
-    return torch.load(folder / "result.pt") | {"folder": folder}
+    launch = Launch(folder, "log", [sys.executable, str(ROOT / "tests" / "two_ranks_stream.py"), str(folder)])
+    return launch[".", "result"] | {"folder": folder}
 
 
 @pytest.mark.slow
