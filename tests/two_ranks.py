@@ -1,18 +1,19 @@
 """Scenarios of the trainer that run on any number of ranks; `test_distributed.py` launches them on two.
 
-    torchrun --standalone --nproc_per_node 2 tests/two_ranks.py ddp FOLDER
-    deepspeed --num_gpus 2 tests/two_ranks.py deepspeed FOLDER
-    torchrun --standalone --nproc_per_node 2 tests/two_ranks.py fsdp2 FOLDER
+    python tests/two_ranks.py FOLDER
+    torchrun --standalone --nproc_per_node 2 tests/two_ranks.py die_ddp FOLDER
+    deepspeed --num_gpus 2 tests/two_ranks.py die_zero3 FOLDER
 
 FOLDER holds `documents`, a dataset on disk; `model`, `tied` and `leaking`, tiny Llamas (the second with one matrix for
-embeddings and LM head) and a bloom; `mamba` and `lfm2`; and a DeepSpeed config for each engine of DeepSpeed. One
-process pair runs all scenarios of its engines, because starting one takes longer than the scenarios; `die_ddp` and
-`die_zero3` have pairs of their own. Each scenario returns a dictionary that the main process saves as
-FOLDER/ENGINE/NAME.pt; the first that raises ends the launch. A test calls the same functions in its own process for the
+embeddings and LM head) and a bloom; `mamba` and `lfm2`; and a DeepSpeed config for each engine of DeepSpeed. A pair of
+forks runs all scenarios of its engines, because starting one takes longer than the scenarios; `die_ddp` and `die_zero3`
+have pairs of their own, of a launcher. Each scenario returns a dictionary that the main process saves as
+FOLDER/ENGINE/NAME.pt; the first that raises ends its launch. A test calls the same functions in its own process for the
 numbers of one rank.
 """
 
 import faulthandler
+import importlib.util
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from support import engine_state
+from support.launch import fork_ranks
 from support.models import build_tokenizer
 from support.prefixes import forest
 from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks, run_deepspeed_on_cpus
@@ -486,6 +488,11 @@ HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
 ALTERNATING = ("model", "leaking", "mamba", "lfm2")
 
 
+def strategies(engine: str) -> tuple[str, ...]:
+    """What is planned, and how it is loaded, does not depend on the engine: one runs them all."""
+    return STRATEGIES if engine == "ddp" else ("stream",)
+
+
 def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     """By name, in the order in which they run."""
     found = {
@@ -493,10 +500,9 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for kind, settings in KINDS.items()
     }
     if engine in ("zero1", "zero2", "zero3_offload"):
-        return {
-            name: found[name]
-            for name in ("five_full_checkpointed", "five_lora", "five_idle", "five_unpacked", "five_repaired")
-        }
+        # Repaired modules concern an engine that gathers parameters
+        kinds = ("full_checkpointed", "lora", "idle", *["repaired"] * (engine == "zero3_offload"))
+        return {f"five_{kind}": found[f"five_{kind}"] for kind in kinds}
     if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
@@ -505,15 +511,14 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     if engine == "ddp":
         settings = {"packing_strategy": "stream", "document_weighting": "document"}
         found["weighted_documents"] = partial(weighted, name="ddp/weighted_documents", engine=engine, **settings)
-    for strategy in STRATEGIES:
+    for strategy in strategies(engine):
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)
         found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
-        for workers in (0, 2):
-            if engine == "ddp" or strategy == "stream":
-                name = f"restart_{strategy}_{workers}"
-                more = settings | {"dataloader_num_workers": workers}
-                found[name] = partial(restart, name=f"{engine}/{name}", **more)
+        for workers in (0, 2) if engine == "ddp" else (0,):
+            name = f"restart_{strategy}_{workers}"
+            more = settings | {"dataloader_num_workers": workers}
+            found[name] = partial(restart, name=f"{engine}/{name}", **more)
     found["probed"] = partial(probed, engine=engine)
     for model in ALTERNATING if engine != "ddp" else ():
         name = f"alternating_{model}"
@@ -537,7 +542,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     return found
 
 
-def main(launch: str, folder: Path) -> None:
+def run_rank(launch: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     engines = LAUNCHES.get(launch, [launch.removeprefix("die_")])
     if engines[0] in LAUNCHES["deepspeed"]:
@@ -556,5 +561,14 @@ def main(launch: str, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def main(folder: Path) -> int:
+    launches = [name for name in LAUNCHES if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
+    ended = [fork_ranks(2, partial(run_rank, launch, folder)) for launch in launches]
+    return int(not all(ended))
+
+
 if __name__ == "__main__":
-    main(sys.argv[-2], Path(sys.argv[-1]))
+    if "RANK" in os.environ:  # of a launcher
+        run_rank(sys.argv[-2], Path(sys.argv[-1]))
+    else:
+        sys.exit(main(Path(sys.argv[-1])))
