@@ -1,14 +1,16 @@
 """DPO with and without `pack_forward` on two ranks; `test_pack_forward.py` launches it.
 
-    torchrun --standalone --nproc_per_node 2 tests/two_ranks_rows.py ENGINE FOLDER
+    python tests/two_ranks_rows.py FOLDER ENGINE ...
 
-ENGINE is "ddp", "zero2", "zero3" or "fsdp2". The main process saves the results by name in FOLDER/result.pt.
+An engine is "ddp", "zero2", "zero3" or "fsdp2", and has a pair of forks, of which the main process saves the results as
+FOLDER/ENGINE/NAME.pt.
 """
 
 import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ if __name__ == "__main__":
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
+from support.launch import fork_ranks
 from support.models import build_tiny_model
 from support.rows import build_trainer
 from support.versions import run_deepspeed_on_cpus
@@ -66,24 +69,30 @@ def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: A
     }
 
 
-def main(engine: str, folder: Path) -> None:
+def run_rank(engine: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     if engine.startswith("zero"):
         run_deepspeed_on_cpus()
         (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}
-    result = {}
     for name, options in RUNS.items():
         settings = {} if engine == "ddp" else engine_settings(engine, folder)  # resets what the run before has set
         if engine.startswith("zero"):
             settings["use_cpu"] = False  # which would hide the ranks
-        result[name] = run(name, *models[name], **(options | settings))
-        print(engine, name, result[name]["summary"], flush=True)
-    if os.environ["RANK"] == "0":
-        torch.save(result, folder / "result.pt")
+        result = run(name, *models[name], **(options | settings))
+        if os.environ["RANK"] == "0":
+            torch.save(result, folder / engine / f"{name}.pt")
     torch.distributed.destroy_process_group()
 
 
+def main(folder: Path, engines: list[str]) -> int:
+    ended = []
+    for engine in engines:
+        (folder / engine).mkdir()
+        ended.append(fork_ranks(2, partial(run_rank, engine, folder)))
+    return int(not all(ended))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,13 +1,14 @@
 """Packs with images on any number of ranks; `test_vision.py` launches it on two.
 
-    torchrun --standalone --nproc_per_node 2 tests/two_ranks_vision.py ENGINE FOLDER
+    python tests/two_ranks_vision.py FOLDER
 
-ENGINE is "ddp", "zero3" or "fsdp2". One launch runs all scenarios of its engine, and the main process saves their
-results by name in FOLDER/result.pt. A test calls `five` in its own process for the numbers of one rank.
+A pair of forks runs all scenarios of an engine ("ddp", "zero3" or "fsdp2"), and the main process saves them as
+FOLDER/ENGINE/NAME.pt. A test calls `five` in its own process for the numbers of one rank.
 """
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
+from support.launch import fork_ranks
 from support.versions import run_deepspeed_on_cpus
 from support.vision import LANGUAGE, QUESTIONS, SGD, build_model, make, rows
 from torch.distributed.tensor import DTensor
@@ -118,27 +120,37 @@ def restart(folder: Path, **settings) -> dict:
     return {"whole": whole(first), "resumed": whole(again), "steps": first.state.max_steps, "stop": stop}
 
 
-def main(engine: str, folder: Path) -> None:
+def run_rank(engine: str, folder: Path) -> None:
     if engine == "zero3":
         run_deepspeed_on_cpus()
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
     models = {kind: build_model("qwen2_5_vl") for kind in (*KINDS[engine], "uneven")}
-    result = {}
+    folder = folder / engine
     for name, model in models.items():
         settings = {"deepspeed": ZERO3} if engine == "zero3" else {}
         if engine == "fsdp2":
             settings = engine_settings(engine, folder)  # resets what the run before has set
         if name == "shared":
             settings = settings | {"share_prefixes": "pack"}
-        result[name] = (
-            uneven(folder, model, **settings) if name == "uneven" else five(folder, name, 2, model, **settings)
-        )
+        scenario = uneven if name == "uneven" else partial(five, kind=name, size=2)
+        save(scenario(folder, model=model, **settings), folder / f"{name}.pt")
     if engine == "ddp":
-        result["restart"] = restart(folder)
-    if os.environ["RANK"] == "0":
-        torch.save(result, folder / "result.pt")
+        save(restart(folder), folder / "restart.pt")
     torch.distributed.destroy_process_group()
 
 
+def save(result: dict, file: Path) -> None:
+    if os.environ["RANK"] == "0":
+        torch.save(result, file)
+
+
+def main(folder: Path) -> int:
+    ended = []
+    for engine in KINDS:
+        (folder / engine).mkdir()
+        ended.append(fork_ranks(2, partial(run_rank, engine, folder)))
+    return int(not all(ended))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1])))

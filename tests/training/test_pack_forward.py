@@ -1,7 +1,7 @@
 """Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
 
+import importlib.util
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import trl
+import two_ranks_rows
 from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from support.launch import LAUNCH_SECONDS, TORCHRUN, environment
+from support.launch import Launch
 from support.lifted import in_float64
 from support.models import build_tiny_model
 from support.rounding import tolerance
@@ -540,17 +541,20 @@ def flat(weights):
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    engines = [name for name in ENGINES if not name.startswith("zero") or importlib.util.find_spec("deepspeed")]
+    folder = tmp_path_factory.mktemp("ranks")
+    return Launch(folder, "log", [sys.executable, str(SCRIPT), str(folder), *engines])
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, tmp_path):
-    if engine == "zero3":
+def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
+    if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    env = environment(tmp_path, PYTHONPATH=f"{SCRIPT.parents[1]}:{SCRIPT.parent}")
-    command = [sys.executable, *TORCHRUN, str(SCRIPT), engine, str(tmp_path)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
-    found = torch.load(tmp_path / "result.pt")
+    found = {name: ranks[engine, name] for name in two_ranks_rows.RUNS}
     assert {result["engine"] for result in found.values()} == {ENGINES[engine]}
     weights = {name: flat(result["weights"]) for name, result in found.items()}
     scale = weights["stock"].abs().max()

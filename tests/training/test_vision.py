@@ -1,7 +1,6 @@
 """Training on packs with images: against unpacked TRL, on one rank and two, with adapters, checkpointing, restarts."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import trl
 import two_ranks_vision
 from accelerate.utils import DistributedType
 from peft import LoraConfig
-from support.launch import LAUNCH_SECONDS, TORCHRUN, environment
+from support.launch import Launch
 from support.models import build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config
@@ -317,17 +316,10 @@ ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> dict[str, dict]:
-    """Results of `two_ranks_vision.py`: one launch per engine."""
-    found = {}
-    for engine in ENGINES:
-        folder = tmp_path_factory.mktemp(engine)
-        env = environment(folder, PYTHONPATH=f"{SCRIPT.parents[1]}:{SCRIPT.parent}")
-        command = [sys.executable, *TORCHRUN, str(SCRIPT), engine, str(folder)]
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
-        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
-        found[engine] = torch.load(folder / "result.pt")
-    return found
+def ranks(tmp_path_factory) -> Launch:
+    """Results of `two_ranks_vision.py`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return Launch(folder, "log", [sys.executable, str(SCRIPT), str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +342,7 @@ def together(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.processes
 @pytest.mark.parametrize("engine, kind", [(e, k) for e in ENGINES for k in two_ranks_vision.KINDS[e]])
 def test_two_ranks_train_as_one(engine, kind, ranks, alone):
-    found, (wanted, again) = ranks[engine][kind], alone[kind]
+    found, (wanted, again) = ranks[engine, kind], alone[kind]
     assert found["engine"] == ENGINES[engine] and found["proved"]
     assert found["weights"].keys() == wanted["weights"].keys()
     assert any("visual" in name for name in found["weights"]) == (kind in ("full", "shared"))
@@ -368,14 +360,14 @@ def test_two_ranks_train_as_one(engine, kind, ranks, alone):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_without_images_do_not_wait(engine, ranks):
     """In some micro-batches one rank has images and the other none."""
-    uneven = ranks[engine]["uneven"]
+    uneven = ranks[engine, "uneven"]
     assert any(len(set(has)) == 2 for has in zip(*uneven["has_images"], strict=True)), "images in every micro-batch"
     assert uneven["steps"] > 0
 
 
 @pytest.mark.processes
 def test_a_restart_within_an_epoch_is_exact_on_two_ranks(ranks):
-    found = ranks["ddp"]["restart"]
+    found = ranks["ddp", "restart"]
     assert found["steps"] // 2 < found["stop"] < found["steps"], "not in the middle of the second epoch"
     assert torch.equal(together(found["resumed"]), together(found["whole"]))
 
