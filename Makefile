@@ -8,6 +8,7 @@
 # make notebook   examples/tour.ipynb, run and stored with its outputs
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 # make combinations   docs/combinations.md, from the records by which settings are refused
+# make kernels the real Triton kernels of hybrid models on packs, by Triton's interpreter on the CPU (4 minutes)
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
@@ -38,7 +39,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations kernels docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -116,6 +117,21 @@ combinations: $(INSTALLED)
 
 notebook: $(INSTALLED)
 	$(BIN)/python docs/notebook.py
+
+# transformers uses these kernels wherever they are installed, so they have an environment of their own, which sees the
+# packages of the tested one. mamba_ssm comes without its CUDA extension: only its Triton code runs here.
+KERNELS := .venv-kernels
+PACKAGES_OF = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+kernels: $(KERNELS)/.installed
+	$(KERNELS)/bin/python benchmarks/triton_kernels.py $(ARGS)
+
+$(KERNELS)/.installed: $(INSTALLED) constraints-kernels.txt
+	$(BIN)/python -m venv $(KERNELS)
+	echo "import site; site.addsitedir('$(call PACKAGES_OF,$(VENV))')" > $(call PACKAGES_OF,$(KERNELS))/tested.pth
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/python -m pip install --quiet --no-deps \
+		--no-build-isolation --no-binary mamba_ssm --requirement constraints-kernels.txt
+	touch $@
 
 docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"

@@ -1,7 +1,9 @@
 """Hybrid models on transformers' path with kernels, without a GPU: `on_kernels.py` in a process, and its stand-ins."""
 
+import csv
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.launch import environment
+from support.launch import ROOT, environment
 from support.versions import current_models
 
 SCRIPT = Path(__file__).parents[1] / "on_kernels.py"
 SITE = SCRIPT.parent / "support" / "kernel_site"
+TRITON = ROOT / "benchmarks" / "triton_kernels.py"
 CONVOLUTION = "causal_conv1d_fn(seq_idx)"
 DELTA = {CONVOLUTION, "chunk_gated_delta_rule(cu_seqlens)"}
 MAMBA2 = {CONVOLUTION, "mamba_split_conv1d_scan_combined(seq_idx)"}
@@ -98,6 +101,33 @@ def test_trainings_on_the_kernels(model_type, trained):
             assert row["refusal"] is None and row["error"] < 1e-3, row
     assert rows[0]["error"] == rows[1]["error"] == rows[2]["error"] < 1e-5
     assert len({row["moved"] for row in rows[3:]}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@current_models
+def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
+    """`make kernels` on stand-ins: each case is right, and with a leak each is not."""
+    command = [sys.executable, str(TRITON), "--stand-ins", "--leak", "--csv", str(tmp_path / "found.csv")]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=1200)
+    rows = list(csv.DictReader((tmp_path / "found.csv").open()))
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert len(rows) >= 18 and {row["triton"] for row in rows} == {"stand-in"}
+    for row in rows:
+        assert (row["right"] == "yes") is (row["leaks"] == ""), row
+        largest = max(float(row[name] or 0) for name in ("output", "gradient", "others"))
+        assert (largest > 0.05) is (row["leaks"] == "by design"), row
+
+
+def test_what_make_kernels_found_is_of_the_versions_that_it_installs():
+    """All cases that the script has now, on the versions of its constraints."""
+    pinned = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints-kernels.txt").read_text(), re.MULTILINE))
+    rows = list(csv.DictReader(max((ROOT / "benchmarks/results").glob("triton_kernels_*.csv")).open()))
+    right = {row["case"] for row in rows if not row["leaks"] and row["right"] == "yes"}
+    assert all(f'"{name.removesuffix(" prefixes")}"' in TRITON.read_text() for name in right) and len(right) == 9
+    assert all(row["right"] == "NO" for row in rows if row["leaks"])
+    for name in ("triton", "flash-linear-attention", "mamba_ssm"):
+        assert {row[name] for row in rows} == {pinned[name]}
 
 
 # The stand-ins themselves

@@ -1,0 +1,28 @@
+"""The functions below the autograd function, which mamba_ssm's fused kernel calls."""
+
+import torch
+
+from .causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
+
+causal_conv1d_update_function = causal_conv1d_update
+
+
+def causal_conv1d_fwd_function(x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation):
+    activation = "silu" if silu_activation else None
+    return causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, False, final_states_out, activation)
+
+
+def causal_conv1d_bwd_function(
+    x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, return_dinitial_states, silu_activation
+):
+    assert initial_states is None and dfinal_states is None and not return_dinitial_states
+    given = [x, weight] if bias is None else [x, weight, bias]
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in given]
+        out = causal_conv1d_fwd_function(
+            *leaves[:2], None if bias is None else leaves[2], seq_idx, None, None, silu_activation
+        )
+        found = torch.autograd.grad(out, leaves, dout)
+    if dx is not None:  # where the caller wants it
+        found = (dx.copy_(found[0]), *found[1:])
+    return (*found, *[None] * (4 - len(found)))
