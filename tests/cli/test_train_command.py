@@ -422,4 +422,5 @@ def test_on_a_gpu_no_filter_waits_after_every_micro_batch(launcher, monkeypatch)
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: True)
-    assert training.machine_settings() == {"logging_nan_inf_filter": False}
+    assert training.machine_settings() == {}  # the config has it
+    assert SFTConfig(use_cpu=True, report_to=[]).logging_nan_inf_filter is False

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from datasets import Dataset
 from support.rounding import tolerance, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 
+from trl_packfix.training import restart
 from trl_packfix.training.checkpoints import FILE, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import check_same_batches
 
@@ -375,3 +377,26 @@ def test_another_weighting_of_documents_is_refused(is_stream, tmp_path):
     file = tmp_path / "checkpoint-1" / FILE  # of a version that did not write it
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "document_weighting"}))
     assert resume(tmp_path, "checkpoint-1", data, max_steps=2).state.global_step == 2
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch):
+    hashed, saved = [], []
+    monkeypatch.setattr(restart, "step_hash", lambda planner, epoch: hashed.append(epoch) or "hash")
+    monkeypatch.setattr(restart.checkpoints, "save_state", lambda folder, state, earlier: saved.append(state))
+    rank = SimpleNamespace(
+        args=SimpleNamespace(should_save=saves),
+        settings={},
+        trainer=SimpleNamespace(
+            state=SimpleNamespace(global_step=5),
+            _total_train_tokens=1,
+            callback_handler=SimpleNamespace(train_dataloader=None),
+            accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
+        ),
+        _planner=SimpleNamespace(num_steps=4),
+        _engine="none",
+        _loss_settings=dict,
+        _earlier_files=(),
+    )
+    restart.Restart.end_checkpoint(rank, str(tmp_path))
+    assert hashed == [1] * saves and [state["step_hash"] for state in saved] == ["hash"] * saves

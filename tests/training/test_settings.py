@@ -101,7 +101,7 @@ KEEP_WEIGHTS = {
         "logging_strategy": "epoch",
         "logging_steps": 2,
         "logging_first_step": True,
-        "logging_nan_inf_filter": False,
+        "logging_nan_inf_filter": True,
         "log_on_each_node": False,
         "log_level": "error",
         "log_level_replica": "error",

@@ -141,6 +141,26 @@ def test_a_part_with_other_tokens_is_refused():
         part.documents(1.0)
 
 
+def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypatch):
+    """As torch 2.13 does with TORCH_DISTRIBUTED_USE_TORCHCOMMS=1."""
+    made = []
+
+    def new_group(ranks, timeout=None, use_local_synchronization=False):
+        if use_local_synchronization:
+            raise NotImplementedError("new_group cannot delegate to split_group with use_local_synchronization=True")
+        made.append(ranks)
+        return tuple(ranks)
+
+    monkeypatch.setattr(exchange, "_groups", {})
+    monkeypatch.setattr(exchange.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda: 6)
+    monkeypatch.setattr(exchange.dist, "new_group", new_group)
+    make_groups([4, 2])
+    assert made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert exchange._groups[2][1] == (6, 7) and exchange._groups[4][1] == (4, 5, 6, 7)
+
+
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
     """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
     _device_boundaries({}, WHOLE, 8)

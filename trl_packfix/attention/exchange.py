@@ -44,8 +44,13 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
             )
         first = dist.get_rank() // degree * degree
         ranks = list(range(first, first + degree))
-        # Each rank makes its own group only: with 512 ranks there are 511 groups of all degrees
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        try:
+            # Each rank makes its own group only: with 512 ranks there are 511 groups of all degrees
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        except NotImplementedError:  # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1: all ranks make all groups of the degree
+            starts = range(0, world_size, degree)
+            made = [dist.new_group([*range(start, start + degree)], timeout=timeout) for start in starts]
+            group = made[first // degree]
         _groups[degree] = (dist.group.WORLD, group)
 
 

@@ -80,14 +80,13 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def machine_settings() -> dict[str, Any]:
     """Defaults for this launcher and machine. A YAML file and flags override them."""
     gpu = torch.cuda.is_available()
-    on_gpu = {"logging_nan_inf_filter": False}  # the filter waits for the GPU after every micro-batch
     if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
-        return on_gpu if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
+        return {} if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
     # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
     # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
-    return on_gpu if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
+    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
 
 
 def multiplies_bf16() -> bool:

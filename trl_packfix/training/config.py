@@ -120,6 +120,9 @@ class SFTConfig(trl.SFTConfig):
             precision; on others, and in float32, `mfu` is not logged.
         packing_report (`bool`, *optional*, defaults to `True`):
             Print what packing did before training, and save it as `packing_report.json` in `output_dir`.
+        logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
+            As in transformers, where it is on: with it the host waits for the GPU after every micro-batch. Without it a
+            loss that is NaN or infinite is logged as it is.
         tokens_per_rank (`int`, *optional*):
             Sequence parallelism: most tokens of a pack on one rank. `max_length` may be larger, up to this times the
             number of ranks; 2, 4, 8, ... ranks then share a pack, and each holds a part of it. How many, the degree, is
@@ -161,6 +164,7 @@ class SFTConfig(trl.SFTConfig):
     pad_documents_to_multiple_of: int | None = None
     peak_tflops: float | None = None
     packing_report: bool = True
+    logging_nan_inf_filter: bool = False
     tokens_per_rank: int | None = None
     share_prefixes: SharePrefixes = "off"
     exchange_speeds: dict[str, float] | str | None = None

@@ -287,7 +287,9 @@ class Restart:
             torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
         elif planner is not None:
             epoch = (step - 1) // planner.num_steps
-            state |= {"epoch": epoch, "step_hash": step_hash(planner, epoch), "settings": self.settings}
+            state |= {"epoch": epoch, "settings": self.settings}
+            if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
+                state["step_hash"] = step_hash(planner, epoch)
         else:
             return  # without packing, or with a loader that the user made
         # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
