@@ -117,6 +117,10 @@ class Layout(ABC):
         """The fields of `PackedForward` that attention needs beside the boundaries."""
         return {}
 
+    def with_launches(self, launches: tuple) -> "Layout":
+        """The same with the launches of attention on CUDA (`data/by_length.py`), where attention uses them."""
+        return self
+
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch for code that counts labels, such as transformers: it has one label per target of this rank."""
         return batch
@@ -198,16 +202,24 @@ class Whole(Layout):
         seq_idx: document of each row, (1, rows).
         following: document of the token after each row, (1, rows). Only of a part: it may lie in the next part.
         trained: number of trained tokens of each document, (N,). Only of a part: they may lie in other parts.
+        launches: see `with_launches`. They stay on the host.
     """
 
     cu_seq_lens: Tensor
     seq_idx: Tensor
     following: Tensor | None = None
     trained: Tensor | None = None
+    launches: tuple = ()
 
     @property
     def count(self) -> int:
         return len(self.cu_seq_lens) - 1
+
+    def attention(self) -> dict[str, Any]:
+        return {"launches": self.launches} if self.launches else {}
+
+    def with_launches(self, launches: tuple) -> "Whole":
+        return replace(self, launches=launches)
 
     def targets(self, mask: Tensor) -> Targets:
         if self.following is not None and self.trained is not None:
@@ -341,6 +353,9 @@ class Part(Layout):
     def attention(self) -> dict[str, Any]:
         own = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
         return self.of.attention() | own
+
+    def with_launches(self, launches: tuple) -> "Part":
+        return replace(self, of=self.of.with_launches(launches))
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.of.labels(batch)

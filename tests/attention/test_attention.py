@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention import varlen
+from trl_packfix.attention import kernels, varlen
 from trl_packfix.attention.choice import AttentionChoice, select_attention, set_attention
 from trl_packfix.attention.forwards import mark_packed_forwards, packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
@@ -463,20 +463,29 @@ def test_dropout_elsewhere_leaves_the_kernels_in_torch(tiny_model, cuda):
     assert select_attention(model, **BF16).name == ATTENTION_NAME
 
 
-def test_cuda_varlen_problem(monkeypatch):
+@pytest.fixture
+def asked():
+    """Forgets what the environment answered, before and after; a call does so in between."""
+    kernels._environment_problem.cache_clear()
+    yield lambda: (kernels._environment_problem.cache_clear(), attention.cuda_varlen_problem())[1]
+    kernels._environment_problem.cache_clear()
+
+
+def test_cuda_varlen_problem(asked, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert attention.cuda_varlen_problem() is None
+    assert asked() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert attention.cuda_varlen_problem() == "compute capability 7.5 is below 8.0"
+    assert attention.cuda_varlen_problem() is None, "every layer asks, so the environment is looked at once"
+    assert asked() == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    assert "is built for ROCm" in attention.cuda_varlen_problem()
+    assert "is built for ROCm" in asked()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert "built without flash attention" in attention.cuda_varlen_problem()
+    assert "built without flash attention" in asked()
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
-    assert attention.cuda_varlen_problem() == "torch 2.9.1+cu130 is older than 2.10"
+    assert asked() == "torch 2.9.1+cu130 is older than 2.10"
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "falcon"])

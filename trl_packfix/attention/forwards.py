@@ -67,6 +67,8 @@ class PackedForward:
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
             int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
         run_lengths: rows and keys of each run on the host, (runs, 2), or None.
+        launches: what one launch of a flash kernel computes, as (first document, last + 1, first token, last + 1,
+            longest), on the host; () for one launch of all documents.
         mixers: the functions of mixers that are replaced during this forward, or None.
         sends_states: see `PackedForwardGuard`.
         derived: what modules derive from the boundaries once per pack.
@@ -83,6 +85,7 @@ class PackedForward:
     part_tokens: int | None = None
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
+    launches: tuple[tuple[int, int, int, int, int], ...] = ()
     mixers: MixerNames | None = field(default=None, repr=False, compare=False)
     sends_states: SendsStates | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -95,6 +98,16 @@ class PackedForward:
             return None
         bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
         return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self.derived)
+
+    @property
+    def slices(self) -> list[tuple[slice, Tensor, int]]:
+        """Tokens, boundaries and longest document of each launch, derived once per pack without a read on the host."""
+        if "slices" not in self.derived:
+            self.derived["slices"] = [
+                (slice(start, stop), self.cu_seq_lens_q[first : last + 1] - start, longest)
+                for first, last, start, stop, longest in self.launches
+            ]
+        return self.derived["slices"]
 
     @cached_property
     def bounds(self) -> list[int]:

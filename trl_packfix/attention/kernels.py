@@ -17,7 +17,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -72,6 +72,11 @@ class OwnAttentionError(KernelError):
 @torch.compiler.assume_constant_result
 def cuda_varlen_problem() -> str | None:
     """Why the FlashAttention-2 kernels built into torch cannot run in this environment; None if they can."""
+    return _environment_problem()
+
+
+@lru_cache(maxsize=1)  # every layer asks
+def _environment_problem() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < CUDA_VARLEN_TORCH:
         return f"torch {torch.__version__} is older than {'.'.join(map(str, CUDA_VARLEN_TORCH))}"
@@ -144,9 +149,33 @@ def attend_on_cuda(
     `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
     most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    if window is not None and window >= max_lengths[1]:
-        window = None
-    return flash_on_cuda(query, key, value, sinks, CudaKernel(cu_seq_lens, max_lengths, window, scale))
+    kernel = CudaKernel(cu_seq_lens, max_lengths, _if_shorter(window, max_lengths[1]), scale)
+    return flash_on_cuda(query, key, value, sinks, kernel)
+
+
+def attend_on_cuda_by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slices: list[tuple[slice, Tensor, int]],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same with a launch for each slice of the tokens: (tokens, boundaries from 0, longest document) of each.
+
+    The slices follow each other and hold all tokens.
+    """
+    parts = [
+        (tokens, CudaKernel((bounds, bounds), (longest, longest), _if_shorter(window, longest), scale))
+        for tokens, bounds, longest in slices
+    ]
+    return flash_on_cuda(query, key, value, sinks, SlicedKernel(parts))
+
+
+def _if_shorter(window: int | None, longest: int) -> int | None:
+    return None if window is None or window >= longest else window
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
@@ -353,7 +382,7 @@ def _sdpa_documents(
     return _join(outs)
 
 
-def _join(outs: list[Tensor]) -> Tensor:
+def _join(outs: Sequence[Tensor]) -> Tensor:
     # token-major, as the output projection reads it: the transpose is contiguous
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
 
@@ -581,6 +610,26 @@ class CudaKernel:
             **self._options(),
         )  # fmt: skip
         return tuple(x.transpose(0, 1)[None] for x in grads)
+
+
+@dataclass(frozen=True)
+class SlicedKernel:
+    """Kernels for slices of the tokens that follow each other; documents in different slices do not meet."""
+
+    parts: list[tuple[slice, CudaKernel]]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+        outs = [kernel.forward(*(x[:, :, own] for x in (query, key, value))) for own, kernel in self.parts]
+        return _join([out for out, _ in outs]), torch.cat([lse for _, lse in outs], dim=2)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = grad, query, key, value, out, lse
+        grads = [kernel.backward(*(x[:, :, own] for x in given)) for own, kernel in self.parts]
+        dq, dk, dv = map(_join, zip(*grads, strict=True))
+        return dq, dk, dv
 
 
 class FlashAttention(torch.autograd.Function):

@@ -42,6 +42,7 @@ from .kernels import (
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
+    attend_on_cuda_by_length,
     chunk_bounds,
     cuda_varlen_problem,
     kernel_head_dim,
@@ -149,7 +150,10 @@ def varlen_attention(
         if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
             bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
             cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
-        out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **options)
+        if running is not None and running.launches and cu_seq_lens[0] is running.cu_seq_lens_q:
+            out = attend_on_cuda_by_length(query, key, value, running.slices, **options)
+        else:
+            out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **options)
     else:
         lengths = _document_lengths(kwargs, running, num_tokens)
         if chunk is not None:  # as within a document

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
 from ..compat import require_gathers
+from ..data.by_length import ByLength
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
@@ -215,7 +216,7 @@ class TrainingData:
             )
             self.trainer.packing_report = replace(report, trained=self.trained)
         rows = DocumentDataset(self.reader, self.documents, self.trainer._tokenizer.pad_token_id, self.row_values)
-        collate = self.with_row_values(self._training_collator)
+        collate = self._by_length(self.with_row_values(self._training_collator))
         return self.make_loader(rows, PackedBatchSampler(planner, self.args.process_index), collate)
 
     @property
@@ -258,6 +259,11 @@ class TrainingData:
             persistent_workers=args.dataloader_persistent_workers,
             **self._worker_kwargs,
         )
+
+    def _by_length(self, collate: Callable) -> Callable:
+        """On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew."""
+        on_kernels = self.args.device.type == "cuda" and not self.args.torch_compile
+        return ByLength(collate) if on_kernels else collate
 
     @property
     def _training_collator(self) -> Callable[..., Any]:
@@ -344,7 +350,7 @@ class TrainingData:
         collate = self._training_collator
         if args.weight_column is not None:
             collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
-        return stream_loader(stream, collate, self.trainer.accelerator.device, self._pin_memory)
+        return stream_loader(stream, self._by_length(collate), self.trainer.accelerator.device, self._pin_memory)
 
     # The model
 

@@ -1,0 +1,165 @@
+"""Packs by length, and their launches: fewer blocks without work, and the same outputs to the bit."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.models import build_tiny_model
+from support.runs import texts, trainer, weights
+from support.strict_varlen import StrictVarlen
+from test_cuda_branch import NOT_OURS, Calls, as_on_cuda, prepared  # noqa: F401
+
+from trl_packfix.attention import choice, varlen
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.data import by_length
+from trl_packfix.data.by_length import ByLength, launches
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.parts import PartOf
+from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
+from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.training.loading import TrainingData
+
+
+@pytest.fixture
+def small_classes(monkeypatch):
+    monkeypatch.setattr(by_length, "CLASSES", (8, 40))
+    monkeypatch.setattr(by_length, "TILE", 4)
+
+
+LENGTHS = [5, 70, 3, 20, 1, 8, 2, 33, 7]
+
+
+def documents(lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [{"input_ids": rng.integers(1, 30, n), WEIGHTS: float(n)} for n in lengths]
+
+
+def collator(**settings):
+    return ByLength(RowValuesCollator(PackCollator(PackedDataCollator(**settings)), {WEIGHTS: WEIGHTS}))
+
+
+def test_documents_come_by_length_with_their_values(small_classes):
+    batch = collator()(documents())
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    assert lengths == sorted(LENGTHS, reverse=True) and batch[WEIGHTS].tolist() == lengths
+    assert layout_of(batch).attention()["launches"] == (
+        (0, 1, 0, 70, 70), (1, 3, 70, 123, 33), (3, 9, 123, 149, 8)
+    )  # fmt: skip
+    part = collator()(PartOf(documents(), 2, 1))
+    assert part[LAYOUT].attention()["launches"][0] == (0, 1, 0, 70, 70) and part[LAYOUT].index == 1
+    moved = layout_of(batch).to("meta")
+    assert moved.launches == layout_of(batch).launches and moved.seq_idx.device.type == "meta"
+
+
+def test_launches_hold_every_token_once_and_no_empty_document(small_classes):
+    batch = collator(pad_to_multiple_of=200, pad_documents_to_multiple_of=16, max_length=70)(documents())
+    found = layout_of(batch).attention()["launches"]
+    assert [start for _, _, start, _, _ in found] == [0, *(stop for _, _, _, stop, _ in found[:-1])]
+    assert found[-1][3] == batch["input_ids"].shape[1] == 200 and found[-1][1] < 16
+    lengths = batch["cu_seq_lens_q"].diff()
+    assert all(lengths[first:last].max() == longest for first, last, *_, longest in found)
+
+
+def test_one_launch_where_nothing_is_gained():
+    assert launches(np.arange(0, 3000, 100), longest=100) == ()
+    assert LAYOUT not in collator()(documents([90, 100, 70]))
+    zigzag = np.cumsum([0, *[8000, 10] * 20])
+    assert launches(zigzag, longest=8000) == ()  # too many launches, as neighbours differ
+
+
+def trained(batch, monkeypatch):
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    model = build_tiny_model("gpt_oss", dtype=torch.bfloat16, seed=0).train()  # windows and sinks
+    select_attention(model, device_type="cuda")
+    mark_packed_forwards(model)
+    batch = {name: x for name, x in batch.items() if name not in (WEIGHTS, "labels")}
+    with StrictVarlen() as strict:
+        logits = model(**batch).logits
+        (logits.float().sin().sum()).backward()
+    return strict, logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_outputs_and_gradients_are_those_of_one_launch_to_the_bit(small_classes, monkeypatch):
+    batch = collator()(documents())
+    layers = 2
+    strict, logits, grads = trained(batch, monkeypatch)
+    assert len(strict.forwards) == len(strict.backwards) == 3 * layers
+    del batch[LAYOUT]
+    strict, wanted, wanted_grads = trained(batch, monkeypatch)
+    assert len(strict.forwards) == layers
+    assert torch.equal(logits, wanted) and all(map(torch.equal, grads, wanted_grads)) and len(grads) > 10
+
+
+def test_no_read_on_the_host(small_classes, as_on_cuda):  # noqa: F811
+    model = prepared("llama")
+    batch = {name: x for name, x in collator()(documents()).items() if name not in (WEIGHTS, "labels")}
+    batch = {name: x.to("meta") if hasattr(x, "to") else x for name, x in batch.items()}
+    with Calls() as calls:
+        model(**batch).logits.sum().backward()
+    assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
+    layers = model.config.num_hidden_layers
+    assert calls.kernels == {"forward": 3 * layers, "backward": 3 * layers}
+
+
+@pytest.mark.parametrize(
+    ("device", "compiles", "orders"), [("cpu", False, False), ("cuda", False, True), ("cuda", True, False)]
+)
+def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders, monkeypatch):
+    data = object.__new__(TrainingData)
+    args = SimpleNamespace(device=torch.device(device), torch_compile=compiles)
+    monkeypatch.setattr(TrainingData, "args", args)
+    collate = object()
+    assert (data._by_length(collate) is collate) is not orders
+
+
+def test_the_order_changes_rounding_only(tmp_path, monkeypatch):
+    changes, seen = {}, []
+
+    def by_length(self, collate):
+        def ordered(pack):
+            batch = ByLength(collate)(pack)
+            seen.append(batch["cu_seq_lens_q"].diff().tolist())
+            return batch
+
+        return ordered
+
+    for name in ("as they come", "by length"):
+        if name == "by length":
+            monkeypatch.setattr(TrainingData, "_by_length", by_length)
+        torch.manual_seed(0)
+        run = trainer(tmp_path / name, texts(), build_tiny_model("llama"), max_steps=3, optim="sgd", learning_rate=0.5)
+        before = weights(run)
+        run.train()
+        changes[name] = weights(run) - before
+    assert len(seen) >= 3 and all(lengths == sorted(lengths, reverse=True) for lengths in seen)
+    error = (changes["by length"] - changes["as they come"]).norm() / changes["as they come"].norm()
+    assert error < 1e-5
+
+
+def idle_share(lengths, padded, longest, hidden=896, num_layers=24, parameters=0.49e9):
+    """Blocks without work as a share of a step of a 0.5B model, at 100 of them per microsecond (a model)."""
+    bounds = np.cumsum([0, *sorted(lengths, reverse=True), *[0] * (padded - len(lengths))])
+    found = launches(bounds, longest) or ((0, len(bounds) - 1, 0, 0, longest),)
+    tiles = lambda n: 2 * -(-n // 128) + 2 * -(-n // 64) + -(-n // 128)  # noqa: E731
+    launched = sum((last - first) * tiles(most) for first, last, *_, most in found)
+    idle = 14 * num_layers * (launched - sum(map(tiles, lengths)))
+    square = float((np.array(lengths, dtype=float) ** 2).sum())
+    return idle / 100e6 / (8 * parameters * sum(lengths) / 300e12 + num_layers * 9 * hidden * square / 300e12)
+
+
+@pytest.mark.parametrize("case", ["one long", "128", "640"])
+def test_few_blocks_have_nothing_to_do(case):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(114), 1.27, 80), 2, 2048).astype(int).tolist()
+    longest = padded = {"one long": 0, "128": 128, "640": 640}[case]
+    if case == "one long":
+        lengths.append(16000)
+    longest = 16000 if case == "one long" else 2048 if case == "640" else 8192
+    padded = max(padded, len(lengths))
+    assert idle_share(lengths, padded, longest) < 0.022
+    blocks = -(-longest // 128) * padded
+    assert blocks > 5 * sum(-(-n // 128) for n in lengths), "one launch would have few blocks without work, too"

@@ -1,0 +1,61 @@
+"""Packs for flash kernels: documents from the longest to the shortest, and the launches that compute them.
+
+The grid of FlashAttention-2 has blocks for the longest document in every document of a launch. In a pack with one long
+document, or with documents that only pad, most of them have nothing to do. Documents of similar length in a launch of
+their own have few such blocks, so they must be next to each other. The host knows the lengths here, not later.
+
+Documents of a pack do not see each other, so their order changes rounding only. Packs keep their documents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layout import LAYOUT, layout_of
+from .parts import PartOf
+
+CLASSES = (384, 4096)  # largest lengths, in tokens, of documents in the first and the second launch; then the rest
+TILE = 128  # queries of a block, in the largest of the grids
+MAX_LAUNCHES = 6  # in a layer: padding adds documents at the end of a pack
+Launches = tuple[tuple[int, int, int, int, int], ...]
+
+
+def launches(bounds: npt.NDArray, longest: int) -> Launches:
+    """Launches for documents with these boundaries: (first document, last + 1, first token, last + 1, longest) of each.
+
+    Documents without tokens are in none. () if one launch for all, with blocks for `longest` tokens in each document,
+    has at most as many blocks without work as blocks with work, or if neighbours differ too much in length.
+
+    >>> launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
+    ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
+    """
+    lengths = np.diff(bounds)
+    if len(lengths) * -(-longest // TILE) <= 2 * (-(-lengths // TILE)).sum():
+        return ()
+    kinds = np.where(lengths > 0, np.searchsorted(CLASSES, lengths), -1)
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(lengths)]
+    found = tuple(
+        (first, stop, int(bounds[first]), int(bounds[stop]), int(lengths[first:stop].max()))
+        for first, stop in pairwise(edges)
+        if kinds[first] >= 0
+    )
+    return found if len(found) <= MAX_LAUNCHES else ()
+
+
+@dataclass
+class ByLength:
+    """Orders the documents of a pack by length before `collate`, and adds the launches to the layout of its batch."""
+
+    collate: Callable[[Any], dict[str, Any]]
+
+    def __call__(self, pack: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
+        documents = pack.documents if isinstance(pack, PartOf) else pack
+        documents = sorted(documents, key=lambda document: -len(document["input_ids"]))
+        batch = self.collate(replace(pack, documents=documents) if isinstance(pack, PartOf) else documents)
+        if found := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
+            batch[LAYOUT] = layout_of(batch).with_launches(found)
+        return batch
