@@ -33,6 +33,7 @@ RAISED = (
     "PackingLeakError",
     "OwnMaskError",
     "KernelError",
+    "TowerAttentionError",
     "OwnAttentionError",
     "UnknownTurnError",
 )

@@ -57,6 +57,7 @@ def tower_attention(
     Raises:
         TowerAttentionError: the call is causal, has several rows, softcap or sinks, or the kernel refuses it.
 
+    >>> import torch
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> bounds = torch.tensor([0, 3, 5])
     >>> together, _ = tower_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=bounds, is_causal=False)
@@ -93,8 +94,8 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]
     problems += ["several rows"] * (query.shape[0] != 1) + ["a cache"] * (query.shape[2] != key.shape[2])
     if problems:
         raise TowerAttentionError(
-            f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower: {TOWER_ATTENTION} "
-            "computes full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
+            f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower, and {TOWER_ATTENTION} "
+            "has full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
         )
 
 
