@@ -6,7 +6,7 @@ On one GPU (the first that is visible), or on the CPU of a machine without one:
 
 On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP2):
     deepspeed --num_gpus=8 examples/train.py
-    deepspeed --num_gpus=8 examples/train.py --use_peft --learning_rate 2e-4
+    deepspeed --num_gpus=8 examples/train.py --use_peft --learning_rate 2e-4 --deepspeed deepspeed_configs/zero2.json
     deepspeed --num_gpus=8 examples/train.py --deepspeed deepspeed_configs/zero2.json
     accelerate launch examples/train.py
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py

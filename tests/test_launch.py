@@ -182,11 +182,13 @@ def test_deepspeed_recipe(workplace, tmp_path):
 @needs_gloo
 def test_slurm_recipe_and_its_requeue(workplace, tmp_path):
     """`srun` and `scontrol` are stand-ins; what they start, torchrun.sh included, is real."""
-    for name, text in {"scontrol": "echo localhost", "srun": 'shift; cd "$ROOT"; exec "$@"'}.items():
+    srun = '[ "$2" = --cpus-per-task=1 ] && shift 2 && cd "$ROOT" && exec "$@"'  # else all ranks may share one core
+    for name, text in {"scontrol": "echo localhost", "srun": srun}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = {"SLURM_JOB_NODELIST": "node-[1-1]", "SLURM_NNODES": "1", "GPUS": "2", "ROOT": str(ROOT)}
-    env |= {"SLURM_JOB_ID": free_port(), "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
+    env |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": free_port()}
+    env |= {"PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
     flags = small(workplace, str(workplace / "slurm"))
     flags[flags.index("rows.jsonl")] = str(workplace / "rows.jsonl")
     command = ["bash", str(LAUNCH / "slurm.sbatch"), *flags, "--bf16", "false", "--learning_rate", "1e-3"]

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
@@ -37,7 +38,7 @@ from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from support import engine_state
 from support.launch import fork_ranks
-from support.models import build_tokenizer
+from support.models import build_tiny_model, build_tokenizer
 from support.prefixes import forest
 from support.versions import SHARDS_GRADIENTS_ON_CPUS, load_on_cpu_ranks, run_deepspeed_on_cpus
 from torch.distributed.fsdp import FSDPModule
@@ -508,6 +509,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
     found["weighted"] = partial(weighted, name=f"{engine}/weighted", engine=engine)
     found["shared"] = partial(shared, name=f"{engine}/shared", engine=engine)
+    if engine == "zero3":
+        found["prefetches"] = lambda folder: prefetches()
     if engine == "ddp":
         settings = {"packing_strategy": "stream", "document_weighting": "document"}
         found["weighted_documents"] = partial(weighted, name="ddp/weighted_documents", engine=engine, **settings)
@@ -539,6 +542,41 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for strategy in DROPPING:
             settings = {"packing_strategy": strategy, "engine": engine}
             found[f"drop_last_{strategy}"] = partial(drop_last, name=f"{engine}/drop_last_{strategy}", **settings)
+    return found
+
+
+HEAD = 1.25e9  # numbers of the LM head of Qwen2.5-72B
+
+
+def prefetches() -> dict[str, Any]:
+    """Prefetches in the third step, with DeepSpeed's default of `stage3_max_live_parameters` and with the shipped one.
+
+    Both are scaled by the LM head, as if that of the tiny model were of a model with 72B parameters.
+    """
+    import deepspeed
+
+    shipped = deepspeed_config("zero3")["zero_optimization"]["stage3_max_live_parameters"]
+    found = {}
+    for name, live in (("default", 1e9), ("shipped", shipped)):
+        model = build_tiny_model()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 3600}
+        zero |= {"stage3_max_live_parameters": int(live * model.lm_head.weight.numel() / HEAD)}
+        zero |= {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 4096}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        deepspeed.zero.register_external_parameter(model, model.lm_head.weight)  # as `gather_lm_head_with_model` does
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        profiler = coordinator._PartitionedParameterCoordinator__profiler
+        events = []
+        stop = profiler.stop_event
+        profiler.stop_event = lambda event, size, stop=stop, events=events: (events.append(event), stop(event, size))
+        for _ in range(3):  # DeepSpeed records the order of modules in the first ones
+            events.clear()
+            engine.backward(engine(input_ids=torch.ones(1, 16, dtype=torch.long)).logits.sum())
+            engine.step()
+        found[name] = sum("prefetch" in event for event in events)
+        found["engine"] = engine_of(engine)
     return found
 
 

@@ -384,6 +384,13 @@ def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     assert isolated and equal and (attention == "packfix_varlen") is (kind not in ("unpacked", "repaired"))
 
 
+@pytest.mark.parametrize("engine", ["zero3"])
+def test_a_large_lm_head_does_not_stop_prefetching(result):
+    """DeepSpeed counts it as live for the whole step, and prefetches what is left of the limit."""
+    found = result("prefetches")
+    assert found["default"] == 0 < 4 < found["shipped"]
+
+
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 @pytest.mark.parametrize("model", two_ranks.ALTERNATING)
 def test_ranks_with_other_numbers_of_documents_gather_the_same_parameters(result, engine, model, folder):
