@@ -15,16 +15,23 @@ from ..planning.costs import CostModel
 
 # Dense TFLOP/s in bfloat16 with sums in float32, by the name that CUDA gives: NVIDIA's data sheets and architecture
 # whitepapers. Many sheets give the rate with sparsity, which is twice this one. A name that fits none (a laptop's, a
-# MIG slice) has no peak.
+# MIG slice) has no peak. From other pages: B300 and GB300 (glennklockwood.com/garden/processors/B300,
+# verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, by llmperf.net), RTX PRO 6000 (hmc-tech.com).
+# No page with the dense rate was found for RTX 5090 and RTX 6000 Ada: set `peak_tflops`.
 PEAK_TFLOPS = (
+    (r"NVIDIA GB300", 2500.0),
+    (r"NVIDIA B300( SXM6 AC)?", 2250.0),
     (r"NVIDIA GB200", 2500.0),
     (r"NVIDIA B200", 2250.0),
-    (r"NVIDIA GH200\b.*", 989.4),
+    (r"NVIDIA GH200\b(?!.*MIG).*", 989.4),
     (r"NVIDIA (H200|H100|H800) NVL", 835.5),
     (r"NVIDIA (H100|H800) PCIe", 756.0),
     (r"NVIDIA (H200|H100( \d+GB HBM\w*)?|H800( \d+GB HBM\w*)?)", 989.4),
     (r"NVIDIA H20", 148.0),
     (r"NVIDIA (A100|A800)[- ](?!.*MIG).*", 312.0),
+    (r"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+    (r"NVIDIA RTX A6000", 154.8),
+    (r"NVIDIA A40", 149.7),
     (r"NVIDIA A30", 165.0),
     (r"NVIDIA A10", 125.0),
     (r"NVIDIA A10G", 70.0),
