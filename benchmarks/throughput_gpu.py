@@ -12,7 +12,8 @@ exit status is 1 if the ceiling, the exactness or one of the methods has no row 
   exactness  logits and gradients of packed documents in bf16 against each document alone in fp32, over the error that
              the document alone has in bf16 itself: about 1 means that packing adds nothing to rounding
   train      `Trainer.train()` of models with random weights in the shapes of Qwen2.5-1.5B (full, AdamW) and Llama-2-7B
-             (LoRA), bf16, gradient checkpointing, batch sizes 8, 4 and 16; lengths of t0_p3_sample (FLAN-like,
+             (LoRA), bf16, gradient checkpointing, the 7B model and batch size 16 first, then 8 and 4; lengths of
+             t0_p3_sample (FLAN-like,
              max_length 2048) and gsm8k_train (OrcaMath-like, 1024), random tokens:
       padded         TRL unpacked, sdpa
       ours           `minibatch`: the same documents per step as padded, no padding
@@ -26,7 +27,9 @@ can give; the target is 0.95. It counts tokens and not documents, because a run 
 has seen other documents by then. `real_tflops` counts
 real tokens only, as the trainer's log does (`tflops_per_second_per_rank`): forward and backward of each document alone,
 by the cost model of the config, without recomputation. `mfu` is its share of the card's peak where that is known (the
-table of the package), `mfu_of_ceiling` its share of the measured ceiling. A step is timed from the moment its
+table of the package), `mfu_of_ceiling` its share of the measured ceiling. `host_bound` is the
+share of one more step, under torch's profiler, in which the GPU ran no kernel: near 0 the GPU was measured, near 1 the
+host. The profiler slows the host, so it is an upper bound; without a GPU it is 1. A step is timed from the moment its
 batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up steps are not timed.
 A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
 """
@@ -106,7 +109,7 @@ class Machine:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        return (4,) if self.smoke else (8, 4, 16)
+        return (4,) if self.smoke else (16, 8, 4)
 
     def config(self, config: transformers.PretrainedConfig, layers: int | None = None) -> transformers.PretrainedConfig:
         changes = dict(TINY) if self.smoke else {}
@@ -210,10 +213,14 @@ class Clock(TrainerCallback):
         self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
         self.begun: float | None = None  # the first step
         self.attention = ""  # of the last step: ours restores the model's own after training
-        self.is_warm = False
+        self.is_warm = self.is_timed = False
+        self.profiler: torch.profiler.profile | None = None  # of the step after the timed ones
+        self.host_bound: float | None = None
 
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Counts of a micro-batch, as tensors on its device: reading them here would synchronise with the GPU."""
+        if self.is_timed:
+            return
         ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
         starts = kwargs["position_ids"] == 0 if kwargs.get("position_ids") is not None else None
         documents = starts.sum() if starts is not None and mask is None else ids.shape[0]
@@ -222,6 +229,12 @@ class Clock(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attention = kwargs["model"].config._attn_implementation
         self.machine.synchronize()
+        if self.is_timed:
+            kinds = torch.profiler.ProfilerActivity
+            self.profiler = torch.profiler.profile(
+                activities=[kinds.CUDA if self.machine.device == "cuda" else kinds.CPU]
+            )
+            self.profiler.start()
         self.started = time.perf_counter()
         self.begun = self.begun or self.started
         slow = state.global_step > 0 and self.started - self.begun > 2 * self.machine.seconds
@@ -232,10 +245,17 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.machine.synchronize()
         now = time.perf_counter()
+        if self.profiler is not None:
+            self.profiler.stop()
+            busy = sum(event.self_device_time_total for event in self.profiler.key_averages()) / 1e6
+            self.host_bound = max(0.0, 1 - busy / (now - self.started))
+            control.should_training_stop = True
+            return
         if self.is_warm:
             self.seconds, self.steps = self.seconds + now - self.started, self.steps + 1
         enough = self.seconds > self.machine.seconds or self.steps == TIMED
-        control.should_training_stop = enough or now - self.begun > self.machine.limit
+        self.is_timed = enough
+        control.should_training_stop = now - self.begun > self.machine.limit
 
 
 def watch(packed: PackedModel) -> Callable[[], Row]:
@@ -275,7 +295,7 @@ def train(
             folder,
             max_length=max_length,
             per_device_train_batch_size=batch_size,
-            max_steps=WARM_UP + TIMED,
+            max_steps=WARM_UP + TIMED + 1,
             bf16=machine.device == "cuda",
             use_cpu=machine.device == "cpu",
             optim="adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
@@ -311,7 +331,7 @@ def train(
         "documents_per_s": documents / clock.seconds,
         "tokens_per_s": tokens / clock.seconds,
     }
-    row |= {"computed_over_real": computed / tokens, "attention": clock.attention}
+    row |= {"computed_over_real": computed / tokens, "attention": clock.attention, "host_bound": clock.host_bound}
     if machine.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     lengths = np.array([len(ids) for ids in table["input_ids"]], dtype=float)
@@ -392,7 +412,7 @@ def main() -> None:
         tables[name] = Dataset.from_dict({"input_ids": ids}), max_length
         if name == "t0_p3_sample":
             attempt({"part": "exactness"}, lambda lengths=lengths: exactness(machine, lengths))
-    models = {"Qwen2.5-1.5B": (QWEN, False), "Llama-2-7B": (LLAMA, True)}
+    models = {"Llama-2-7B": (LLAMA, True), "Qwen2.5-1.5B": (QWEN, False)}  # small models measure the host
     for batch_size in machine.batch_sizes:
         for model, (config, lora) in models.items():
             for name, (table, max_length) in tables.items():

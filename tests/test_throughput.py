@@ -30,6 +30,7 @@ def test_every_part_of_the_gpu_benchmark_runs(tmp_path):
     for row in trained:
         assert (float(row["computed_over_real"]) > 1) == (row["method"] == "padded"), row
         assert float(row["documents_per_s"]) > 0 and "smoke" in row["card"]
+        assert float(row["host_bound"]) == 1  # no kernel of a GPU ran
     assert {row["attention"] for row in trained if row["method"] == "TRL bfd"} == {"sdpa"}
     assert {row["attention"] for row in trained if "ours" in row["method"]} == {"packfix_varlen"}
     for row in trained:
