@@ -1,10 +1,12 @@
 """Which tokens of a conversation are trained: TRL's labels where TRL has them, and hand-made masks elsewhere."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import trl
 from datasets import Dataset, load_dataset, load_from_disk
 from hypothesis import given
@@ -12,12 +14,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support import vision
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, documents_of
+from support.runs import config, documents_of, start_weights, weights
 from transformers import AutoTokenizer
 
-from trl_packfix import SFTTrainer
+from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.data.masks import AssistantMask, TurnRule
+from trl_packfix.data.masks import AssistantMask, MaskCounts, TurnRule
 from trl_packfix.data.turns import Conversation
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -362,9 +364,10 @@ def test_turns_of_rows_with_images(family, tmp_path):
     """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""
     processor, model = vision.build_processor(family), vision.build_model(family)
     data = vision.growing(3)
-    messages = [[m | {"weight": 0 if k == 1 else 1} for k, m in enumerate(row)] for row in data["messages"]]
-    data = data.remove_columns("messages").add_column("messages", messages)
-    args = config(tmp_path, assistant_only_loss=True, max_length=4000, max_steps=1)
+    messages = [[m | {"train": k != 1} for k, m in enumerate(row)] for row in data["messages"]]
+    data.remove_columns("messages").add_column("messages", messages).save_to_disk(tmp_path / "data")
+    data, settings = load_from_disk(tmp_path / "data"), {"assistant_only_loss": True, "message_train_key": "train"}
+    args = config(tmp_path, max_length=4000, max_steps=1, **settings)
     run = SFTTrainer(model, args, train_dataset=data, processing_class=processor)
     expected = [[part["text"] for m in row[3::2] for part in m["content"]] for row in messages]
     rows = [run.data.reader.read(i, 0, int(run.data.reader.lengths[i])) for i in range(len(data))]
@@ -374,7 +377,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
         assert found.count("then") == len(texts)
     unpacked = SFTTrainer(
         vision.build_model(family),
-        config(tmp_path, packing=False, assistant_only_loss=True, max_length=None, max_steps=1),
+        config(tmp_path, packing=False, max_length=None, max_steps=1, **settings),
         train_dataset=data,
         processing_class=processor,
     )
@@ -382,3 +385,49 @@ def test_turns_of_rows_with_images(family, tmp_path):
     for i, row in enumerate(rows):
         kept = batch["attention_mask"][i].bool()
         assert batch["labels"][i][kept].tolist() == row["labels"].tolist()
+    assert run.data.trained.counts == MaskCounts(turns=18, context=9, earlier=0)
+    other = config(tmp_path, max_length=4000, max_steps=1, assistant_only_loss=True)  # reads no `train`, nor the cache
+    every = SFTTrainer(vision.build_model(family), other, train_dataset=data, processing_class=processor)
+    assert every.data.documents.trained.sum() > run.data.documents.trained.sum()
+
+
+def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
+    """With markers put into the template: TRL's own collator, ours by markers, and ours turn by turn without them."""
+    marked, plain = (vision.build_processor("qwen2_5_vl") for _ in range(2))
+    head, body, tail = re.fullmatch(
+        r"(?s)(.*?\}\}\n)(.*<\|im_end\|>\\n' \}\})(\{% endfor.*)", plain.chat_template
+    ).groups()
+    body = "{% generation %}" + body.replace("{%- if", "{% if", 1) + "{% endgeneration %}"
+    plain_body = body.removeprefix("{% generation %}").removesuffix("{% endgeneration %}")
+    marked.chat_template = (
+        head + "{%- if message['role'] == 'assistant' %}" + body + "{% else %}" + plain_body + "{% endif %}" + tail
+    )
+    data, batches = vision.growing(3), []
+    for trainer_class, processor in ((trl.SFTTrainer, marked), (SFTTrainer, marked), (SFTTrainer, plain)):
+        kind = trl.SFTConfig if trainer_class is trl.SFTTrainer else SFTConfig
+        args = config(tmp_path, kind, packing=False, assistant_only_loss=True, max_length=None)
+        run = trainer_class(vision.build_model("qwen2_5_vl"), args, train_dataset=data, processing_class=processor)
+        batches.append(run.data_collator([data[i] for i in range(len(data))]))
+    stock, *ours = batches
+    assert (stock["labels"] != -100).sum() > 100
+    for batch in ours:
+        assert batch["input_ids"].equal(stock["input_ids"]) and batch["labels"].equal(stock["labels"])
+
+
+def test_shared_beginnings_have_the_labels_of_each_document(tmp_path):
+    """One step on conversations with the same tokens and other masks: shared, packed and unpacked give one gradient."""
+    data, found = chats(*[weighted(*row) for row in ((1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1))]), []
+    common = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "per_device_train_batch_size": 4, "max_length": 128}
+    settings = [{"packing": False}, {"packing_strategy": "minibatch"}]
+    settings += [{"packing_strategy": "minibatch", "share_prefixes": how} for how in ("pack", "family")]
+    for each in settings:
+        run = run_of(tmp_path, data, **common, **each)
+        run.train()
+        found.append(weights(run))
+    assert run.packing_report.prefixes.rows < 0.5
+    assert (found[0] - start_weights()).abs().max() > 1e-2
+    for each in found[1:]:
+        assert torch.allclose(each, found[0], atol=1e-5)
+    all_turns = run_of(tmp_path, data, **common, packing=False, message_train_key=None)
+    all_turns.train()
+    assert not torch.allclose(weights(all_turns), found[0], atol=1e-3)

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+import transformers
+import trl
 from datasets import Dataset, Features, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names, prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..compat import main_process_first
+from ..compat import main_process_first, masks_images
 from ..data.cache_files import Cached
 from ..data.masks import PARTS, AssistantMask, MaskCounts, TurnRule, has_markers, parts
 from ..data.reader import BAD_ROW, bad_rows
@@ -265,14 +267,27 @@ def masking_collator(collate: Any, processing_class: Any, rule: TurnRule) -> Any
     """TRL's collator of rows with images, with the mask of assistant turns.
 
     Raises:
-        ValueError: this version of TRL cannot train the answers of rows with images.
+        ValueError: the versions of TRL and transformers cannot train the answers of rows with images.
     """
-    names = {each.name for each in fields(collate)}
-    if not {"assistant_only_loss", "chat_template"} <= names:
+    if not masks_images(collate):
         raise ValueError(
-            "`assistant_only_loss=True` was given with images. The collator of this version of TRL trains every token "
-            "of such rows. Install a later TRL, or set `assistant_only_loss=False`."
+            f"`assistant_only_loss=True` was given with images, TRL {trl.__version__} and transformers "
+            f"{transformers.__version__}. Versions before TRL 1.10 and transformers 5.18 do not find the assistant's "
+            "turns behind images. Install later ones, or set `assistant_only_loss=False`."
         )
-    values = {name: getattr(collate, name) for name in names}
+    values = {each.name: getattr(collate, each.name) for each in fields(collate)}
     values |= {"assistant_only_loss": True, "chat_template": training_template(processing_class)}
     return AssistantCollator(**values, rule=rule)
+
+
+def count_turns(dataset: Any, rule: TurnRule) -> MaskCounts | None:
+    """The assistant turns of a table with images, whose rows are tokenised when they are read; None for a stream."""
+    if not isinstance(dataset, Dataset) or "messages" not in dataset.column_names:
+        return None
+    counts = np.zeros(3, np.int64)
+    for row in dataset.select_columns("messages"):
+        try:
+            counts += list(asdict(rule.choose(Conversation.from_row(row)).counts).values())
+        except Exception:
+            continue  # a bad row, named when it is processed
+    return MaskCounts(*counts.tolist())

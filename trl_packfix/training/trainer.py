@@ -180,6 +180,8 @@ class SFTTrainer(trl.SFTTrainer):
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
             self.data_collator = assistant_only.masking_collator(self.data_collator, self.processing_class, rule)
+            counts = assistant_only.count_turns(train_dataset, rule)
+            self.data.trained = replace(self.data.trained, counts=counts)
         self.data.attach()
         self.training_objective.attach()
         self.add_callback(BeforeTraining(self))
