@@ -93,7 +93,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
             synchronisation=synchronisation,
             drop_last=True,
         )
-        return schedule_packs(plan, Units(lengths, LLAMA_7B), num_steps, bins)
+        return schedule_packs(plan, Units(lengths, LLAMA_7B), num_steps, bins=bins)
 
     as_they_come = made("none", "micro")
     row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
@@ -103,7 +103,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
         row[f"{kind}_us_per_document"] = seconds / len(schedule.order) * 1e6
         row[f"{kind}_random"] = imbalance(as_they_come, LLAMA_7B(lengths), kind)
         row[kind] = imbalance(schedule, LLAMA_7B(lengths), kind)
-        row[f"{kind}_bound"] = imbalance_bound(schedule, Units(lengths, LLAMA_7B), capacity, kind)
+        row[f"{kind}_bound"] = imbalance_bound(schedule, Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
     row |= trl_random(lengths, capacity, world_size)
     if len(as_they_come.step_documents(0)) <= MOST_FOR_REBALANCE[name]:
         row |= rebalanced(as_they_come, lengths, capacity)
@@ -198,7 +198,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
             plan,
             Units(lengths, costs),
             num_steps,
-            Bins(
+            bins=Bins(
                 capacity=capacity,
                 accumulation=ACCUMULATION,
                 world_size=2,
@@ -250,7 +250,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
                 rows.append({"balance": balance, "round": turn, "steps": num_steps, "capacity": capacity} | row)
     if rank == 0:
         modelled = {name: imbalance(schedule, costs(lengths), "micro") for name, schedule in schedules.items()}
-        bound = imbalance_bound(schedules["none"], Units(lengths, costs), capacity, "micro")
+        bound = imbalance_bound(schedules["none"], Units(lengths, costs), capacity, synchronisation="micro")
         for row in rows:
             row |= {"modelled_imbalance": modelled[row["balance"]], "modelled_bound": bound}
             row["documents"] = len(schedules[row["balance"]].order)

@@ -129,7 +129,7 @@ def balance(size: str, mix: str, ranks: int) -> Row:
         of(plan(given, "none")),
         of(plan(text)),
         of(ours),
-        imbalance_bound(schedule, ours.units(), 8192, "micro"),
+        imbalance_bound(schedule, ours.units(), 8192, synchronisation="micro"),
         imbalance(schedule, costs(lengths_of), "micro"),
         imbalance(schedule, image_costs, "micro"),
     ]

@@ -80,7 +80,7 @@ def step_lengths(longest: int, tokens: int, seed: int) -> Int64Array:
 
 
 def divided(units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep | None:
-    step = Step(np.arange(len(units)), units, bins, parallel)
+    step = Step(np.arange(len(units)), units, bins, parallel=parallel)
     return step.divided(step.members, bins.accumulation)
 
 
@@ -99,7 +99,7 @@ def case(
     """Modelled times of one step; None if no group of ranks holds the longest document."""
     cost_model = MODELS[model]
     try:
-        degrees = possible_degrees(longest, tokens_per_rank, world_size, cost_model.heads)
+        degrees = possible_degrees(longest, tokens_per_rank, world_size, num_heads=cost_model.heads)
     except ValueError:
         return None
     lengths = step_lengths(longest, int(FILL * accumulation * world_size * tokens_per_rank), seed)
@@ -107,7 +107,7 @@ def case(
     units = Units(lengths, cost_model)
     bins = Bins(capacity=needed * tokens_per_rank, accumulation=accumulation, world_size=world_size)
     parallel = SequenceParallel(tokens_per_rank=tokens_per_rank, smallest=needed, degrees=degrees, speeds=speeds)
-    step = Step(np.arange(len(lengths)), units, bins, parallel)
+    step = Step(np.arange(len(lengths)), units, bins, parallel=parallel)
     seconds, chosen = cpu_seconds(lambda: divided(units, bins, parallel))
     one = {
         degree: found

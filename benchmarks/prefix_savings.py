@@ -138,7 +138,7 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
     reader, longest = TokenReader(rows), CAPACITIES[-1]
     documents = make_documents(reader, longest, "drop")
     documents = replace(documents, tokens=token_order(reader, documents))
-    degrees = possible_degrees(longest, tokens_per_rank, RANKS, LLAMA_7B.heads)
+    degrees = possible_degrees(longest, tokens_per_rank, RANKS, num_heads=LLAMA_7B.heads)
 
     def training(setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}
@@ -151,7 +151,9 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
     schedules = {setting: training(setting) for setting in ("off", "pack", "family")}
     schedules |= {f"evaluation, {name}": evaluation("bfd", name) for name in ("off", "pack", "family")}
     lengths = documents.lengths
-    schedules["evaluation, sorted"] = schedule_in_order(documents.tokens, lengths, tokens_per_rank, RANKS, degrees)
+    schedules["evaluation, sorted"] = schedule_in_order(
+        documents.tokens, lengths, tokens_per_rank, world_size=RANKS, degrees=degrees
+    )
     for name, schedule in schedules.items():
         yield {"documents": len(documents), "method": name} | computed(schedule, documents, tokens_per_rank, name)
 

@@ -76,5 +76,5 @@ if __name__ == "__main__":
         script_args.dataset_name, dataset = [], orders(1000).train_test_split(test_size=50, seed=0)
     with training_args.main_process_first(desc="model"):  # one process of a machine unpacks it
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
-    trainer = make_trainer(script_args, training_args, model_args, mixture, dataset)
+    trainer = make_trainer(script_args, training_args, model_args, mixture=mixture, dataset=dataset)
     train(trainer, dataset_names(script_args, mixture))

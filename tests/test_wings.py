@@ -185,3 +185,32 @@ def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_insta
     )
     assert run.returncode == 0, run.stderr
     assert str(tmp_path / "venv") in run.stdout.splitlines()[-1]
+
+
+# A call with many arguments by position cannot be read. Not in attention, isolation and training yet, where functions
+# take tensors in the order of an operator's, or the arguments of a method of torch or TRL.
+WITH_NAMES = ("planning", "data", "reporting", "cli", "survey")
+BY_POSITION = {
+    "planning.strategies._bfd": "a `Planner`, which strategies call",
+    "planning.strategies._stream": "a `Planner`, which strategies call",
+    "planning.strategies.plan_packs": "public, and as documented",
+    "planning.costs._attention": "reads a row of numbers",
+    "data.image_rows._measures": "called by `Dataset.map`",
+}
+
+
+def test_at_most_three_arguments_go_by_position():
+    """The rest are given by name. `self` and `cls` do not count."""
+    found = {}
+    for module, path in MODULES.items():
+        if not module.startswith(WITH_NAMES):
+            continue
+        for owner in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef):
+                    is_method = isinstance(owner, ast.ClassDef)
+                    found[f"{module}.{node.name}"] = len(node.args.posonlyargs + node.args.args) - is_method
+    assert len(found) > 500, "few functions were found"
+    assert {name for name, count in found.items() if count > 3} == set(BY_POSITION)

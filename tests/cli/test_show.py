@@ -165,7 +165,7 @@ def lengths_panel(tmp_path, lengths, max_length):
     """The panel of lengths in the picture of a plan."""
     args = config(tmp_path, max_length=max_length)
     reader = LengthRows(np.array(lengths))
-    figure = make_report(planner_for(reader, args, 1, LLAMA_7B), args.effective_overlong, reader).plot()
+    figure = make_report(planner_for(reader, args, 1, cost_model=LLAMA_7B), args.effective_overlong, reader).plot()
     figure.canvas.draw()
     return figure.axes[2]
 

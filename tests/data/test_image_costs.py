@@ -86,7 +86,7 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
 
 def read(family):
     process = processor_of(family)
-    return ImageRows(ROWS, process, measure(ROWS, process, "train", None, drops=False))
+    return ImageRows(ROWS, process, measure(ROWS, process, "train", num_proc=None, drops=False))
 
 
 def documents_with_images(num: int = 2000) -> Documents:
@@ -114,7 +114,7 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
         return imbalance(planner.schedule(0), ours.units().costs(), synchronisation) - 1
 
     assert waiting(ours) < 0.6 * waiting(by_tokens)
-    bound = imbalance_bound(ours.schedule(0), ours.units(), 2048, synchronisation)
+    bound = imbalance_bound(ours.schedule(0), ours.units(), 2048, synchronisation=synchronisation)
     assert 1 <= bound <= 1 + waiting(ours)
     tokens = [sum(lengths[batch[batch >= 0]]) for rank in range(4) for batch in ours.schedule(0).micro_batches(rank)]
     assert max(tokens) <= 2048 and sorted(ours.schedule(0).order) == list(range(len(documents)))
@@ -134,7 +134,7 @@ def test_degrees_are_chosen_by_text_and_images():
     for name, plan in (("both", ours), ("tokens", by_tokens)):
         schedule = plan.schedule(0)
         assert sorted(schedule.order) == list(range(len(documents)))
-        time = modelled_time(schedule, units, ours.bins, ours.parallel)
+        time = modelled_time(schedule, units, ours.bins, parallel=ours.parallel)
         assert time.bound <= time.seconds.sum() * (1 + 1e-9)
         taken[name] = (time.seconds.sum(), schedule.degrees.mean())
     assert taken["both"][0] < 0.85 * taken["tokens"][0] and taken["both"][1] > taken["tokens"][1], taken

@@ -82,10 +82,10 @@ def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog,
     assert len(set(wanted)) == 2
     with caplog.at_level(logging.WARNING):
         # Not of transformers, so sizes are not trusted
-        assert measure(dataset, process, "train", None, drops=False)["length"] == wanted
+        assert measure(dataset, process, "train", num_proc=None, drops=False)["length"] == wanted
         assert "have another length" not in caplog.text
         monkeypatch.setattr(BrightIsLarge, "__module__", "transformers.models.llava")
-        assert measure(dataset, process, "train", None, drops=False)["length"] == wanted
+        assert measure(dataset, process, "train", num_proc=None, drops=False)["length"] == wanted
     differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECKED))
     assert differing > 0 and f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text
 
@@ -99,7 +99,7 @@ def test_an_image_without_its_end_is_found_before_training():
     table = [{"images": [{"bytes": each, "path": None}], "messages": chat} for each in (good, cut)]
     dataset = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
     with pytest.raises(ValueError, match=r"(?s)1 of 2 rows of the train dataset.*Row 1: OSError.*truncated"):
-        measure(dataset, processor_of("llava"), "train", None, drops=False)
+        measure(dataset, processor_of("llava"), "train", num_proc=None, drops=False)
 
 
 def test_a_worker_raises_if_a_length_differs(tmp_path):

@@ -33,7 +33,7 @@ def processor_of(family: str, **settings) -> RowProcessor:
 
 def read(family: str, dataset: Dataset = ROWS, **settings) -> ImageRows:
     process = processor_of(family, **settings)
-    return ImageRows(dataset, process, measure(dataset, process, "train", None, drops=False))
+    return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
 
 
 def examples_of(family: str, model: torch.nn.Module) -> ImageExamples:
@@ -161,7 +161,7 @@ def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
 
 def test_bad_rows_are_dropped_and_counted(tmp_path):
     process, dataset = processor_of("llava"), broken(tmp_path)
-    found = ImageRows(dataset, process, measure(dataset, process, "train", None, drops=True))
+    found = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=True))
     ledger = make_documents(found, 100).ledger
     assert ledger.kept.documents == 1 and ledger.dropped["bad_row"].documents == 4
 
@@ -169,7 +169,7 @@ def test_bad_rows_are_dropped_and_counted(tmp_path):
 def test_a_transform_and_a_changed_image_are_refused():
     process = processor_of("llava")
     with pytest.raises(ValueError, match=r"(?s)12 rows has images and a transform.*another image at each reading"):
-        measure(ROWS.with_transform(lambda row: row), process, "train", None, drops=False)
+        measure(ROWS.with_transform(lambda row: row), process, "train", num_proc=None, drops=False)
     found = read("qwen2_5_vl")
     row = int(np.flatnonzero(found.image_stops)[0])
     found.lengths = found.lengths + 1

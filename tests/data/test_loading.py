@@ -37,7 +37,9 @@ def rows(batch):
 def test_all_ranks_together_hold_every_document_once(strategy):
     seen = []
     for rank in range(3):
-        loader = packed_dataloader(dataset(), 32, 2, strategy, gradient_accumulation_steps=2, rank=rank, world_size=3)
+        loader = packed_dataloader(
+            dataset(), 32, 2, strategy=strategy, gradient_accumulation_steps=2, rank=rank, world_size=3
+        )
         batches = list(loader)
         assert len(batches) == len(loader) and len(loader) % 2 == 0
         assert all(batch["input_ids"].shape[1] <= 64 for batch in batches)

@@ -157,7 +157,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
 def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
     lengths = drawn(700)
     stream = PackedStream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
-    plan = plan_stream(lengths, np.arange(700), 200, buffer_size)
+    plan = plan_stream(lengths, np.arange(700), 200, buffer_size=buffer_size)
     packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
     assert [step[0] for step in one_pass(stream)] == packs
 
@@ -223,7 +223,7 @@ def in_quarters(values):
 
 def test_documents_stay_near_their_place_and_come_in_no_order_of_length():
     lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).clip(2, 1000).astype(int)
-    packs = list(pack_arrivals(lengths.tolist(), 4000, 1000, 1000))
+    packs = list(pack_arrivals(lengths.tolist(), 4000, 1000, longest=1000))
     order = np.fromiter(chain.from_iterable(packs), np.int64)
     assert np.array_equal(np.sort(order), np.arange(20_000))
     assert np.percentile(np.abs(order - np.arange(20_000)), 99) < 2 * 1000
@@ -250,7 +250,7 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     lengths = drawn(num, 100).tolist()
     seen = np.zeros(num, dtype=np.int64)
     tracemalloc.start()
-    for pack in pack_arrivals(arriving(), 200, buffer_size, 100):
+    for pack in pack_arrivals(arriving(), 200, buffer_size, longest=100):
         seen[pack] += 1
         waiting -= len(pack)
     peak = tracemalloc.get_traced_memory()[1]
@@ -278,7 +278,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     labels = [[t if rng.random() < 0.1 else -100 for t in row] for row in tokens]
     table = Dataset.from_dict({"input_ids": tokens, "labels": labels})
     reader = TokenReader(table)
-    spans = make_documents(reader, 25, overlong, mode)
+    spans = make_documents(reader, 25, overlong, truncation_mode=mode)
     expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     dataset = table.to_iterable_dataset(2)
     stream = PackedStream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
@@ -521,7 +521,7 @@ def test_a_stream_of_more_ranks_than_before_is_refused(tmp_path):
     trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1).train()
     stream = PackedStream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     with pytest.raises(ValueError, match=r"no `packed_stream_1.pt`.*rank 1 of 2\. .*Launch as many ranks as before"):
-        resume(stream, str(tmp_path / "checkpoint-1"), 1, 1, ignore_data_skip=False)
+        resume(stream, str(tmp_path / "checkpoint-1"), 1, num_skipped=1, ignore_data_skip=False)
 
 
 @pytest.mark.slow

@@ -28,14 +28,14 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
     """By (balance, synchronisation), on one plan."""
     plan = plan_packs(lengths, capacity)
-    steps = num_optimizer_steps(plan.num_packs, accumulation, world_size, drop_last)
+    steps = num_optimizer_steps(plan.num_packs, accumulation, world_size, drop_last=drop_last)
     kinds = (("none", "micro"), ("step", "micro"), ("step", "step"))
     return {
         kind: schedule_packs(
             plan,
             Units(lengths, model),
             steps,
-            Bins(
+            bins=Bins(
                 capacity=plan.capacity,
                 accumulation=accumulation,
                 world_size=world_size,
@@ -56,7 +56,7 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
     made = schedules(lengths, capacity, 64, drop_last=True)
     ours = {kind: imbalance(schedule, LLAMA_7B(lengths), kind[1]) for kind, schedule in made.items()}
     bound = {
-        kind: imbalance_bound(made["none", "micro"], Units(lengths, LLAMA_7B), capacity, kind)
+        kind: imbalance_bound(made["none", "micro"], Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
         for kind in ("micro", "step")
     }
     assert ours["step", "micro"] <= min(target, bound["micro"] + 0.005), "further from the bound than measured (0.003)"
@@ -77,7 +77,7 @@ def test_exchanges_keep_documents_and_settle_within_the_capacity(lengths, num_sl
     """Documents are put anywhere; `room` is what is left, and `settle` says whether all fit."""
     lengths = np.array(lengths)
     capacity = -(-int(lengths.sum()) // num_slots) + spare
-    slots = Slots(lengths, lengths.astype(float), np.zeros(len(lengths)), capacity, num_slots)
+    slots = Slots(lengths, lengths.astype(float), np.zeros(len(lengths)), capacity=capacity, num_slots=num_slots)
     for document in np.argsort(-lengths, kind="stable").tolist():
         slots.put(document, document % num_slots)
     settled = slots.settle()
@@ -90,7 +90,7 @@ def test_full_slots_settle_to_the_token():
     """A thousand random documents fill 32 slots, with no token to spare."""
     lengths = np.random.default_rng(0).integers(20, 240, 1000)
     lengths[-1] += -lengths.sum() % 32
-    slots = Slots(lengths, lengths.astype(float), np.zeros(1000), int(lengths.sum()) // 32, 32)
+    slots = Slots(lengths, lengths.astype(float), np.zeros(1000), capacity=int(lengths.sum()) // 32, num_slots=32)
     for document in np.argsort(-lengths, kind="stable").tolist():
         slots.put(document, document % 32)
     assert min(slots.room) < -500, "nothing to settle"
@@ -102,7 +102,7 @@ def test_exchanges_even_out_what_groups_cost():
     lengths = -np.sort(-np.random.default_rng(0).integers(20, 600, 640))
     quadratic = lengths**2 / 1000
     cost = lengths + quadratic
-    slots = Slots(lengths, cost, quadratic, int(lengths.sum()) // 16 + 1, 16)
+    slots = Slots(lengths, cost, quadratic, capacity=int(lengths.sum()) // 16 + 1, num_slots=16)
     for document in range(640):
         slots.put(document, document // 10 if document < 160 else int(np.argmax(slots.room)))
     assert slots.settle()
@@ -138,7 +138,11 @@ def test_steps_keep_their_documents_and_no_slot_is_above_the_capacity(lengths, w
         tokens = np.diff(np.concatenate([[0], np.cumsum(lengths[schedule.order])])[schedule.offsets])
         assert tokens.max() <= 64
         ours = imbalance(schedule, model(lengths), synchronisation)
-        assert 1 - 1e-9 <= imbalance_bound(schedule, Units(lengths, model), 64, synchronisation) <= ours + 1e-9
+        assert (
+            1 - 1e-9
+            <= imbalance_bound(schedule, Units(lengths, model), 64, synchronisation=synchronisation)
+            <= ours + 1e-9
+        )
         if balance == "step":
             assert ours <= imbalance(as_they_come, model(lengths), synchronisation) + 1e-9
         slots = np.diff(schedule.offsets).reshape(schedule.num_steps, -1)
@@ -186,14 +190,14 @@ def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
     offsets = np.array([0] + [len(lengths)] * slots)
     one_step = Schedule(np.arange(len(lengths)), offsets, micro, ranks)
     for synchronisation, least in best.items():
-        bound = imbalance_bound(one_step, Units(lengths, model, images), capacity, synchronisation)
+        bound = imbalance_bound(one_step, Units(lengths, model, images), capacity, synchronisation=synchronisation)
         assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 
 def bound_of(lengths, micro, ranks, capacity, synchronisation, model):
     """In units of cost."""
     schedule = Schedule(np.arange(len(lengths)), np.array([0] + [len(lengths)] * micro * ranks), micro, ranks)
-    bound = imbalance_bound(schedule, Units(np.array(lengths), model), capacity, synchronisation)
+    bound = imbalance_bound(schedule, Units(np.array(lengths), model), capacity, synchronisation=synchronisation)
     return bound * model(lengths).sum() / ranks
 
 
@@ -231,7 +235,7 @@ def test_minibatches_are_balanced_within_their_steps():
             Units(lengths, model),
             np.arange(512),
             8,
-            Bins(capacity=8 * 900, accumulation=4, world_size=4, balance=balance),
+            bins=Bins(capacity=8 * 900, accumulation=4, world_size=4, balance=balance),
         )
         for balance in ("step", "none")
     }

@@ -158,12 +158,12 @@ def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, 
     world_size, tokens = world
     run = planner(lengths, world_size, tokens, accumulation=accumulation, speeds=speeds)
     schedule = run.schedule(epoch)
-    time = modelled_time(schedule, run.units(), run.bins, run.parallel)
+    time = modelled_time(schedule, run.units(), run.bins, parallel=run.parallel)
     seconds = time.seconds.sum()
     assert time.bound <= seconds * (1 + 1e-9)
     documents = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [Step(each, run.units(), run.bins, run.parallel) for each in documents]
-    possible = possible_degrees(64, tokens, world_size, 8) if epoch == 0 else run.degrees
+    steps = [Step(each, run.units(), run.bins, parallel=run.parallel) for each in documents]
+    possible = possible_degrees(64, tokens, world_size, num_heads=8) if epoch == 0 else run.degrees
     for degree in possible:
         divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
@@ -176,7 +176,7 @@ def test_faster_than_any_one_degree_where_lengths_differ():
     seconds = {}
     for degrees in (None, (1,), (2,), (4,)):
         run = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
-        time = modelled_time(run.schedule(0), run.units(), run.bins, run.parallel)
+        time = modelled_time(run.schedule(0), run.units(), run.bins, parallel=run.parallel)
         seconds[degrees] = time.seconds.sum()
     assert set(run.schedule(0).degrees.tolist()) == {4}
     assert seconds[None] < 0.9 * seconds[(4,)]
@@ -203,7 +203,7 @@ def test_no_division_is_below_the_bound(lengths, accumulation, choices):
     lengths, draw = np.sort(lengths)[::-1], itertools.cycle(choices)
     bins = Bins(capacity=16, accumulation=accumulation, world_size=4)
     parallel = SequenceParallel(tokens_per_rank=4, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
-    step = Step(np.arange(len(lengths)), Units(lengths, MODEL), bins, parallel)
+    step = Step(np.arange(len(lengths)), Units(lengths, MODEL), bins, parallel=parallel)
     kinds = [(1, 1, 1, 1), (2, 1, 1), (2, 2), (4,)]
     groups = [degree for _ in range(accumulation) for degree in kinds[next(draw) % 4]]
     room, packs = [4 * degree for degree in groups], [[] for _ in groups]
@@ -229,7 +229,7 @@ def test_short_documents_pay_no_exchange_and_a_giant_is_spread():
     bins = Bins(capacity=64, accumulation=4, world_size=4)
     parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
     packs = [np.array([0]), *np.split(np.arange(1, 97), 3)]
-    found = divide_step(packs, Units(lengths, MODEL), bins, parallel)
+    found = divide_step(packs, Units(lengths, MODEL), bins, parallel=parallel)
     assert found.degrees == [4, 1, 1, 1]
     assert found.packs[0].tolist() == [0]
 
@@ -310,9 +310,9 @@ def test_the_smallest_degree_holds_the_longest_document(max_length, tokens, degr
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
     assert possible_degrees(64, 16, 24) == (1, 2, 4, 8)
     assert possible_degrees(16, 16, 7) == (1,)
-    assert possible_degrees(64, 16, 64, MODEL.heads) == (1, 2, 4, 8)
+    assert possible_degrees(64, 16, 64, num_heads=MODEL.heads) == (1, 2, 4, 8)
     with pytest.raises(ValueError, match=r"max_length=64.*there are 6 ranks.*at most 2.*Set `max_length` to 32"):
-        possible_degrees(64, 16, 6, 8)
+        possible_degrees(64, 16, 6, num_heads=8)
     with pytest.raises(ValueError, match=r"max_length=256.*the model has 8 attention heads.*Set `max_length` to 128"):
         planner([5, 6], 64, 16, max_length=256)
 
@@ -386,7 +386,7 @@ def loaders(table, workers=0, **kwargs):
             DocumentDataset(reader, documents),
             PackedBatchSampler(planner(documents, 4, 16, accumulation=2, **kwargs), rank),
             PackCollator(PackedDataCollator()),
-            None,
+            device=None,
             num_workers=workers if rank == 1 else 0,
         )
         for rank in range(4)

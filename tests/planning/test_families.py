@@ -129,7 +129,7 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
     lengths = np.array([len(each) for each in documents])
     capacity = int(lengths.max()) + spare
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, COSTS, capacity)
+    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     firsts = np.minimum.reduceat(pieces.order, pieces.offsets[:-1])
     assert (np.diff(firsts) > 0).all()
@@ -151,7 +151,7 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
 
 def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
     documents = [np.append(np.arange(60), i) for i in range(3)]
-    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), COSTS, 200)
+    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), cost_model=COSTS, room=200)
     assert len(pieces) == 1 and pieces.rows.tolist() == [61 + 2 * 2]
     assert pieces.costs()[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
     assert pieces.costs()[0] < 0.5 * COSTS([61] * 3).sum()
@@ -161,20 +161,27 @@ def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
-    rows = make_pieces(found, lengths, np.ones(60, np.int64), COSTS, 150)
+    rows = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
     assert rows.rows.tolist() == [103 + 11 * 4] * 5 and rows.num_families == 1
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 4)
-    keys = make_pieces(found, lengths, np.ones(60, np.int64), COSTS, 250)  # at most 1000 keys
+    keys = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=250)  # at most 1000 keys
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.
     chain = [np.arange(n) for n in range(100, 200)]
-    assert len(make_pieces(sorted_by_tokens(chain), np.arange(100, 200), np.ones(100, np.int64), COSTS, 300)) == 1
+    assert (
+        len(
+            make_pieces(
+                sorted_by_tokens(chain), np.arange(100, 200), np.ones(100, np.int64), cost_model=COSTS, room=300
+            )
+        )
+        == 1
+    )
 
 
 def test_a_family_is_cut_where_it_has_too_many_targets():
     chain = [np.arange(n) for n in range(100, 200)]  # each begins the next, so that they are 200 rows
     lengths, found = np.arange(100, 200), sorted_by_tokens(chain)
-    pieces = make_pieces(found, lengths, lengths - 1, COSTS, 300)
+    pieces = make_pieces(found, lengths, lengths - 1, cost_model=COSTS, room=300)
     targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
     most = TARGETS_PER_CAPACITY * 300
     assert most / 2 < min(sorted(targets)[1:]) and max(targets) <= most and sum(targets) > 3 * most
@@ -187,7 +194,7 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
     rng = np.random.default_rng(seed)
     documents += [documents[i] for i in rng.integers(0, len(documents), rng.integers(0, 40))]
     lengths = np.array([len(each) for each in documents])
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, COSTS, capacity)
+    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
     found = np.split(pieces.order, pieces.offsets[1:-1])
     tokens = [[tuple(documents[i]) for i in members] for members in found]
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
@@ -254,7 +261,7 @@ def test_a_system_prompt_does_not_make_one_family():
         documents.append(np.concatenate([prompt, rng.integers(0, 50, 30)]))
     lengths = np.array([len(each) for each in documents])
     found = sorted_by_tokens(documents)
-    pieces = make_pieces(found, lengths, lengths - 1, LLAMA_7B, 8192)
+    pieces = make_pieces(found, lengths, lengths - 1, cost_model=LLAMA_7B, room=8192)
     long = lengths > 90
     per_family = np.bincount(pieces.family[long])
     assert per_family.max() == 2, "a family has another chat"
@@ -395,7 +402,7 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         found = make_report(plan, "truncate", reader).shared
         units, schedule = plan.units(), plan.schedule(0)
         order, offsets = units.of(schedule.order, schedule.offsets)
-        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.bins, plan.parallel)
+        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.bins, parallel=plan.parallel)
         assert found.time_over_bound == pytest.approx(time.seconds.sum() / time.bound)
         assert found.largest_part <= 64
         seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
@@ -412,7 +419,7 @@ def test_evaluation_on_groups_shares_by_plan():
         name: make_epochs(documents, "bfd", 1, 256, share_prefixes=name, **parts).schedule(0)
         for name in ("pack", "family")
     }
-    schedules["sorted"] = schedule_in_order(documents.tokens, documents.lengths, 64, 4, degrees=(1, 2, 4))
+    schedules["sorted"] = schedule_in_order(documents.tokens, documents.lengths, 64, world_size=4, degrees=(1, 2, 4))
     rows = {
         name: sum(rows_of(tokens, schedule.order[a:b]) for a, b in pairwise(schedule.offsets) if b > a)
         for name, schedule in schedules.items()
@@ -421,7 +428,7 @@ def test_evaluation_on_groups_shares_by_plan():
     degrees = PackedBatchSampler(schedules["sorted"]).degrees
     assert set(degrees) == set(schedules["sorted"].degrees) and len(degrees) > 1
     # Proved degrees only
-    on_all = schedule_in_order(documents.tokens, documents.lengths, 64, 4, degrees=(4,))
+    on_all = schedule_in_order(documents.tokens, documents.lengths, 64, world_size=4, degrees=(4,))
     assert PackedBatchSampler(on_all).degrees == (4,)
 
 
@@ -500,7 +507,7 @@ def test_balance_knows_the_cost_of_pieces():
         assert imbalance(units, pieces.costs(), "micro") - 1 == pytest.approx(waiting[name])
         by_document = pieces.costs_of_documents()
         assert imbalance(schedule, by_document, "micro") - 1 == pytest.approx(waiting[name])
-        bound = imbalance_bound(units, pieces, plan.bins.capacity, "micro")
+        bound = imbalance_bound(units, pieces, plan.bins.capacity, synchronisation="micro")
         assert 0 <= bound - 1 <= waiting[name] + 1e-9
     assert waiting["costs"] < 0.5 * waiting["rows"] < 0.5 * waiting["not balanced"]
 
@@ -539,7 +546,7 @@ def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
     end = families.END
-    found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), 4)
+    found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
 
@@ -735,7 +742,7 @@ def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
 def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monkeypatch):
     """What `plan` estimates by sorting documents is measured in training."""
     read: list[int] = []
-    monkeypatch.setattr(TokenReader, "read_block", lambda self, *args: read.append(1))
+    monkeypatch.setattr(TokenReader, "read_block", lambda self, *args, **kwargs: read.append(1))
     found, _ = trained(tmp_path, share_prefixes=name, max_steps=2)
     found.train()
     assert not read and "packing/computed_share" not in str(found.state.log_history)

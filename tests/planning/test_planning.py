@@ -185,7 +185,7 @@ def test_stream_conserves_documents(case, buffer_size, random):
     lengths, capacity = case
     order = list(range(len(lengths)))
     random.shuffle(order)
-    check(plan_stream(lengths, order, capacity, buffer_size), lengths, capacity)
+    check(plan_stream(lengths, order, capacity, buffer_size=buffer_size), lengths, capacity)
 
 
 def check_oldest_first(plan: PackPlan, order, buffer_size: int, every_pack: bool) -> None:
@@ -202,7 +202,9 @@ def check_oldest_first(plan: PackPlan, order, buffer_size: int, every_pack: bool
 def test_stream_places_the_oldest_next_and_only_buffered_documents(case, buffer_size):
     lengths, capacity = case  # at least four documents per pack: the window of `buffer_size` is never widened
     order = np.random.default_rng(0).permutation(len(lengths))
-    check_oldest_first(plan_stream(lengths, order, capacity, buffer_size), order, buffer_size, every_pack=True)
+    check_oldest_first(
+        plan_stream(lengths, order, capacity, buffer_size=buffer_size), order, buffer_size, every_pack=True
+    )
 
 
 @settings(deadline=None, max_examples=200)
@@ -210,7 +212,7 @@ def test_stream_places_the_oldest_next_and_only_buffered_documents(case, buffer_
 def test_stream_window_is_bounded_for_large_documents(case, buffer_size):
     lengths, capacity = case
     order = np.random.default_rng(0).permutation(len(lengths))
-    plan = plan_stream(lengths, order, capacity, buffer_size)
+    plan = plan_stream(lengths, order, capacity, buffer_size=buffer_size)
     check_oldest_first(plan, order, LOOK_AHEAD * buffer_size, every_pack=False)
 
 

@@ -119,7 +119,7 @@ def test_minibatch_steps_hold_the_documents_of_the_unpacked_run(lengths, batch_s
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
     schedule = schedule_minibatches(
-        Units(lengths, LLAMA_7B), np.arange(32), 4, Bins(capacity=400, accumulation=4, world_size=2)
+        Units(lengths, LLAMA_7B), np.arange(32), 4, bins=Bins(capacity=400, accumulation=4, world_size=2)
     )
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank

@@ -85,10 +85,10 @@ def test_one_record_makes_a_strategy(registered, tmp_path, capsys):
     plan = plan_packs([4] * 24, 8, "next_fit", seed=1)
     assert np.diff(plan.offsets).tolist() == [2] * 12
     assert not np.array_equal(plan.order, plan_packs([4] * 24, 8, "next_fit", seed=1, epoch=1).order)
-    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(registered, 4, 2, "next_fit")]
+    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(registered, 4, 2, strategy="next_fit")]
     assert [len(pack) for pack in packs] == [8] * 12
     assert sorted(pack[i] for pack in packs for i in (3, 7)) == list(range(10, 34))
-    in_order = packed_dataloader(registered, 4, 2, "next_fit", shuffle=False)
+    in_order = packed_dataloader(registered, 4, 2, strategy="next_fit", shuffle=False)
     assert [batch["input_ids"][0, 3::4].tolist() for batch in in_order] == [[i, i + 1] for i in range(10, 34, 2)]
     size = {"max_length": 4, "per_device_train_batch_size": 2}
     run = trainer(tmp_path, registered, packing_strategy="next_fit", num_train_epochs=1, **size)
@@ -135,7 +135,7 @@ def test_an_unknown_strategy_and_a_record_without_a_function_raise(registered, t
     with pytest.raises(ValueError, match="strategy='nothing' was given. No such packing strategy exists"):
         plan_packs([4], 8, "nothing")
     with pytest.raises(ValueError, match="`strategy='nothing'` was given. There is no such choice"):
-        packed_dataloader(registered, 32, 2, "nothing")
+        packed_dataloader(registered, 32, 2, strategy="nothing")
     with pytest.raises(ValueError, match="`packing_strategy='nothing'` was given. There is no such choice"):
         trainer(tmp_path, registered, packing_strategy="nothing")
     with pytest.raises(AssertionError, match="planned in one way"):

@@ -40,7 +40,7 @@ def units_of(kind: str, tokens: list[np.ndarray], room: int = 64) -> Units:
         return Units(lengths, MODEL)
     if kind == "images":
         return Units(lengths, MODEL, np.random.default_rng(len(tokens)).integers(0, 3, len(tokens)) * 1e14)
-    return make_pieces(sorted_by_tokens(tokens), lengths, lengths - 1, MODEL, room)
+    return make_pieces(sorted_by_tokens(tokens), lengths, lengths - 1, cost_model=MODEL, room=room)
 
 
 def sorted_by_tokens(tokens: list[np.ndarray]) -> TokenOrder:
@@ -86,11 +86,11 @@ def test_every_unit_is_once_in_bins_of_equal_number(
     bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size, **how)
     plan = plan_bfd(units.rows, bins.capacity, np.random.default_rng(seed))
     steps = num_optimizer_steps(plan.num_packs, accumulation, world_size, drop_last=False)
-    schedule = schedule_packs(plan, units, steps, bins)
+    schedule = schedule_packs(plan, units, steps, bins=bins)
     check(schedule, units, num, 64, np.ones(steps * accumulation, np.int64))
     if kind != "families":
         bins = Bins(capacity=2 * 64, accumulation=accumulation, world_size=world_size, **how)
-        schedule = schedule_minibatches(units, np.random.default_rng(seed).permutation(num), 2, bins)
+        schedule = schedule_minibatches(units, np.random.default_rng(seed).permutation(num), 2, bins=bins)
         check(schedule, units, num, 128, np.ones(schedule.num_steps * accumulation, np.int64))
 
 
@@ -110,12 +110,12 @@ def test_units_on_groups_of_ranks(kind, num, seed, accumulation, world_size, bal
     planned = int(FILL * bins.capacity)
     plan = plan_bfd(np.minimum(units.rows, planned), planned, np.random.default_rng(seed))
     steps = num_optimizer_steps(plan.num_packs, accumulation, world_size // 4, drop_last=False)
-    schedule = schedule_groups(plan, units, steps, bins, parallel)
+    schedule = schedule_groups(plan, units, steps, bins=bins, parallel=parallel)
     check(schedule, units, num, 16, schedule.degrees)
-    time = modelled_time(schedule, units, bins, parallel)
+    time = modelled_time(schedule, units, bins, parallel=parallel)
     assert time.bound <= time.seconds.sum() * (1 + 1e-9)
     for step in range(schedule.num_steps if balance == "step" else 0):
-        divided = Step(schedule.step_documents(step), units, bins, parallel)
+        divided = Step(schedule.step_documents(step), units, bins, parallel=parallel)
         one = [divided.one_degree(divided.members, degree, accumulation) for degree in parallel.degrees]
         chosen = time.seconds[step * accumulation : (step + 1) * accumulation].sum()
         assert chosen <= min(each.seconds for each in one if each is not None) * (1 + 1e-9)
@@ -132,7 +132,7 @@ def test_a_sorted_set_is_on_the_fewest_ranks_that_hold_each_pack(num, seed, worl
     tokens = tokens_of(num, seed)
     lengths = np.array([len(each) for each in tokens])
     order = sorted_by_tokens(tokens)
-    schedule = schedule_in_order(order, lengths, 16, world_size, degrees)
+    schedule = schedule_in_order(order, lengths, 16, world_size=world_size, degrees=degrees)
     assert sorted(schedule.order.tolist()) == list(range(num))
     assert schedule.degrees.tolist() == sorted(schedule.degrees.tolist(), reverse=True)
     assert {len(list(schedule.micro_batches(rank))) for rank in range(world_size)} == {len(schedule.degrees)}
@@ -178,8 +178,8 @@ def test_a_run_is_planned_from_units_and_settings_alone(
         assert steps == [np.flatnonzero(plans.kept_steps(order) == step).tolist() for step in range(len(steps))]
     else:
         first = plans.plan(units, 0)
-        schedule = plans.schedule(units, epoch, first, plans.num_steps(first.num_packs))
-        again = plans.schedule(units, epoch, plans.plan(units, 0), schedule.num_steps)
+        schedule = plans.schedule(units, epoch, first, num_steps=plans.num_steps(first.num_packs))
+        again = plans.schedule(units, epoch, plans.plan(units, 0), num_steps=schedule.num_steps)
         assert again.order.tolist() == schedule.order.tolist() and schedule.num_steps == -(
             -first.num_packs // plans.num_bins
         )
@@ -226,7 +226,7 @@ def test_a_short_document_with_large_images_takes_as_many_ranks_as_a_long_one():
     rows, parallel = np.full(8, 4), SequenceParallel(tokens_per_rank=64, smallest=1, degrees=(1, 2, 4))
     bins, everything = Bins(capacity=64, world_size=4), np.arange(8)
     images = np.zeros(8)
-    without = Step(everything, Units(rows, MODEL, images), bins, parallel).best_degree(everything, 1)
+    without = Step(everything, Units(rows, MODEL, images), bins, parallel=parallel).best_degree(everything, 1)
     images[3] = 1e15
-    with_images = Step(everything, Units(rows, MODEL, images), bins, parallel).best_degree(everything, 1)
+    with_images = Step(everything, Units(rows, MODEL, images), bins, parallel=parallel).best_degree(everything, 1)
     assert (without.degrees, with_images.degrees) == ([1], [4])

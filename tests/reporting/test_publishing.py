@@ -90,7 +90,7 @@ def test_the_share_that_is_lost_is_one_number(tmp_path):
     rows = Dataset.from_dict({"input_ids": [[5] * 16] * 36 + [[5] * 80]})
     args = SFTConfig("unused", packing=True, max_length=64, per_device_train_batch_size=1, use_cpu=True, bf16=False)
     args.dataloader_drop_last, args.gradient_accumulation_steps = True, 8
-    (forecast,) = forecasts(TokenReader(rows), [args], [1], LLAMA_7B, "step", None)
+    (forecast,) = forecasts(TokenReader(rows), [args], [1], cost_model=LLAMA_7B, synchronisation="step", tflops=None)
     report = forecast.report
     assert report.trained_tokens_not_reached and report.ledger.lost_trained_tokens  # both are part of it
     lost = report.ledger.lost_trained_tokens + report.trained_tokens_not_reached

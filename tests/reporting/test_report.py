@@ -188,6 +188,6 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     list(islice(stream, 2 * 3))
     counted = stream.micro_steps(3)
     assert sum(counted.values()) == 2 * 3
-    made = make_stream_report(stream, 9, stream.counts(3), counted)
+    made = make_stream_report(stream, 9, stream.counts(3), micro_steps=counted)
     assert f"micro-steps by degree (ranks that share a pack): {made.groups.histogram()}" in str(made.lines())
     assert made.to_dict()["groups"]["micro_steps"] == counted

@@ -178,7 +178,7 @@ right = PackedImages.__call__
 
 def first_images(document, first, stop, num):
     """The fault: of a document whose first images are shared, these again in place of the others."""
-    return images_between(document, 0, stop - first, num)
+    return images_between(document, 0, stop - first, num=num)
 
 
 def plant(monkeypatch, fault: str) -> None:

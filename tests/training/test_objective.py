@@ -413,7 +413,7 @@ def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_bet
     noise = DocumentNoise(model, alpha)
     seen = []
     for index in range(degree):
-        batch = cut_part(whole, degree, index, has_images)
+        batch = cut_part(whole, degree, index, has_images=has_images)
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):

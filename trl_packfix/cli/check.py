@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         args.config_only,
         args.max_length,
-        args.dtype,
-        args.attn_implementation,
-        args.on_leak,
-        args.trust_remote_code,
+        dtype=args.dtype,
+        attn_implementation=args.attn_implementation,
+        on_leak=args.on_leak,
+        trust_remote_code=args.trust_remote_code,
     )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -109,6 +109,7 @@ def check_model(
     name: str,
     config_only: bool = False,
     max_length: int = 1024,
+    *,
     dtype: str | None = None,
     attn_implementation: str | None = None,
     on_leak: OnLeak = "repair",
@@ -131,7 +132,9 @@ def check_model(
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model = _load(name, config_only, found_dtype, attn_implementation, trust_remote_code).to(device)
+    model = _load(
+        name, config_only, found_dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    ).to(device)
     packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise")
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
@@ -204,7 +207,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def _load(
-    name: str, config_only: bool, dtype: torch.dtype, attn_implementation: str | None, trust_remote_code: bool
+    name: str, config_only: bool, dtype: torch.dtype, *, attn_implementation: str | None, trust_remote_code: bool
 ) -> nn.Module:
     trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
     if not config_only:

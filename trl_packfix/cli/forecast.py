@@ -72,6 +72,7 @@ def forecasts(
     reader: Rows,
     configs: Sequence[SFTConfig],
     world_sizes: Sequence[int],
+    *,
     cost_model: CostModel,
     synchronisation: Synchronisation = "micro",
     tflops: float | None = None,
@@ -87,7 +88,7 @@ def forecasts(
         tflops: operations per second that one device reaches in training, in 10^12: measured, not its peak.
     """
     documents: Documents | None = None
-    made_for: tuple[Any, ...] | None = None
+    made_for: dict[str, Any] | None = None
     for config, world_size in product(configs, world_sizes):
         policy = _policy(config)
         if documents is None or policy != made_for:
@@ -113,25 +114,29 @@ def forecasts(
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
 
-def planner_for(reader: Rows, config: SFTConfig, world_size: int, cost_model: CostModel) -> EpochPlanner:
+def planner_for(reader: Rows, config: SFTConfig, world_size: int, *, cost_model: CostModel) -> EpochPlanner:
     """The planner of a training run with this config on `world_size` ranks."""
     documents = _documents(reader, config)
     return make_planner(config, documents, cost_model, world_size, "micro", config.per_device_train_batch_size)
 
 
 def _documents(reader: Rows, config: SFTConfig) -> Documents:
-    documents = make_documents(reader, *_policy(config))
+    documents = make_documents(reader, **_policy(config))
     if config.share_prefixes != "family":
         return documents
     assert isinstance(reader, TokenReader), "lengths are refused before"
     return replace(documents, tokens=token_order(reader, documents))
 
 
-def _policy(config: SFTConfig) -> tuple[int, Any, Any, bool]:
+def _policy(config: SFTConfig) -> dict[str, Any]:
     """The settings that decide where documents are cut: the arguments of `make_documents`."""
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
-    wrapped = STRATEGIES[config.packing_strategy].cuts_blocks
-    return config.max_length, config.effective_overlong, config.truncation_mode, wrapped
+    return {
+        "max_length": config.max_length,
+        "overlong": config.effective_overlong,
+        "truncation_mode": config.truncation_mode,
+        "wrapped": STRATEGIES[config.packing_strategy].cuts_blocks,
+    }
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,15 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     for length in args.max_length or candidate_lengths(1, positions):
         for strategy in args.strategy:
             flags.packing_config(args, length, strategy)  # to check the settings before tokenising
-    reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
+    reader = open_tables(
+        args.data, args.tokenizer or args.model, flags.tokenisation(args), split=args.split, config=args.name
+    )
     flags.check_has_tokens(args, reader)
     model = flags.load_cost_model(args, reader)
     most = positions
     if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
         most = min(
-            possible_degrees(1, args.tokens_per_rank, ranks, model.heads)[-1] * args.tokens_per_rank
+            possible_degrees(1, args.tokens_per_rank, ranks, num_heads=model.heads)[-1] * args.tokens_per_rank
             for ranks in args.world_size
         )
         most = most if positions is None else min(most, positions)
@@ -111,7 +113,9 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
-        for each in forecasts(reader, configs, args.world_size, model, args.synchronisation, args.tflops):
+        for each in forecasts(
+            reader, configs, args.world_size, cost_model=model, synchronisation=args.synchronisation, tflops=args.tflops
+        ):
             found.append(each)
             progress.advance(task)
     advice = recommend(found)

@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
         )
     with _all_or_nothing(output):
         if with_images:
-            rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output)
+            rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output=output)
         else:
-            rows, given, ledger = _save_tokens(args.data, parts, tokenizer, settings, output)
+            rows, given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=output)
         manifest = {
             "data": args.data,
             "split": args.split,
@@ -141,7 +141,7 @@ def _all_or_nothing(output: Path) -> Iterator[None]:
 
 
 def _save_tokens(
-    names: list[str], parts: "list[Dataset]", tokenizer: Any, settings: "Tokenisation", output: Path
+    names: list[str], parts: "list[Dataset]", tokenizer: Any, *, settings: "Tokenisation", output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
     from datasets import concatenate_datasets
@@ -162,7 +162,7 @@ def _save_tokens(
 
 
 def _save_measured(
-    parts: "list[Dataset]", processor: str, settings: "Tokenisation", output: Path
+    parts: "list[Dataset]", processor: str, settings: "Tokenisation", *, output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
     from datasets import load_from_disk

@@ -51,11 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from .sources import LengthRows, load_tokenizer, open_tables
 
     config = flags.packing_config(args, args.max_length, args.strategy)
-    reader = open_tables(args.data, args.tokenizer or args.model, flags.tokenisation(args), args.split, args.name)
+    reader = open_tables(
+        args.data, args.tokenizer or args.model, flags.tokenisation(args), split=args.split, config=args.name
+    )
     flags.check_has_tokens(args, reader)
     if reader.image_counts is not None:
         refuse(Given(args=config, columns=("images",)))
-    planner = planner_for(reader, config, args.world_size, flags.load_cost_model(args, reader))
+    planner = planner_for(reader, config, args.world_size, cost_model=flags.load_cost_model(args, reader))
     picture = None
     if args.plot:
         picture = _picture(args.plot)
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     print(LEGEND)
     for pack in packs:
-        text = pack_text(pack, tokenizer, has_tokens, args.documents, args.tokens)
+        text = pack_text(pack, tokenizer, has_tokens, num_documents=args.documents, num_tokens=args.tokens)
         if console.is_terminal:
             console.print(text)
         else:

@@ -173,7 +173,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     return lengths.astype(np.int64)
 
 
-def load_rows(name: str, split: str = "train", config: str | None = None, setting: str = "--split ") -> Dataset:
+def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
     """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
 
     `setting` is how messages name the split.
@@ -385,6 +385,7 @@ def open_tables(
     names: Sequence[str],
     tokenizer: Any,
     settings: Tokenisation,
+    *,
     split: str = "train",
     config: str | None = None,
 ) -> Rows:

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     script_args, training_args, model_args, mixture = parse([*rank, *args.more_flags])
-    trainer = make_trainer(script_args, training_args, model_args, mixture)
+    trainer = make_trainer(script_args, training_args, model_args, mixture=mixture)
     args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
     train(trainer, dataset_names(script_args, mixture))
     return 0

@@ -297,6 +297,7 @@ def make_trainer(
     script_args: TrainArguments,
     training_args: SFTConfig,
     model_args: ModelConfig,
+    *,
     mixture: MixtureConfig,
     dataset: Any = None,
 ) -> SFTTrainer:

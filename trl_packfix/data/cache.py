@@ -49,6 +49,7 @@ def cached_documents(
     reader: CachedRows,
     max_length: int | None,
     overlong: Overlong = "truncate",
+    *,
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
@@ -75,7 +76,7 @@ def cached_documents(
         return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
 
     decisive = settings | ({"sorts_tokens": True} if sorts_tokens else {})
-    return _read_or_compute(reader, "spans", decisive, make, Documents.from_arrays)
+    return _read_or_compute(reader, "spans", decisive, make=make, read=Documents.from_arrays)
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
@@ -88,7 +89,7 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
         low, high = arrays["range"]
         return int(low), int(high)
 
-    return _read_or_compute(reader, "range", {}, made, read)
+    return _read_or_compute(reader, "range", {}, make=made, read=read)
 
 
 def _fingerprint(reader: CachedRows, documents: Documents) -> str:
@@ -118,6 +119,7 @@ def _read_or_compute(
     reader: CachedRows,
     name: str,
     settings: dict[str, Any],
+    *,
     make: Callable[[], Arrays],
     read: Callable[[Arrays, Path | None], Made],
 ) -> Made:

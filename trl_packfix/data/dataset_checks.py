@@ -86,7 +86,7 @@ def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
         )
 
 
-def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, args: Any, is_formatted: bool = False) -> None:
+def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, *, args: Any, is_formatted: bool = False) -> None:
     """Check a dataset that is not tokenised yet.
 
     Args:
@@ -181,7 +181,7 @@ def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
     return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
 
 
-def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, packing: bool) -> None:
+def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, packing: bool) -> None:
     """Check a dataset that the user tokenised, for packed or unpacked use."""
     if packing:
         check_tokens(dataset, name, vocab_size)

@@ -179,7 +179,7 @@ class EpochPlanner:
             schedule = plans.schedule_kept_steps(units, self._unpacked_order(epoch))
         else:
             assert self.first_plan is not None
-            schedule = plans.schedule(units, epoch, self.first_plan, self.num_steps)
+            schedule = plans.schedule(units, epoch, self.first_plan, num_steps=self.num_steps)
         order, offsets = units.documents(schedule.order, schedule.offsets, plans.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
@@ -189,7 +189,14 @@ class EpochPlanner:
         room: int | Int64Array = self.bins.capacity
         if self.parallel is not None:
             room = room_of_families(documents.lengths, self.parallel.tokens_per_rank, self.parallel.smallest)
-        return make_pieces(tokens, documents.lengths, documents.trained, self.cost_model, room, splits_copies)
+        return make_pieces(
+            tokens,
+            documents.lengths,
+            documents.trained,
+            cost_model=self.cost_model,
+            room=room,
+            splits_copies=splits_copies,
+        )
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:
         num = len(self.documents)

@@ -105,7 +105,7 @@ class ImageExamples:
         return document
 
     def packed(
-        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, index: int | None = None
+        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, *, index: int | None = None
     ) -> dict[str, Any]:
         """The batch of documents in one pack, as in training, without labels.
 
@@ -289,4 +289,4 @@ def _images_of(document: dict[str, Any], run: Run) -> dict[str, Any]:
         return document
     if run.images_before == run.num_images:
         return {}
-    return images_between(document, run.images_before, run.num_images, run.num_images)
+    return images_between(document, run.images_before, run.num_images, num=run.num_images)

@@ -142,7 +142,7 @@ class RowProcessor:
         for document in documents:
             tokens, spans = np.asarray(document["input_ids"]).astype(np.int64), self._image_spans(document)
             for i, (first, _) in enumerate(spans):
-                content = _content(images_between(document, i, i + 1, len(spans)))
+                content = _content(images_between(document, i, i + 1, num=len(spans)))
                 tokens[first] = IMAGES_FROM + numbers.setdefault(content, len(numbers))
             compared.append(Compared(tokens, spans))
         return compared
@@ -162,6 +162,7 @@ def measure(
     dataset: Dataset,
     process: RowProcessor,
     name: str,
+    *,
     num_proc: int | None,
     drops: bool,
     rule: TurnRule | None = None,
@@ -320,7 +321,7 @@ def sequence_sizes(document: dict[str, Any]) -> Tensor:
     return sequences.any(1) * sequences.shape[1]
 
 
-def images_between(document: dict[str, Any], first: int, stop: int, num: int) -> dict[str, Tensor]:
+def images_between(document: dict[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
     """What the processor returns for the images `first` to `stop - 1` of the `num` images of a document, by name."""
     names = document.keys() - READ - {*TOKEN_KINDS}
     if (first, stop) == (0, num):

@@ -46,7 +46,7 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
     With `values` every document also has the weight and the source of its row.
     """
 
-    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0, values: RowValues | None = None):
+    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None):
         self.reader = reader
         self.documents = documents
         self.pad_token_id = pad_token_id
@@ -127,7 +127,7 @@ class PaddedBatchSampler:
     batch are real, so that `gather_for_metrics` cuts the dummies off.
     """
 
-    def __init__(self, num_documents: int, batch_size: int, rank: int = 0, world_size: int = 1):
+    def __init__(self, num_documents: int, batch_size: int, rank: int = 0, *, world_size: int = 1):
         self.num_documents = num_documents
         self.batch_size = batch_size
         self.rank = rank
@@ -156,6 +156,7 @@ def document_loader(
     dataset: DocumentDataset,
     batch_sampler: PackedBatchSampler | PaddedBatchSampler,
     collate: Callable[[Any], dict[str, Any]],
+    *,
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
@@ -190,6 +191,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     dataset: Dataset,
     max_length: int,
     batch_size: int = 1,
+    *,
     strategy: Strategy = "stream",
     overlong: Overlong | None = None,
     gradient_accumulation_steps: int = 1,

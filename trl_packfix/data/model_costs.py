@@ -71,7 +71,7 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
 
 
 def with_tower(
-    costs: CostModel, config: Any, model_class: type[PreTrainedModel] | None = None, is_trained: bool = True
+    costs: CostModel, config: Any, model_class: type[PreTrainedModel] | None = None, *, is_trained: bool = True
 ) -> CostModel:
     """The same cost model, with the costs of images in the vision tower; without them if they cannot be counted.
 

@@ -31,7 +31,7 @@ class PartOf:
     index: int
 
 
-def cut_part(batch: dict[str, Any], degree: int, index: int, has_images: bool = False) -> dict[str, Any]:
+def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool = False) -> dict[str, Any]:
     """The part of a packed batch of T tokens that the member `index` of a group of `degree` ranks holds.
 
     `input_ids`, `labels`, `position_ids` and `seq_idx` become (1, T / degree). `shift_labels` of the same shape is

@@ -86,7 +86,7 @@ class PrefixCollator(PackedDataCollator):
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)
             if any(shared):
-                return self._collate(tokens, labels, order, shared, compared, degree)[:2]
+                return self._collate(tokens, labels, order, shared=shared, compared=compared, degree=degree)[:2]
         return super().collate(documents, degree)
 
     def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
@@ -98,7 +98,7 @@ class PrefixCollator(PackedDataCollator):
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)
             if any(shared):
-                batch, _, rows = self._collate(tokens, labels, order, shared, compared, 1)
+                batch, _, rows = self._collate(tokens, labels, order, shared=shared, compared=compared, degree=1)
                 return batch, rows
         batch = super().__call__(documents)
         bounds = batch["cu_seq_lens_q"].tolist()
@@ -134,6 +134,7 @@ class PrefixCollator(PackedDataCollator):
         tokens: list[npt.NDArray[Any]],
         labels: list[npt.NDArray[Any]],
         order: list[int],
+        *,
         shared: list[int],
         compared: list[Compared],
         degree: int,

@@ -311,7 +311,7 @@ class TokenReader:
         return {"input_ids": tokens, "labels": targets}
 
     def read_block(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], width: int
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], *, width: int
     ) -> npt.NDArray[np.uint32]:
         """The first `width` tokens of each span, big-endian, shape (N, width); 2**32 - 1 behind the end of a span.
 

@@ -54,7 +54,7 @@ class RowValues:
         return {name: values[row] for name, values in columns.items() if values is not None}
 
 
-def read_row_values(dataset: Dataset, weight_column: str | None, source_column: str | None, name: str) -> RowValues:
+def read_row_values(dataset: Dataset, weight_column: str | None, source_column: str | None, *, name: str) -> RowValues:
     """The weights and sources of all rows; both None if no column is named.
 
     Args:
@@ -76,7 +76,7 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
     Raises:
         ValueError: there is no such column, it holds no numbers, or a weight is missing, negative, NaN or infinite.
     """
-    values = _column(dataset, column, "weight_column", name)
+    values = _column(dataset, column, "weight_column", name=name)
     kind = values.type
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         first = values[0].as_py() if len(values) else None
@@ -123,7 +123,7 @@ def read_sources(
         ValueError: there is no such column, it does not hold strings, integers or booleans, a row has no source, or
             there are more than `MAX_SOURCES`.
     """
-    values = _column(dataset, column, "source_column", name)
+    values = _column(dataset, column, "source_column", name=name)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     kind = values.type
@@ -159,7 +159,7 @@ def read_sources(
 _STRINGS = (pa.types.is_string, pa.types.is_large_string)
 
 
-def _column(dataset: Dataset, column: str, field: str, name: str) -> pa.ChunkedArray:
+def _column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
     if column not in dataset.column_names:
         raise ValueError(
             f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "

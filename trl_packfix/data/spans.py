@@ -50,6 +50,7 @@ def make_documents(
     reader: Rows,
     max_length: int | None,
     overlong: Overlong = "truncate",
+    *,
     truncation_mode: TruncationMode = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
@@ -75,24 +76,26 @@ def make_documents(
     ledger = Ledger(given=spans.count())
     bad = reader.bad_rows()
     if bad is not None:
-        spans = _drop(spans, bad[spans.row], "bad_row", ledger)
-    spans = _drop(spans, spans.lengths == 0, "empty", ledger)
+        spans = _drop(spans, bad[spans.row], "bad_row", ledger=ledger)
+    spans = _drop(spans, spans.lengths == 0, "empty", ledger=ledger)
     if not keep_untrained:
         # Before cutting: documents that never had a target are not counted as lost by the cut.
-        spans = _drop(spans, spans.trained == 0, "untrained", ledger)
+        spans = _drop(spans, spans.trained == 0, "untrained", ledger=ledger)
     block = None
     if wrapped:
         assert max_length is not None
-        spans = _cut_into_blocks(reader, spans, max_length, ledger)
+        spans = _cut_into_blocks(reader, spans, max_length, ledger=ledger)
         block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
     elif max_length is not None:
         if reader.image_stops is not None and overlong == "truncate":
-            spans = _without_cut_images(spans, reader.image_stops, max_length, keep_untrained, ledger)
-        spans = _apply_overlong(reader, spans, max_length, overlong, truncation_mode, ledger)
+            spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained, ledger=ledger)
+        spans = _apply_overlong(
+            reader, spans, max_length, overlong=overlong, truncation_mode=truncation_mode, ledger=ledger
+        )
     if not keep_untrained:
         trained = spans.trained > 0
         block = block[trained] if block is not None else None
-        spans = _drop(spans, ~trained, "untrained", ledger)
+        spans = _drop(spans, ~trained, "untrained", ledger=ledger)
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
@@ -159,7 +162,7 @@ def _table_spans(reader: Rows) -> _Spans:
     return _Spans(row, start, stop, reader.count_trained(row, start, stop))
 
 
-def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledger) -> _Spans:
+def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, *, ledger: Ledger) -> _Spans:
     if not mask.any():
         return spans
     ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
@@ -167,7 +170,7 @@ def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, ledger: Ledge
 
 
 def _without_cut_images(
-    spans: _Spans, image_stops: Int64Array, max_length: int, keeps_rows: bool, ledger: Ledger
+    spans: _Spans, image_stops: Int64Array, max_length: int, *, keeps_rows: bool, ledger: Ledger
 ) -> _Spans:
     """Drop documents whose images end behind `max_length`: truncating them would cut an image."""
     cut = image_stops[spans.row] > max_length
@@ -179,11 +182,11 @@ def _without_cut_images(
             f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
             "result for every row. Raise `max_length`, make the images smaller, or remove these rows."
         )
-    return _drop(spans, cut, "overlong", ledger)
+    return _drop(spans, cut, "overlong", ledger=ledger)
 
 
 def _apply_overlong(
-    reader: Rows, spans: _Spans, max_length: int, overlong: Overlong, truncation_mode: str, ledger: Ledger
+    reader: Rows, spans: _Spans, max_length: int, *, overlong: Overlong, truncation_mode: str, ledger: Ledger
 ) -> _Spans:
     long = spans.lengths > max_length
     if not long.any():
@@ -197,12 +200,12 @@ def _apply_overlong(
             '"split" or "drop".'
         )
     if overlong == "drop":
-        return _drop(spans, long, "overlong", ledger)
+        return _drop(spans, long, "overlong", ledger=ledger)
     if overlong == "split":
         fragments = np.where(long, -(-spans.lengths // max_length), 1)
         offset = _index_in_group(fragments) * max_length
         end = np.minimum(offset + max_length, np.repeat(spans.lengths, fragments))
-        return _split(reader, spans, fragments, offset, end, ledger)
+        return _split(reader, spans, fragments, start=offset, stop=end, ledger=ledger)
     start, stop = spans.start.copy(), spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
@@ -218,7 +221,7 @@ def _apply_overlong(
     return cut
 
 
-def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, ledger: Ledger) -> _Spans:
+def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, *, ledger: Ledger) -> _Spans:
     """Cut the concatenation of all documents at every multiple of `max_length` tokens."""
     lengths = spans.lengths
     begin = np.cumsum(lengths) - lengths  # offset of each document in the concatenation
@@ -226,11 +229,13 @@ def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, ledger: Ledge
     fragments = (begin + lengths - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
     length = np.repeat(lengths, fragments)
-    return _split(reader, spans, fragments, np.maximum(edge, 0), np.minimum(edge + max_length, length), ledger)
+    return _split(
+        reader, spans, fragments, start=np.maximum(edge, 0), stop=np.minimum(edge + max_length, length), ledger=ledger
+    )
 
 
 def _split(
-    reader: Rows, spans: _Spans, fragments: Int64Array, start: Int64Array, stop: Int64Array, ledger: Ledger
+    reader: Rows, spans: _Spans, fragments: Int64Array, *, start: Int64Array, stop: Int64Array, ledger: Ledger
 ) -> _Spans:
     """Replace document i by `fragments[i]` spans; `start` and `stop` count tokens inside the document."""
     base = np.repeat(spans.start, fragments)

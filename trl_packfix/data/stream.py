@@ -131,7 +131,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             parallel = SequenceParallel.of_run(
                 tokens_per_rank, max_length, world_size, heads=cost_model.heads, speeds=speeds
             )
-            self.share = share_of_rank(dataset, rank, world_size, parallel.smallest)
+            self.share = share_of_rank(dataset, rank, world_size, degree=parallel.smallest)
             if self.share.count != world_size:  # a group knows nothing of the documents of the others
                 parallel = replace(parallel, degrees=(parallel.smallest,))
             self.parallel = parallel
@@ -210,7 +210,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         slots, capacity = self._packs_per_step, self._planned_capacity
         # A longer document is alone in its pack, which may be full
         arriving = (min(length, capacity) for length in self._arrivals())
-        packs = pack_arrivals(arriving, capacity, self.buffer_size, min(self.max_length, capacity))
+        packs = pack_arrivals(arriving, capacity, self.buffer_size, longest=min(self.max_length, capacity))
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
@@ -283,9 +283,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             ),
         )
         if self.parallel is None:
-            schedule = schedule_packs(plan, units, 1, bins)
+            schedule = schedule_packs(plan, units, 1, bins=bins)
         else:
-            schedule = schedule_groups(plan, units, 1, bins, self.parallel)
+            schedule = schedule_groups(plan, units, 1, bins=bins, parallel=self.parallel)
             assert schedule.degrees is not None
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
@@ -412,7 +412,7 @@ def _identity(chunk: Any) -> Any:
 
 
 def stream_loader(
-    stream: PackedStream, collate: Callable[[Any], dict[str, Any]], device: torch.device | None, pin_memory: bool
+    stream: PackedStream, collate: Callable[[Any], dict[str, Any]], device: torch.device | None, *, pin_memory: bool
 ) -> DataLoaderShard:
     """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes."""
     loader = DataLoader(
@@ -421,7 +421,7 @@ def stream_loader(
     return unsharded_loader(loader, device)
 
 
-def resume(stream: PackedStream, checkpoint: str, num_steps: int, num_skipped: int, ignore_data_skip: bool) -> None:
+def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool) -> None:
     """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches.
 
     Raises:

@@ -49,7 +49,7 @@ class Share:
     count: int
 
 
-def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, degree: int = 1) -> Share:
+def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> Share:
     """Whole shards for each group of `degree` ranks if their number is a multiple of the number of groups.
 
     Else every rank reads everything. Without sequence parallelism each rank is a group.
@@ -162,7 +162,9 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             if "input_ids" in table.column_names:
                 check_tokens(table, "train", self.vocab_size)
             reader = TokenReader(table)
-            spans = make_documents(reader, self.max_length, self.overlong, self.truncation_mode, may_be_empty=True)
+            spans = make_documents(
+                reader, self.max_length, self.overlong, truncation_mode=self.truncation_mode, may_be_empty=True
+            )
             weights = None if self.weight_column is None else read_weights(table, self.weight_column, "train")
         except ValueError as error:
             raise ValueError(

@@ -21,7 +21,7 @@ def token_order(reader: TokenReader, documents: Documents, chosen: Int64Array | 
 
     def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
         wanted = numbers[places]
-        return reader.read_block(row[wanted], start[wanted] + first, stop[wanted], width)
+        return reader.read_block(row[wanted], start[wanted] + first, stop[wanted], width=width)
 
     found = sort_by_tokens(documents.lengths[numbers], read)
     return TokenOrder(

@@ -119,7 +119,7 @@ class Conversation:
             plain: Any = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
             tokens = tokens if text is None else plain(text, add_special_tokens=False)["input_ids"]
         if tokens[: len(prompt)] != prompt:
-            _refuse_prompt(turn, *(_decoded(ids, prompt, tokens, tokenizer) for ids in (prompt, tokens)))
+            _refuse_prompt(turn, *(_decoded(ids, prompt, tokens, tokenizer=tokenizer) for ids in (prompt, tokens)))
         return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]}
 
     def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _refuse_prompt(turn: int, seen: str, given: str) -> NoReturn:
     )
 
 
-def _decoded(ids: list[int], one: list[int], other: list[int], tokenizer: Any) -> str:
+def _decoded(ids: list[int], one: list[int], other: list[int], *, tokenizer: Any) -> str:
     """The text of `ids` from the first token on in which `one` and `other` differ."""
     return str(tokenizer.decode(ids[_num_same(one, other) :]))
 

@@ -98,7 +98,7 @@ class ImageProbe(Probe):
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
         values = [self._values(each) for each in documents]
         index = dist.get_rank(group_of(degree)) if degree > 1 else None
-        return self._moved(self.images.packed(values, self.shares, self.degree, index))
+        return self._moved(self.images.packed(values, self.shares, self.degree, index=index))
 
     def _values(self, document: Any) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])

@@ -45,12 +45,19 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
     sizes = np.array([len(pack) for pack in packs])
     pack_costs = _sums(cost, sizes)
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)
-    order = _placed(pack_costs, accumulation, world_size, by_rank)
+    order = _placed(pack_costs, accumulation, world_size, by_rank=by_rank)
     if (better := _waiting(pack_costs[order].reshape(accumulation, world_size), by_rank)) < waiting:
         placed, waiting = order, better
     if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
         return [packs[i] for i in placed]
-    deal = Deal(units.rows[members], cost, units.cost_model.per_token, bins.capacity, world_size, slots)
+    deal = Deal(
+        units.rows[members],
+        cost,
+        units.cost_model.per_token,
+        capacity=bins.capacity,
+        world_size=world_size,
+        num_slots=slots,
+    )
     dealt = deal.packs(by_rank)
     if dealt is not None:
         costs = np.array([cost[pack].sum() for pack in dealt])
@@ -71,7 +78,7 @@ def _waiting(costs: Float64Array, by_rank: bool) -> float:
     return float(costs.sum(axis=0).max() if by_rank else costs.max(axis=1).sum())
 
 
-def _placed(costs: Float64Array, accumulation: int, world_size: int, by_rank: bool) -> Int64Array:
+def _placed(costs: Float64Array, accumulation: int, world_size: int, *, by_rank: bool) -> Int64Array:
     """Pack of each slot, shape (S,).
 
     Sorted by cost, each micro-step gets neighbours, which is the best order. Where only the step synchronises, each

@@ -67,7 +67,7 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
     rows: list[tuple[int, int, int, int]] = []
     opened = 0
 
-    def put(first: int, num: int, each: int, filled: int, space: int) -> None:
+    def put(first: int, num: int, each: int, *, filled: int, space: int) -> None:
         rows.append((first, num, each, filled))
         if space in runs:
             runs[space].append((first, num, filled + each))
@@ -90,11 +90,11 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
             most = space // length  # documents of this length that one of these packs takes
             full = min(num, left // most)
             if full:
-                put(first, full, most, filled, space - most * length)
+                put(first, full, most, filled=filled, space=space - most * length)
                 left -= full * most
             if full < num:
                 if left:
-                    put(first + full, 1, left, filled, space - left * length)
+                    put(first + full, 1, left, filled=filled, space=space - left * length)
                     full, left = full + 1, 0
                 if full < num:  # untouched packs stay ahead of later ones with the same space
                     if space not in runs:

@@ -33,7 +33,14 @@ class Deal:
     """
 
     def __init__(
-        self, lengths: Int64Array, cost: Float64Array, per_token: float, capacity: int, world_size: int, num_slots: int
+        self,
+        lengths: Int64Array,
+        cost: Float64Array,
+        per_token: float,
+        *,
+        capacity: int,
+        world_size: int,
+        num_slots: int,
     ):
         self.lengths = lengths
         self.cost = cost
@@ -49,7 +56,7 @@ class Deal:
         self.short = dearest_first[num_long:]
         excess = cost - cost[self.short].sum() / max(lengths[self.short].sum(), 1) * lengths
         self.excess: list[float] = np.maximum(excess, 0).tolist()
-        self.slots = Slots(lengths, cost, excess, capacity, num_slots)
+        self.slots = Slots(lengths, cost, excess, capacity=capacity, num_slots=num_slots)
         self.load = [0.0] * num_slots  # excess of the long documents
 
     def packs(self, by_rank: bool) -> list[Int64Array] | None:

@@ -158,7 +158,7 @@ def room_beside(lengths: Int64Array, tokens_per_rank: int, degrees: tuple[int, .
 
 
 def possible_degrees(
-    max_length: int, tokens_per_rank: int, world_size: int, num_heads: int | None = None
+    max_length: int, tokens_per_rank: int, world_size: int, *, num_heads: int | None = None
 ) -> tuple[int, ...]:
     """The degrees that a run may use: powers of two that divide the ranks and do not exceed the attention heads.
 
@@ -219,7 +219,7 @@ class SequenceParallel:
         Raises:
             ValueError: no possible degree holds a document of `max_length`.
         """
-        possible = possible_degrees(max_length, tokens_per_rank, world_size, heads)
+        possible = possible_degrees(max_length, tokens_per_rank, world_size, num_heads=heads)
         return cls(
             tokens_per_rank=tokens_per_rank,
             smallest=smallest_degree(max_length, tokens_per_rank),
@@ -248,7 +248,9 @@ class DividedStep:
     packs: list[Int64Array]
 
 
-def schedule_groups(plan: PackPlan, units: Units, num_steps: int, bins: Bins, parallel: SequenceParallel) -> Schedule:
+def schedule_groups(
+    plan: PackPlan, units: Units, num_steps: int, *, bins: Bins, parallel: SequenceParallel
+) -> Schedule:
     """`schedule_packs` with sequence parallelism: the slots of `num_steps` steps, and the degree of each micro-step.
 
     Args:
@@ -264,17 +266,17 @@ def schedule_groups(plan: PackPlan, units: Units, num_steps: int, bins: Bins, pa
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """
     planned = replace(bins, world_size=bins.world_size // parallel.smallest)
-    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, planned)
+    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=planned)
     order: list[Int64Array] = []
     degrees: list[int] = []
     for packs in steps:
-        divided = divide_step(packs, units, bins, parallel)
+        divided = divide_step(packs, units, bins, parallel=parallel)
         degrees += divided.degrees
         order += divided.packs
-    return _schedule(order, degrees, bins, num_skipped)
+    return _schedule(order, degrees, bins, num_skipped=num_skipped)
 
 
-def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, num_skipped: int = 0) -> Schedule:
+def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, *, num_skipped: int = 0) -> Schedule:
     """Packs of groups, micro-step after micro-step; those of a group are in the slot of its first rank."""
     sizes = np.zeros((len(degrees), bins.world_size), np.int64)
     given = iter(packs)
@@ -286,7 +288,7 @@ def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, num_skipp
 
 
 def schedule_in_order(
-    tokens: TokenOrder, lengths: Int64Array, tokens_per_rank: int, world_size: int, degrees: tuple[int, ...] = ()
+    tokens: TokenOrder, lengths: Int64Array, tokens_per_rank: int, *, world_size: int, degrees: tuple[int, ...] = ()
 ) -> Schedule:
     """Packs of neighbours in the order of their tokens, on the fewest ranks that hold them; one pack per rank and step.
 
@@ -321,13 +323,13 @@ def schedule_in_order(
     return schedule if degrees else replace(schedule, degrees=None)
 
 
-def divide_step(packs: list[Int64Array], units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep:
+def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
     """The units of one optimizer step in groups with the least modelled time that is found.
 
     Args:
         packs: the step's units in packs for groups of S ranks, at most G * W / S of them.
     """
-    step = Step(np.concatenate(packs), units, bins, parallel)
+    step = Step(np.concatenate(packs), units, bins, parallel=parallel)
     degree, accumulation = parallel.smallest, bins.accumulation
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
     if bins.balance == "none":
@@ -343,7 +345,7 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, parallel: Seq
 class Step:
     """The units of one optimizer step, longest and dearest first, while they are divided among groups of ranks."""
 
-    def __init__(self, members: Int64Array, units: Units, bins: Bins, parallel: SequenceParallel):
+    def __init__(self, members: Int64Array, units: Units, bins: Bins, *, parallel: SequenceParallel):
         self.members = members[np.lexsort((-units.costs()[members], -units.rows[members]))]
         self.units = units
         self.bins = bins
@@ -414,7 +416,7 @@ class Step:
         num = self.bins.world_size // degree * accumulation
         if rows[0] > capacity:
             return None
-        places = _least_loaded(rows, self.units.costs(degree)[members], num, capacity)
+        places = _least_loaded(rows, self.units.costs(degree)[members], num, capacity=capacity)
         places = places or _tightest(rows, num, capacity)
         return None if places is None else [members[pack] for pack in places]
 
@@ -471,7 +473,7 @@ class ModelledTime:
     bound: float
 
 
-def modelled_time(schedule: Schedule, units: Units, bins: Bins, parallel: SequenceParallel) -> ModelledTime:
+def modelled_time(schedule: Schedule, units: Units, bins: Bins, *, parallel: SequenceParallel) -> ModelledTime:
     """What a schedule of units takes, and the least that one with the same steps could take."""
     assert schedule.degrees is not None
     times = GroupTimes(units.cost_model, parallel.speeds)
@@ -483,7 +485,7 @@ def modelled_time(schedule: Schedule, units: Units, bins: Bins, parallel: Sequen
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
-    steps = (Step(schedule.step_documents(i), units, bins, parallel) for i in range(schedule.num_steps))
+    steps = (Step(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps))
     return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
 
 
@@ -493,7 +495,7 @@ def _slot_sums(schedule: Schedule, values: Int64Array | Float64Array) -> Float64
     return np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
 
 
-def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, capacity: int) -> list[Int64Array] | None:
+def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, *, capacity: int) -> list[Int64Array] | None:
     """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
 
     Units are given longest first, and are their places in `rows` and `costs`.

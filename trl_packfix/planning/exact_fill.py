@@ -101,10 +101,10 @@ def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs
     """`pack_arrivals` for lengths that are all known: members and sizes of the packs."""
     if len(arriving) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, int(arriving.max())))
+    return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max())))
 
 
-def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, longest: int) -> Iterator[list[int]]:
+def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, *, longest: int) -> Iterator[list[int]]:
     """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
 
     One document is read from `arriving` whenever one is placed; at its end, `_pack_rest` packs the last buffer. The
@@ -118,7 +118,9 @@ def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, long
     >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
-    positions, lengths = yield from _close_packs(iter(arriving), capacity, buffer_size, longest, until_empty=False)
+    positions, lengths = yield from _close_packs(
+        iter(arriving), capacity, buffer_size, longest=longest, until_empty=False
+    )
     if positions:
         members, sizes = _pack_rest(np.array(lengths), capacity)
         for pack in np.split(np.array(positions)[members], np.cumsum(sizes)[:-1]):
@@ -135,7 +137,11 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        return _as_arrays(_close_packs(iter(arriving.tolist()), capacity, len(arriving), int(arriving.max()), True))
+        return _as_arrays(
+            _close_packs(
+                iter(arriving.tolist()), capacity, len(arriving), longest=int(arriving.max()), until_empty=True
+            )
+        )
 
     decreasing = np.argsort(-lengths, kind="stable")
     members, sizes = until_empty(lengths[decreasing])
@@ -144,7 +150,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
 
 
 def _close_packs(
-    arriving: Iterator[int], capacity: int, buffer_size: int, longest: int, until_empty: bool
+    arriving: Iterator[int], capacity: int, buffer_size: int, *, longest: int, until_empty: bool
 ) -> Generator[list[int], None, tuple[list[int], list[int]]]:
     """Yield packs; return positions and lengths of the documents still waiting at the end (none if `until_empty`).
 
@@ -203,7 +209,7 @@ def _close_packs(
                 fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
                 if fill or not gap:
                     break
-            position = _next_that_fits(lengths, taken, position + 1, gap)
+            position = _next_that_fits(lengths, taken, position + 1, gap=gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
                 position = buffer.take(length)
@@ -218,7 +224,7 @@ def _close_packs(
     return [position + forgotten for position in left], [lengths[position] for position in left]
 
 
-def _next_that_fits(lengths: list[int], taken: bytearray, start: int, gap: int) -> int:
+def _next_that_fits(lengths: list[int], taken: bytearray, start: int, *, gap: int) -> int:
     """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
     position = taken.find(0, start)
     for _ in range(MAX_PASSED_OVER):

@@ -29,7 +29,7 @@ class Slots:
     """
 
     def __init__(
-        self, lengths: Int64Array, cost: Float64Array, excess: Float64Array, capacity: int, num_slots: int
+        self, lengths: Int64Array, cost: Float64Array, excess: Float64Array, *, capacity: int, num_slots: int
     ) -> None:
         """`excess` is what a document costs more than short ones of as many tokens."""
         self.lengths: list[int] = lengths.tolist()
@@ -90,7 +90,7 @@ class Slots:
             if costs[dear] <= enough:
                 return
             for cheap in np.argsort(costs, kind="stable")[:CHEAPEST].tolist():
-                if self._exchange(groups[dear], groups[cheap], costs[dear] - costs[cheap], least):
+                if self._exchange(groups[dear], groups[cheap], costs[dear] - costs[cheap], least=least):
                     for group in (dear, cheap):
                         costs[group] = sum(self._cost(slot) for slot in groups[group])
                     break
@@ -100,7 +100,7 @@ class Slots:
     def _cost(self, slot: int) -> float:
         return sum([self.cost[document] for document in self.documents[slot]])
 
-    def _exchange(self, dear: list[int], cheap: list[int], distance: float, least: float) -> bool:
+    def _exchange(self, dear: list[int], cheap: list[int], distance: float, *, least: float) -> bool:
         """Exchange one document for one so that the costs meet in the middle, and short ones to even out the tokens."""
         mine, theirs = (
             [(document, slot) for slot in group for document in self.documents[slot][:LOOKED_AT]]
@@ -117,7 +117,7 @@ class Slots:
                 continue
             (document, slot), (other, partner) = mine[pair // len(theirs)], theirs[pair % len(theirs)]
             before = [(i, self.documents[i], self.room[i], self._cost(i)) for i in (slot, partner)]
-            self._swap(document, slot, other, partner)
+            self._swap(document, slot, other, partner=partner)
             over, under = (slot, partner) if self.room[slot] < 0 else (partner, slot)
             fits = self.room[over] >= 0 or (self._divide(over, under, fixed=1) and self.room[over] >= 0)
             paid = self._cost(partner) - before[1][3]
@@ -127,13 +127,13 @@ class Slots:
                 self.documents[i], self.room[i] = documents, room
         return False
 
-    def _swap(self, document: int, slot: int, other: int, partner: int) -> None:
+    def _swap(self, document: int, slot: int, other: int, *, partner: int) -> None:
         """Both documents come first in their new slots."""
         for i, out, into in ((slot, document, other), (partner, other, document)):
             self.documents[i] = [into, *(d for d in self.documents[i] if d != out)]
             self.room[i] += self.lengths[out] - self.lengths[into]
 
-    def _divide(self, slot: int, partner: int, fixed: int = 0, full: bool = False) -> bool:
+    def _divide(self, slot: int, partner: int, fixed: int = 0, *, full: bool = False) -> bool:
         """Divide short documents of both anew so that less is above the capacity; False if no division does that.
 
         `slot`, which is above its capacity, keeps as much as fits. If `partner` has too little room, it is filled.
@@ -161,12 +161,12 @@ class Slots:
             found = sums[-1] >> low & (1 << high - low + 1) - 1
             if found:
                 tokens = low + (found.bit_length() if enough else (found & -found).bit_length()) - 1
-                self._divided(slot, partner, fixed, most, pool, sums, tokens)
+                self._divided(slot, partner, fixed, most=most, pool=pool, sums=sums, tokens=tokens)
                 return True
         return False
 
     def _divided(
-        self, slot: int, partner: int, fixed: int, most: int, pool: list[int], sums: list[int], tokens: int
+        self, slot: int, partner: int, fixed: int, *, most: int, pool: list[int], sums: list[int], tokens: int
     ) -> None:
         """Give `slot` documents of `pool` with this many tokens, preferring its own, and `partner` the rest."""
         kept: tuple[list[int], list[int]] = ([], [])

@@ -66,7 +66,7 @@ def common_tokens(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
     return first if shorter and differ[first] else shorter
 
 
-def shared_rows(common: int, length: int, length_before: int, min_shared: int = MIN_SHARED) -> int:
+def shared_rows(common: int, length: int, length_before: int, *, min_shared: int = MIN_SHARED) -> int:
     """Rows that a document shares with the one before it, from their common tokens: all if they are the same."""
     shared = common if common == length == length_before else max(common - 1, 0)
     return shared if shared >= min_shared else 0
@@ -84,7 +84,7 @@ def share_order(
     shared = [0]
     for before, own in pairwise(order):
         a, b = documents[before], documents[own]
-        shared.append(shared_rows(common_tokens(a, b), len(b), len(a), min_shared))
+        shared.append(shared_rows(common_tokens(a, b), len(b), len(a), min_shared=min_shared))
     return order, shared
 
 
@@ -271,6 +271,7 @@ def make_pieces(
     tokens: TokenOrder,
     lengths: Int64Array,
     trained: Int64Array,
+    *,
     cost_model: CostModel,
     room: int | Int64Array,
     splits_copies: bool = True,
@@ -304,7 +305,7 @@ def make_pieces(
     shared[begins] = 0
     families = np.flatnonzero(begins)
     room_of = np.broadcast_to(room, len(lengths))[tokens.order]
-    begins[_cuts(size, shared, trained[tokens.order], begins, room_of)] = True
+    begins[_cuts(size, shared, trained[tokens.order], begins=begins, room=room_of)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     # numbered by their smallest document
@@ -313,7 +314,7 @@ def make_pieces(
     number[by_first] = np.arange(len(starts))
     places = np.argsort(number[np.cumsum(begins) - 1], kind="stable")
     sizes = np.diff(np.append(starts, len(size)))[by_first]
-    original, distance = _distances(tokens.order[starts], starts, families, copy, family[first_copy])
+    original, distance = _distances(tokens.order[starts], starts, families, copy=copy, first_family=family[first_copy])
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_first],
         cost_model,
@@ -371,7 +372,7 @@ def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64A
 
 
 def _distances(
-    documents: Int64Array, starts: Int64Array, families: Int64Array, copy: Int64Array, first_family: Int64Array
+    documents: Int64Array, starts: Int64Array, families: Int64Array, *, copy: Int64Array, first_family: Int64Array
 ) -> tuple[Int64Array, Float64Array]:
     """The piece with the first copies of each piece, and how far behind it a piece is visited, both (P,).
 
@@ -393,7 +394,7 @@ def _distances(
 
 
 def _cuts(
-    lengths: Int64Array, shared: Int64Array, trained: Int64Array, begins: npt.NDArray[np.bool_], room: Int64Array
+    lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: npt.NDArray[np.bool_], room: Int64Array
 ) -> list[int]:
     """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets.
 

@@ -50,7 +50,7 @@ def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchron
     return float(packs.max(axis=-1).sum() / packs.mean(axis=-1).sum())
 
 
-def imbalance_bound(schedule: Schedule, units: Units, capacity: int, synchronisation: Synchronisation) -> float:
+def imbalance_bound(schedule: Schedule, units: Units, capacity: int, *, synchronisation: Synchronisation) -> float:
     """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it.
 
     Args:
@@ -63,7 +63,7 @@ def imbalance_bound(schedule: Schedule, units: Units, capacity: int, synchronisa
     least, mean = 0.0, 0.0
     for step in range(schedule.num_steps):
         of_step = schedule.step_documents(step)
-        documents = _Bounds(units.rows[of_step], units.costs()[of_step], micro, ranks, capacity)
+        documents = _Bounds(units.rows[of_step], units.costs()[of_step], micro, ranks=ranks, capacity=capacity)
         mean += documents.total / ranks
         least += documents.longest_rank() if synchronisation == "step" else documents.longest_micro_steps()
     return least / mean
@@ -78,7 +78,7 @@ class _Bounds:
     chunks of attention, or by its images.
     """
 
-    def __init__(self, lengths: Int64Array, costs: Float64Array, micro: int, ranks: int, capacity: int):
+    def __init__(self, lengths: Int64Array, costs: Float64Array, micro: int, *, ranks: int, capacity: int):
         self.micro, self.ranks, self.capacity = micro, ranks, capacity
         self.lengths, self.costs = lengths, costs
         self.total = float(self.costs.sum())

@@ -92,10 +92,10 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
         members, sizes = by_earliest(members, sizes)
-    return _plan(members, sizes, lengths, capacity)
+    return _plan(members, sizes, lengths, capacity=capacity)
 
 
-def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buffer_size: int = 1000) -> PackPlan:
+def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, *, buffer_size: int = 1000) -> PackPlan:
     """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
 
     A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
@@ -139,11 +139,11 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, buf
         elif len(pilot) < len(arriving):
             packs = None
     members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
-    return _plan(order[members], sizes, lengths, capacity)
+    return _plan(order[members], sizes, lengths, capacity=capacity)
 
 
 def plan_blocks(
-    block: np.ndarray, lengths: np.ndarray, batch_size: int, capacity: int, rng: np.random.Generator | None
+    block: np.ndarray, lengths: np.ndarray, batch_size: int, *, capacity: int, rng: np.random.Generator | None
 ) -> PackPlan:
     """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
     _, first = np.unique(block, return_index=True)
@@ -165,7 +165,7 @@ def _plan_of(packs: list[np.ndarray], lengths: np.ndarray, capacity: int) -> Pac
     return PackPlan(order=np.concatenate(packs), offsets=offsets, lengths=lengths, capacity=capacity)
 
 
-def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, capacity: int) -> PackPlan:
+def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return PackPlan(members, offsets, lengths, int(capacity))

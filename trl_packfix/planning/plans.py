@@ -67,16 +67,16 @@ class RunPlans:
         rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
         if self.traits.plan is None:
             assert self.block is not None, "documents are not cut into blocks"
-            return plan_blocks(self.block, rows, self.batch_size, self.planned_capacity, self.rng(epoch))
+            return plan_blocks(self.block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.rng(epoch))
         draws_order = self.rng(epoch)
         order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order, self.rng(epoch))
 
     def num_steps(self, num_packs: int) -> int:
         """Optimizer steps of an epoch of so many packs."""
-        return num_optimizer_steps(num_packs, self.num_bins, 1, self.bins.drop_last)
+        return num_optimizer_steps(num_packs, self.num_bins, 1, drop_last=self.bins.drop_last)
 
-    def schedule(self, units: Units, epoch: int, first: PackPlan, num_steps: int) -> Schedule:
+    def schedule(self, units: Units, epoch: int, first: PackPlan, *, num_steps: int) -> Schedule:
         """The packs of an epoch in the bins of exactly `num_steps` optimizer steps.
 
         Args:
@@ -87,8 +87,8 @@ class RunPlans:
         if plan.num_packs > num_steps * self.num_bins and not self.bins.drop_last:
             plan = reordered(first, np.random.default_rng((self.seed, epoch)))
         if self.parallel is None:
-            return schedule_packs(plan, units, num_steps, self.bins)
-        return schedule_groups(plan, units, num_steps, self.bins, self.parallel)
+            return schedule_packs(plan, units, num_steps, bins=self.bins)
+        return schedule_groups(plan, units, num_steps, bins=self.bins, parallel=self.parallel)
 
     # Strategies that keep the steps of the unpacked run
 
@@ -98,7 +98,7 @@ class RunPlans:
 
     def num_kept_steps(self, num_documents: int) -> int:
         """Optimizer steps of an unpacked epoch of so many documents."""
-        return num_optimizer_steps(num_documents, self._per_step, 1, self.bins.drop_last)
+        return num_optimizer_steps(num_documents, self._per_step, 1, drop_last=self.bins.drop_last)
 
     def kept_steps(self, order: Int64Array) -> Int64Array:
         """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it.
@@ -119,8 +119,8 @@ class RunPlans:
             order: as for `kept_steps`.
         """
         if not isinstance(units, Pieces):
-            return schedule_minibatches(units, order, self.batch_size, self.bins)
+            return schedule_minibatches(units, order, self.batch_size, bins=self.bins)
         step = self.kept_steps(order)[units.order[units.offsets[:-1]]]
         by_step = np.argsort(step, kind="stable")
         bounds = np.searchsorted(step[by_step], np.arange(self.num_kept_steps(len(order)) + 1))
-        return schedule_steps(units, by_step, bounds, self.bins)
+        return schedule_steps(units, by_step, bounds, bins=self.bins)

@@ -73,13 +73,13 @@ class Schedule:
         return self.order[self.offsets[step * slots] : self.offsets[(step + 1) * slots]]
 
 
-def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, drop_last: bool) -> int:
+def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, *, drop_last: bool) -> int:
     """Optimizer steps of an epoch of `num_packs` packs; with `drop_last` the last incomplete step does not count."""
     slots = accumulation * world_size
     return num_packs // slots if drop_last else -(-num_packs // slots)
 
 
-def schedule_packs(plan: PackPlan, units: Units, num_steps: int, bins: Bins) -> Schedule:
+def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) -> Schedule:
     """Packs in visiting order -> slots of exactly `num_steps` optimizer steps.
 
     Where a step has fewer packs than slots, its largest packs are split between slots; where it has fewer documents
@@ -94,7 +94,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, bins: Bins) -> 
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
-    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins)
+    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=bins)
     filled: list[Int64Array] = []
     for step in steps:
         if bins.balance == "step":
@@ -104,7 +104,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, bins: Bins) -> 
 
 
 def packs_of_steps(
-    plan: PackPlan, rows: Int64Array, num_steps: int, bins: Bins
+    plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins
 ) -> tuple[Iterator[list[Int64Array]], int]:
     """The packs of each optimizer step, at most `num_slots`, and the number of documents that no step reaches."""
     slots = bins.num_slots
@@ -122,7 +122,7 @@ def packs_of_steps(
     return steps, sum(len(pack) for pack in skipped)
 
 
-def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, bins: Bins) -> Schedule:
+def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, *, bins: Bins) -> Schedule:
     """Every optimizer step has the documents of the unpacked run, the next B*G*W of `order`.
 
     They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
@@ -140,12 +140,14 @@ def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, bins:
     [[0, 1], [3, 2]]
     """
     per_step = batch_size * bins.num_slots
-    num_steps = num_optimizer_steps(len(order), batch_size * bins.accumulation, bins.world_size, bins.drop_last)
+    num_steps = num_optimizer_steps(
+        len(order), batch_size * bins.accumulation, bins.world_size, drop_last=bins.drop_last
+    )
     bounds = np.minimum(np.arange(num_steps + 1) * per_step, len(order))
-    return schedule_steps(units, order, bounds, bins)
+    return schedule_steps(units, order, bounds, bins=bins)
 
 
-def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, bins: Bins) -> Schedule:
+def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins: Bins) -> Schedule:
     """Step i has the units `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
 
     A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them

@@ -23,6 +23,7 @@ def make_report(
     planner: EpochPlanner,
     overlong: str,
     reader: Rows,
+    *,
     unpacked_counts_first: bool = False,
     turns: TurnCounts | None = None,
 ) -> PackingReport:
@@ -43,7 +44,7 @@ def make_report(
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    shared = None if planner.parallel is None else _shared_packs(planner, planner.parallel, units, of_units)
+    shared = None if planner.parallel is None else _shared_packs(planner, planner.parallel, units, schedule=of_units)
     # Ranks that share packs wait for each other in every layer.
     synchronisation = "micro" if shared else bins.synchronisation
     trained = int(documents.trained.sum())
@@ -74,7 +75,9 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(of_units, units.costs(), synchronisation),
-        imbalance_bound=None if shared else imbalance_bound(of_units, units, bins.capacity, synchronisation),
+        imbalance_bound=None
+        if shared
+        else imbalance_bound(of_units, units, bins.capacity, synchronisation=synchronisation),
         prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
@@ -106,10 +109,12 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     )
 
 
-def _shared_packs(planner: EpochPlanner, parallel: SequenceParallel, units: Units, schedule: Schedule) -> SharedPacks:
+def _shared_packs(
+    planner: EpochPlanner, parallel: SequenceParallel, units: Units, *, schedule: Schedule
+) -> SharedPacks:
     """What sequence parallelism does in the first epoch, of which this is the schedule of units."""
     assert schedule.degrees is not None
-    time = modelled_time(schedule, units, planner.bins, parallel)
+    time = modelled_time(schedule, units, planner.bins, parallel=parallel)
     total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
     packs = np.diff(total[schedule.offsets]).reshape(-1, planner.bins.world_size)
     degrees, counts = np.unique(schedule.degrees, return_counts=True)
@@ -127,6 +132,7 @@ def make_stream_report(
     stream: PackedStream,
     max_steps: int,
     counts: StreamCounts | None = None,
+    *,
     micro_steps: dict[int, int] | None = None,
 ) -> PackingReport:
     """The report of a run on a stream; `counts` are the totals of all ranks, `micro_steps` numbers by degree."""

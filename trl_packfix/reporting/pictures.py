@@ -75,7 +75,7 @@ def _hue(document: int) -> str:
     return HUES[document % len(HUES)]
 
 
-def _write_number(axes: "Axes", x: float, y: float, document: int) -> None:
+def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
     box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
     axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
 
@@ -98,7 +98,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             if length > MIN_BOUNDED * widest:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
             if length > MIN_LABELLED * widest:
-                _write_number(axes, start + length / 2, y, document)
+                _write_number(axes, start + length / 2, y, document=document)
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
         rest = room - start
@@ -160,7 +160,7 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
         axes.add_patch(Polygon(corners, facecolor=_hue(document), edgecolor=INK, linewidth=0.6))
         axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
-            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document)
+            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=document)
     lengths = np.array(pack.lengths, dtype=float)
     shared = lengths - np.array(pack.runs)
     computed = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))

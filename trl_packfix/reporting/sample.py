@@ -181,7 +181,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
                 pack.tolist(),
                 documents.row[pack].tolist(),
                 documents.lengths[pack].tolist(),
-                [_trained_runs(reader, documents.row[i], documents.start[i], documents.stop[i]) for i in pack],
+                [_trained_runs(reader, documents.row[i], documents.start[i], stop=documents.stop[i]) for i in pack],
                 1 if schedule.degrees is None else int(schedule.degrees[slot // world_size]),
                 common,
             )
@@ -204,7 +204,7 @@ def _sorted_packs(
     return found, shared
 
 
-def _trained_runs(reader: Rows, row: int, start: int, stop: int) -> list[tuple[int, int]]:
+def _trained_runs(reader: Rows, row: int, start: int, *, stop: int) -> list[tuple[int, int]]:
     trained = reader.read(row, start, stop)["labels"] != IGNORE_INDEX
     trained[0] = False  # the first token of a document is never a target
     edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]]).astype(np.int8)))

@@ -157,7 +157,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
 
 
 def pack_text(
-    pack: ShownPack, tokenizer: Any, has_tokens: bool = True, num_documents: int = 8, num_tokens: int = 60
+    pack: ShownPack, tokenizer: Any, has_tokens: bool = True, *, num_documents: int = 8, num_tokens: int = 60
 ) -> Text:
     """A pack as text, in colour if the terminal has it.
 

@@ -190,7 +190,7 @@ class StreamCallback(TrainerCallback):
         counts, before = stream.counts(num_steps), self.trainer.packing_report
         if stream.share.count < stream.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
-        report = make_stream_report(stream, args.max_steps, counts, stream.micro_steps(num_steps))
+        report = make_stream_report(stream, args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(
             report, attention=before.attention, isolation=before.isolation, trained=before.trained
         )

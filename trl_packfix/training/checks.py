@@ -68,7 +68,7 @@ def check_before_loading(given: Given, processing_class: Any) -> None:
     if args.tokens_per_rank is not None:
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
         num_heads = getattr(config, "num_attention_heads", None)
-        possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads)
+        possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
 
 
 def check_weights(args: SFTConfig, train_dataset: Any) -> None:
@@ -79,7 +79,7 @@ def check_weights(args: SFTConfig, train_dataset: Any) -> None:
     """
     if not isinstance(train_dataset, Dataset):
         return
-    values = read_row_values(train_dataset, args.weight_column, args.source_column, "train")
+    values = read_row_values(train_dataset, args.weight_column, args.source_column, name="train")
     if values.weights is not None and not values.weights.any():
         raise ValueError(
             f"`weight_column={args.weight_column!r}` was given, and all {len(values.weights)} rows of the train "
@@ -98,7 +98,7 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
     for name, dataset, packing in sets:
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-            check_tokenised(dataset, name, vocab_size, packing)
+            check_tokenised(dataset, name, vocab_size, packing=packing)
 
 
 # What is changed after the trainer is constructed

@@ -222,7 +222,7 @@ class Evaluation:
             reader,
             args.max_length,
             overlong,
-            args.truncation_mode,
+            truncation_mode=args.truncation_mode,
             keep_untrained=True,
             sorts_tokens=self._sorts_evaluation,
         )
@@ -281,14 +281,16 @@ class Evaluation:
         if self._data.images is None or "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             packing = args.packing if args.eval_packing is None else args.eval_packing
-            check_tokenised(dataset, "evaluation", self._data.vocab_size, packing)
+            check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=packing)
         reader = self._data.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset).taken(reader.conversations)
-        rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values)
+        rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values=values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)
-            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, args.process_index, args.world_size)
+            sampler = PaddedBatchSampler(
+                len(documents), args.eval_batch_size, args.process_index, world_size=args.world_size
+            )
             if self._data.images is not None:
                 check_padded_images(self.trainer.accelerator, reader)
                 collate: Any = self._data.images.padded_collator(self.trainer._tokenizer.pad_token_id)
@@ -318,7 +320,9 @@ class Evaluation:
         if self._sorts_evaluation:  # `eval_loss` does not depend on the order of documents
             assert documents.tokens is not None
             degrees = () if parallel is None else parallel.degrees
-            return schedule_in_order(documents.tokens, documents.lengths, capacity, args.world_size, degrees)
+            return schedule_in_order(
+                documents.tokens, documents.lengths, capacity, world_size=args.world_size, degrees=degrees
+            )
         plans = RunPlans(
             strategy="bfd",
             bins=Bins(capacity=capacity, world_size=args.world_size),
@@ -331,7 +335,7 @@ class Evaluation:
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column
-        return read_row_values(dataset, None, column if column in dataset.column_names else None, "evaluation")
+        return read_row_values(dataset, None, column if column in dataset.column_names else None, name="evaluation")
 
     def run(
         self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str

@@ -70,7 +70,7 @@ class ImageData:
         if args.per_turn:
             return measure_turns(dataset, self.process, name, args, drops, is_training_set=marks)
         with main_process_first():
-            measures = measure(dataset, self.process, name, args.dataset_num_proc, drops)
+            measures = measure(dataset, self.process, name, num_proc=args.dataset_num_proc, drops=drops)
         return ImageRows(dataset, self.process, measures)
 
     def of_packs(self, args: SFTConfig, accelerator: Any) -> PackedImages:

@@ -116,7 +116,9 @@ class TrainingData:
         """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
         if isinstance(self.trainer.train_dataset, IterableDataset):
             return RowValues()  # a stream is read, and checked, later
-        return read_row_values(self.trainer.train_dataset, self.args.weight_column, self.args.source_column, "train")
+        return read_row_values(
+            self.trainer.train_dataset, self.args.weight_column, self.args.source_column, name="train"
+        )
 
     def _collate_row_values(self) -> Callable[..., Any]:
         """The collator of unpacked rows, which have the two columns themselves."""
@@ -163,7 +165,7 @@ class TrainingData:
                     self.reader,
                     args.max_length,
                     args.effective_overlong,
-                    args.truncation_mode,
+                    truncation_mode=args.truncation_mode,
                     wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
                     sorts_tokens=args.share_prefixes == "family",
                 )
@@ -212,10 +214,16 @@ class TrainingData:
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
             report = make_report(
-                planner, self.args.effective_overlong, self.reader, self.unpacked_counts_first, self.turns
+                planner,
+                self.args.effective_overlong,
+                self.reader,
+                unpacked_counts_first=self.unpacked_counts_first,
+                turns=self.turns,
             )
             self.trainer.packing_report = replace(report, trained=self.trained)
-        rows = DocumentDataset(self.reader, self.documents, self.trainer._tokenizer.pad_token_id, self.row_values)
+        rows = DocumentDataset(
+            self.reader, self.documents, self.trainer._tokenizer.pad_token_id, values=self.row_values
+        )
         collate = self._by_length(self.with_row_values(self._training_collator))
         return self.make_loader(rows, PackedBatchSampler(planner, self.args.process_index), collate)
 
@@ -243,7 +251,7 @@ class TrainingData:
         tower = vision_tower(model) if self.packs_images else None
         if tower is None:
             return costs
-        return with_tower(costs, model.config, type(model), any(p.requires_grad for p in tower.parameters()))
+        return with_tower(costs, model.config, type(model), is_trained=any(p.requires_grad for p in tower.parameters()))
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
@@ -253,7 +261,7 @@ class TrainingData:
             dataset,
             sampler,
             collate,
-            self.trainer.accelerator.device,
+            device=self.trainer.accelerator.device,
             num_workers=args.dataloader_num_workers,
             pin_memory=self._pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -350,7 +358,8 @@ class TrainingData:
         collate = self._training_collator
         if args.weight_column is not None:
             collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
-        return stream_loader(stream, self._by_length(collate), self.trainer.accelerator.device, self._pin_memory)
+        collate = self._by_length(collate)
+        return stream_loader(stream, collate, self.trainer.accelerator.device, pin_memory=self._pin_memory)
 
     # The model
 

@@ -122,7 +122,7 @@ def measure_turns(
     check_conversations(dataset, name)
     rule = TurnRule.of(args)
     with main_process_first():
-        measures = measure(dataset, process, name, args.dataset_num_proc, drops=True, rule=rule)
+        measures = measure(dataset, process, name, num_proc=args.dataset_num_proc, drops=True, rule=rule)
     counts = _counted(dataset, measures, name, args, drops)
     reader = ImageRows(dataset, process, measures, counts, rule)
     if is_training_set:

@@ -262,7 +262,7 @@ class Restart:
         if checkpoint is not None and isinstance(stream, PackedStream):
             step = self.trainer.state.global_step
             num_skipped = step % max_steps * self.args.gradient_accumulation_steps
-            resume(stream, checkpoint, step, num_skipped, self.args.ignore_data_skip)
+            resume(stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip)
 
     def begin_checkpoint(self, trial: Any) -> None:
         """Mark the folder of the checkpoint of this step as unfinished. All ranks must call."""

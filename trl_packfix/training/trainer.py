@@ -208,7 +208,7 @@ class SFTTrainer(trl.SFTTrainer):
         dataset_checks.check_rows(dataset, dataset_name)
         if isinstance(dataset, Dataset):
             if "input_ids" in dataset.column_names:
-                dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing)
+                dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
                 if packing and formatting_func is None and "labels" not in dataset.column_names:
                     dataset = without_ignored_mask(dataset, self.completion_only_loss)
                     if len(mask_columns(dataset)) < 2:
@@ -216,7 +216,7 @@ class SFTTrainer(trl.SFTTrainer):
                         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             else:
                 dataset_checks.check_raw_dataset(
-                    dataset, dataset_name, self._tokenizer, args, is_formatted=formatting_func is not None
+                    dataset, dataset_name, self._tokenizer, args=args, is_formatted=formatting_func is not None
                 )
         is_masked = self._assistant_only and formatting_func is None and assistant_only.has_conversations(dataset)
         if is_masked:
