@@ -213,15 +213,13 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
     >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))([1, 3]).tolist()  # pairs in chunks of 2: 1, and 3 + 1
     [22.0, 68.0]
     """
-    windows, chunks = Counter(dict(costs.windows)), Counter(dict(costs.chunks))
+    windows: dict[int, float] = dict(costs.windows)
+    chunks: dict[int, float] = dict(costs.chunks)
     for each in mixers:
-        windows[1] += each.layers * each.per_token
-        chunks[each.chunk] += each.layers * each.per_pair
-    found = {
-        name: tuple(sorted((n, x) for n, x in each.items() if x))
-        for name, each in (("windows", windows), ("chunks", chunks))
-    }
-    return replace(costs, **found, mixers=mixers)
+        windows[1] = windows.get(1, 0.0) + each.layers * each.per_token
+        if each.per_pair:
+            chunks[each.chunk] = chunks.get(each.chunk, 0.0) + each.layers * each.per_pair
+    return replace(costs, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items())), mixers=mixers)
 
 
 def tower_costs_of(config: Any, per_patch: float) -> TowerCosts:
