@@ -75,9 +75,9 @@ def lengths(family: str, dataset: Dataset) -> Row:
     process = processor(family)
     process(dataset[0])  # imports and the first call are not measured
     decoding, _ = cpu_seconds(lambda: [len(row["images"]) for row in dataset])
-    by_size, found = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", None, drops=False))
+    by_size, found = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", num_proc=None, drops=False))
     trusts, image_rows.depends_on_sizes = image_rows.depends_on_sizes, lambda processor: False
-    every, wanted = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", None, drops=False))
+    every, wanted = cpu_seconds(lambda: image_rows.measure(dataset, process, "benchmark", num_proc=None, drops=False))
     image_rows.depends_on_sizes = trusts
     same = sum(one == other for one, other in zip(found["length"], wanted["length"], strict=True))
     mean = np.mean(wanted["length"])

@@ -196,6 +196,9 @@ BY_POSITION = {
     "planning.strategies.plan_packs": "public, and as documented",
     "planning.costs._attention": "reads a row of numbers",
     "data.image_rows._measures": "called by `Dataset.map`",
+    "data.image_rows._measures_of_turns": "called by `Dataset.map`",
+    "data.row_values.check_weight": "called by `Dataset.map`",
+    "data.model_memory._saved_attention": "an attention of transformers",
 }
 
 

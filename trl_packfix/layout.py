@@ -117,7 +117,7 @@ class Layout(ABC):
         """The fields of `PackedForward` that attention needs beside the boundaries."""
         return {}
 
-    def with_launches(self, launches: tuple) -> "Layout":
+    def with_launches(self, launches: tuple[Any, ...]) -> "Layout":
         """The same with the launches of attention on CUDA (`data/by_length.py`), where attention uses them."""
         return self
 
@@ -209,7 +209,7 @@ class Whole(Layout):
     seq_idx: Tensor
     following: Tensor | None = None
     trained: Tensor | None = None
-    launches: tuple = ()
+    launches: tuple[Any, ...] = ()
 
     @property
     def count(self) -> int:
@@ -218,7 +218,7 @@ class Whole(Layout):
     def attention(self) -> dict[str, Any]:
         return {"launches": self.launches} if self.launches else {}
 
-    def with_launches(self, launches: tuple) -> "Whole":
+    def with_launches(self, launches: tuple[Any, ...]) -> "Whole":
         return replace(self, launches=launches)
 
     def targets(self, mask: Tensor) -> Targets:
@@ -354,7 +354,7 @@ class Part(Layout):
         own = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
         return self.of.attention() | own
 
-    def with_launches(self, launches: tuple) -> "Part":
+    def with_launches(self, launches: tuple[Any, ...]) -> "Part":
         return replace(self, of=self.of.with_launches(launches))
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
 import subprocess
-import re
 from collections import Counter
 from pathlib import Path
 

@@ -115,9 +115,9 @@ def test_turns_train_as_in_unpacked_trl(shares):
     assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
 
 
-def first_images(document, first, stop, num):
+def first_images(document, first, stop, *, num):
     """The fault: of a document whose first images are shared, these again in place of the others."""
-    return images_between(document, 0, stop - first, num)
+    return images_between(document, 0, stop - first, num=num)
 
 
 @trl_trains

@@ -60,7 +60,7 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-def predictions(args: argparse.Namespace, max_length: int, documents: int, config: Any) -> list[dict[str, Any]]:
+def predictions(args: argparse.Namespace, max_length: int, documents: int, *, config: Any) -> list[dict[str, Any]]:
     """A row for each number of GPUs, method, and with and without checkpointing; sizes in GiB."""
     from ..attention.runs import COPIED_BYTES
     from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     config = flags.load_model_config(args)
     if not args.data:
         for length in args.max_length or (DEFAULT_LENGTH,):
-            _show_memory(memory.predictions(args, length, flags.batch_size(args), config), args)
+            _show_memory(memory.predictions(args, length, flags.batch_size(args), config=config), args)
         return 0
     return _plan(args, config)
 
@@ -122,7 +122,7 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     needed = []
     if args.memory is not None:
         documents = max((each.report.most_documents or 1 for each in found), default=1)
-        needed = memory.predictions(args, advice.max_length, documents, config)
+        needed = memory.predictions(args, advice.max_length, documents, config=config)
     if args.json:
         result = {"plans": [each.to_dict() for each in found], "max_length": advice.max_length}
         result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})

@@ -24,7 +24,7 @@ MAX_LAUNCHES = 6  # in a layer: padding adds documents at the end of a pack
 Launches = tuple[tuple[int, int, int, int, int], ...]
 
 
-def launches(bounds: npt.NDArray, longest: int) -> Launches:
+def launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
     """Launches for documents with these boundaries: (first document, last + 1, first token, last + 1, longest) of each.
 
     Documents without tokens are in none. () if one launch for all, with blocks for `longest` tokens in each document,

@@ -394,6 +394,7 @@ class ImageRows:
         dataset: Dataset,
         process: RowProcessor,
         measures: Dataset,
+        *,
         turns: TurnCounts | None = None,
         rule: TurnRule | None = None,
     ):

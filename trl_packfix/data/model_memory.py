@@ -189,7 +189,8 @@ def _saved_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    return _Attention.apply(query, key, value).transpose(1, 2), None
+    attend: Any = _Attention.apply
+    return attend(query, key, value).transpose(1, 2), None
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -235,12 +236,12 @@ def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
             totals["casts" if storage.nbytes() % TOKENS else "tokens"] += storage.nbytes()
         return tensor
 
-    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         inputs.append(states.numel() * states.element_size())
         layers.append(-totals["tokens"])
 
-    def end(module: nn.Module, args: tuple, out: Any) -> None:
+    def end(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         layers[-1] += totals["tokens"]
 
     handles = []
@@ -287,15 +288,15 @@ def predict_peak(
     longest = max(saved.layers, default=0.0) * tokens
     layer = (checkpointing + TEMPORARY) * longest + casts / max(len(saved.layers), 1)
     return Peak(
-        **_states(sizes, method, gpus, 0.0 if checkpointing else saved.casts),
+        **_states(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
         activations=(saved.others + sum(saved.inputs if checkpointing else saved.layers)) * tokens,
-        head=_head(sizes, method, tokens, fused_loss) + (casts if saved.is_cached else 0),
+        head=_head(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
         attention=_attention(sizes.attention, tokens, documents) + copied_keys,
     )
 
 
-def _states(sizes: ModelSizes, method: Method, gpus: int, casts: float) -> dict[str, float]:
+def _states(sizes: ModelSizes, method: Method, gpus: int, *, casts: float) -> dict[str, float]:
     every, trained, head = sizes.parameters, sizes.trained, sizes.hidden * sizes.vocab
     adapters = trained if method.lora else 0
     if method.engine == "DDP":
@@ -316,7 +317,7 @@ def _states(sizes: ModelSizes, method: Method, gpus: int, casts: float) -> dict[
     return states | {"weights": 2 * (every + adapters) / gpus, "gathered": 2 * gathered, "step": step}
 
 
-def _head(sizes: ModelSizes, method: Method, tokens: int, fused: bool) -> float:
+def _head(sizes: ModelSizes, method: Method, tokens: int, *, fused: bool) -> float:
     """The gradient of the weight is summed in fp32, then in its own dtype, too."""
     own = 4 if method.engine == "DDP" else 6
     of_weight = 0 if method.lora else own * sizes.hidden * sizes.vocab

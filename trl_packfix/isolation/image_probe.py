@@ -28,7 +28,7 @@ class ImageSource(Protocol):
         """A document of tokens, (n,), and images in this order."""
 
     def packed(
-        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, index: int | None = None
+        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, *, index: int | None = None
     ) -> dict[str, Any]:
         """The batch of documents in one pack, as in training, without labels; `shares` common beginnings.
 

@@ -115,7 +115,7 @@ class CostModel:
     @property
     def heads(self) -> int | None:
         """Heads of the layer with the fewest, attention or scan; None if they are not known."""
-        return min((each.heads for each in (*self.attention, *self.mixers)), default=None)
+        return min([*(each.heads for each in self.attention), *(each.heads for each in self.mixers)], default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
         """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.

@@ -113,7 +113,8 @@ class GroupTimes:
             each.layers * (each.heads * each.per_head + max(each.kv_heads, degree) * each.per_kv_head)
             for each in self.cost_model.mixers
         )
-        layers = sum(each.layers for each in (*self.cost_model.attention, *self.cost_model.mixers))
+        layers = sum(each.layers for each in self.cost_model.attention)
+        layers += sum(each.layers for each in self.cost_model.mixers)
         exchanges = 2 * speeds.exchanging_passes * layers
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
@@ -261,7 +262,7 @@ def schedule_groups(
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([8, 4, 3]), capacity=8)
     >>> units, bins = Units(plan.lengths, LLAMA_7B), Bins(capacity=8, world_size=2, accumulation=2)
     >>> parallel = SequenceParallel(tokens_per_rank=4, smallest=2, degrees=(1, 2))
-    >>> schedule = schedule_groups(plan, units, 1, bins, parallel)
+    >>> schedule = schedule_groups(plan, units, 1, bins=bins, parallel=parallel)
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """

@@ -289,7 +289,7 @@ def make_pieces(
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
-    >>> pieces = make_pieces(tokens, lengths, lengths - 1, costs, room=100)
+    >>> pieces = make_pieces(tokens, lengths, lengths - 1, cost_model=costs, room=100)
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """

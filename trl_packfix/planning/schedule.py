@@ -90,7 +90,7 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
 
     >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
-    >>> schedule = schedule_packs(plan, Units(plan.lengths, LLAMA_7B), 1, Bins(capacity=5, world_size=2))
+    >>> schedule = schedule_packs(plan, Units(plan.lengths, LLAMA_7B), 1, bins=Bins(capacity=5, world_size=2))
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
@@ -135,7 +135,7 @@ def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, *, bi
 
     >>> from .costs import LLAMA_7B
     >>> units, bins = Units(np.array([4, 1, 2, 3]), LLAMA_7B), Bins(capacity=8, accumulation=2)
-    >>> schedule = schedule_minibatches(units, np.array([3, 2, 1, 0]), 2, bins)
+    >>> schedule = schedule_minibatches(units, np.array([3, 2, 1, 0]), 2, bins=bins)
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
     """

@@ -268,7 +268,7 @@ class TrainingData:
             **self._worker_kwargs,
         )
 
-    def _by_length(self, collate: Callable) -> Callable:
+    def _by_length(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew."""
         on_kernels = self.args.device.type == "cuda" and not self.args.torch_compile
         return ByLength(collate) if on_kernels else collate

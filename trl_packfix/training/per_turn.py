@@ -124,7 +124,7 @@ def measure_turns(
     with main_process_first():
         measures = measure(dataset, process, name, num_proc=args.dataset_num_proc, drops=True, rule=rule)
     counts = _counted(dataset, measures, name, args, drops)
-    reader = ImageRows(dataset, process, measures, counts, rule)
+    reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if is_training_set:
         trained = np.flatnonzero(measures.with_format("arrow")["trained"].to_numpy())[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
