@@ -118,6 +118,23 @@ def by_turn(num: int = 6) -> Dataset:
     )
 
 
+def growing(num: int = 6) -> Dataset:
+    """Conversations of one to three turns, each with an image of its own and all images of the turns before it.
+
+    The last answer is longer than it is in the history, as where a template strips thoughts.
+    """
+    table = []
+    for i in range(num):
+        images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
+        messages = []
+        for turn in range(3):
+            messages.append(message("user", f"turn {turn}", 1))
+            answer = message("assistant", f"{i} as seen, then {turn}")
+            table.append({"images": images[: turn + 1], "messages": [*messages, answer]})
+            messages.append(message("assistant", f"{i} then {turn}"))
+    return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+
+
 ROWS = rows(40)
 QUESTIONS = questions()
 SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "max_steps": 5}

@@ -391,6 +391,29 @@ def test_turns_of_rows_with_images(family, tmp_path):
     assert every.data.documents.trained.sum() > run.data.documents.trained.sum()
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
+    """With `per_turn` a turn of weight 0, or an earlier one, makes no sample, and its words are context of the others."""
+    processor = vision.build_processor("llava")
+    data = vision.growing(3)
+    messages = [[m | {"weight": int(k != 1)} for k, m in enumerate(row)] for row in data["messages"]]
+    data.remove_columns("messages").add_column("messages", messages).save_to_disk(tmp_path / "data")
+    args = config(tmp_path, max_length=4000, per_turn=True, assistant_turns="last" if last else "all")
+    data = load_from_disk(tmp_path / "data")
+    run = SFTTrainer(vision.build_model("llava"), args, train_dataset=data, processing_class=processor)
+    expected = [[m["content"][0]["text"] for m in row[3::2]] for row in messages]
+    expected = [texts[-1:] if last else texts for texts in expected]
+    reader = run.data.reader
+    trained = [
+        "".join(trained_texts({"labels": reader.read(i, 0, int(n))["labels"].tolist()}, processor.tokenizer))
+        for i, n in enumerate(reader.lengths)
+    ]
+    assert [text.count("then") for text in trained if text] == [1] * sum(map(len, expected))
+    assert all(want in got for want, got in zip(sum(expected, []), filter(None, trained), strict=True))
+    assert run.data.turns.left_out == 18 - sum(map(len, expected)) > 0
+    assert run.data.turns.without_turn == sum(not texts for texts in expected) == 3
+
+
 def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     """With markers put into the template: TRL's own collator, ours by markers, and ours turn by turn without them."""
     marked, plain = (vision.build_processor("qwen2_5_vl") for _ in range(2))
