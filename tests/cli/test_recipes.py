@@ -1,6 +1,7 @@
 """The config files in the wheel: listed, parsed, and run in miniature on a model of their type."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -58,6 +59,18 @@ def test_a_recipe_is_accepted(name):
     assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
     assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
     assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
+
+
+def test_the_memory_in_a_header_is_what_plan_predicts(data_dir, tmp_path, capsys):
+    text = recipes.read("qwen3-8b")
+    peak, command = re.search(r"# (\d+) GiB on each GPU.*\n#   trl-packfix (plan .*)", text).groups()
+    config = data_dir / "configs" / "full" / "qwen3-8b.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    words = command.replace("Qwen/Qwen3-8B", str(tmp_path)).split()
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = [row for row in found["memory"] if (row["method"], row["checkpointing"]) == ("full, ZeRO-3", True)]
+    assert round(row["peak"]) == int(peak)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -393,7 +393,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
-    """With `per_turn` a turn of weight 0, or an earlier one, makes no sample, and its words are context of the others."""
+    """With `per_turn` a turn of weight 0, or an earlier one, makes no sample and is context of the others."""
     processor = vision.build_processor("llava")
     data = vision.growing(3)
     messages = [[m | {"weight": int(k != 1)} for k, m in enumerate(row)] for row in data["messages"]]

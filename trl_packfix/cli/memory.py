@@ -16,7 +16,7 @@ MOST_TOKENS = 2**24
 ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
 NOTES = """\
-GiB on each GPU, of {memory:g}, of which {aside:g} are set aside for the CUDA context and fragments.
+GiB on each GPU, of {memory:g}, less {aside:g} for the CUDA context and fragments.
 Not measured on a GPU. Counted: weights, gradients, optimizer (AdamW), activations{but}.
 Modelled: gathered, head (LM head and TRL's fused loss), layer (temporaries of backward, and with checkpointing what is
 computed again), attention (its work space{copied}). head is not in memory together with layer and attention.
