@@ -249,17 +249,17 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
 class CarryingCheckpoint:
     """A checkpoint function whose recomputation runs in the packed forward of the first run."""
 
-    def __init__(self, checkpoint: Callable):
+    def __init__(self, checkpoint: Callable[..., Any]):
         self.checkpoint = checkpoint
 
-    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if packed_forwards:
             function = _InForward(function, packed_forwards[-1])
         return self.checkpoint(function, *args, **kwargs)
 
 
 class _InForward:
-    def __init__(self, function: Callable, running: PackedForward):
+    def __init__(self, function: Callable[..., Any], running: PackedForward):
         self.function, self.running = function, running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,9 @@ class PackedForwardGuard(ModelHooks):
         super().remove()
         carry_boundaries(self._layers, False)
 
-    def _enter(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _enter(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         layout = layout_of(kwargs)
         kwargs = {name: given for name, given in kwargs.items() if name != LAYOUT}
         if layout.is_packed:
@@ -377,7 +379,9 @@ class PackedForwardGuard(ModelHooks):
         self._entered.append(layout.is_packed)
         return args, kwargs
 
-    def _divide(self, tower: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _divide(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Leave a tower the share of this rank, if ranks share the pack."""
         running = packed_forwards[-1] if packed_forwards else None
         division = None
@@ -387,13 +391,13 @@ class PackedForwardGuard(ModelHooks):
         self._divisions.append(division)
         return args, kwargs
 
-    def _join(self, tower: nn.Module, args: tuple, output: Any) -> Any:
+    def _join(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:  # None after a forward that raised
             return output
         return division.exchanged(output, group_of(len(division.rows)))
 
-    def _leave(self, model: PreTrainedModel, args: tuple, output: Any) -> None:
+    def _leave(self, model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
             leave()
@@ -417,7 +421,9 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _take_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _take_boundaries(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Remove the boundaries of the text from the arguments of a tower, to which transformers 5.16 passes them on.
 
     Its flash attention has boundaries of its own under the same names.
@@ -425,7 +431,9 @@ def _take_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
 
 
-def _take_part(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def _take_part(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
     running = packed_forwards[-1] if packed_forwards else None
     if running is None or running.part_tokens is None:
@@ -434,7 +442,9 @@ def _take_part(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
-def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def _give_boundaries(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pass the boundaries to an attention that its layer gives none (stablelm, nemotron).
 
     transformers would find them in the positions, and the host would wait for the device in every layer.
@@ -445,7 +455,9 @@ def _give_boundaries(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs | {name: getattr(running, name) for name in CU_SEQ_LENS}
 
 
-def _check_packed_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], layout: Layout) -> PackedForward:
+def _check_packed_batch(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
+) -> PackedForward:
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(

@@ -599,7 +599,7 @@ class CudaKernel:
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, not (H, T)"
         return out.transpose(0, 1)[None], lse[None]
 
-    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor):
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Any:
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
         is_causal = self.is_causal and self.window is None
         # without dropout the kernel reads no generator state

@@ -139,7 +139,7 @@ def _documents(running: "PackedForward", num_tokens: int) -> Tensor:
 
 
 def convolve(
-    inner: Callable,
+    inner: Callable[..., Any],
     running: "PackedForward",
     states: Tensor,
     weight: Tensor,
@@ -199,7 +199,7 @@ def _stretches(running: "PackedForward", width: int, num_rows: int, device: torc
 
 
 def scan_delta(
-    inner: Callable,
+    inner: Callable[..., Any],
     running: "PackedForward",
     query: Tensor,
     key: Tensor,
@@ -232,7 +232,7 @@ def scan_delta(
 
 
 def scan_chunks(
-    inner: Callable,
+    inner: Callable[..., Any],
     running: "PackedForward",
     states: Tensor,
     dt: Tensor,
@@ -274,7 +274,7 @@ def scan_chunks(
 
 
 def scan_channels(
-    inner: Callable,
+    inner: Callable[..., Any],
     running: "PackedForward",
     states: Tensor,
     dt: Tensor,
@@ -305,7 +305,7 @@ def scan_channels(
     return (out, None) if returns_state else out
 
 
-def run_fused(inner: Callable, running: "PackedForward", *args: Any, **options: Any) -> Tensor | None:
+def run_fused(inner: Callable[..., Any], running: "PackedForward", *args: Any, **options: Any) -> Tensor | None:
     """Convolution, scan and output projection in one kernel; None makes the mixer run them one by one.
 
     The kernel gets the weights of the projection, so an adapter on it would have no effect and no gradient. Under an
@@ -323,7 +323,7 @@ def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _takes(inner: Callable, name: str) -> bool:
+def _takes(inner: Callable[..., Any], name: str) -> bool:
     """Whether the kernel behind a function of transformers has an argument of this name.
 
     transformers' wrapper holds the arguments of what it calls. Those of its fallbacks in torch have no boundaries.
@@ -334,7 +334,7 @@ def _takes(inner: Callable, name: str) -> bool:
 
 
 # What replaces a function of a modeling module, by its name there
-REPLACEMENTS: dict[str, Callable] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": scan_delta,
     "chunk_kimi_delta_attention": scan_delta,
@@ -393,7 +393,7 @@ class MixerNames:
 
     def __init__(self, model: nn.Module, running: Callable[[], "PackedForward | None"]):
         self._running = running
-        self._entered: list[list[Callable]] = []  # for each `enter`, what the names were
+        self._entered: list[list[Callable[..., Any]]] = []  # for each `enter`, what the names were
         classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
         modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
         self.places = [
@@ -415,7 +415,7 @@ class MixerNames:
         for (names, name), function in zip(self.places, self._entered.pop(), strict=True):
             names[name] = function
 
-    def _replaced(self, function: Callable, name: str) -> Callable:
+    def _replaced(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What replaces `function`: it does the same in each document of the running pack."""
         if function not in _made:
             replacement, running = REPLACEMENTS[name], self._running
@@ -432,4 +432,4 @@ class MixerNames:
 
 
 # What replaces each function: one for all models, so that code compiled with it stays valid
-_made: dict[Callable, Callable] = {}
+_made: dict[Callable[..., Any], Callable[..., Any]] = {}

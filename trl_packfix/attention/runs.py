@@ -19,7 +19,7 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
@@ -234,7 +234,7 @@ class SharedRuns:
         ]
 
 
-def _check_keys(q_bounds: npt.NDArray, k_bounds: npt.NDArray, index: npt.NDArray) -> None:
+def _check_keys(q_bounds: npt.NDArray[np.int64], k_bounds: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> None:
     num_rows, num_keys = np.diff(q_bounds), np.diff(k_bounds)
     fits = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
     if fits and k_bounds[-1] == len(index):
@@ -250,7 +250,7 @@ def _check_keys(q_bounds: npt.NDArray, k_bounds: npt.NDArray, index: npt.NDArray
     )
 
 
-def _compared(keys: npt.NDArray, before: npt.NDArray) -> tuple[int, list[tuple[int, int, int]]]:
+def _compared(keys: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> tuple[int, list[tuple[int, int, int]]]:
     """How many first keys are those of the run before, and the rest as (place, first row, number) of stretches."""
     num = min(len(keys), len(before))
     differ = np.flatnonzero(keys[:num] != before[:num])
@@ -289,7 +289,7 @@ def _parts(run: Run, chunk: int) -> Iterator[Run]:
         yield Run(slice(row + first - before, row + high - before), slice(key + low, key + high))
 
 
-def _on_device(parts: list[npt.NDArray], device: torch.device) -> list[Tensor]:
+def _on_device(parts: Sequence[npt.NDArray[np.integer[Any]]], device: torch.device) -> list[Tensor]:
     """All of them in one copy, which the host does not wait for."""
     joined = torch.from_numpy(np.concatenate(parts))
     if device.type == "cuda":

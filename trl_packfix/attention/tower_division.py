@@ -73,8 +73,8 @@ class TowerDivision:
 
 
 def divide(
-    args: tuple, kwargs: dict[str, Any], degree: int, index: int
-) -> tuple[tuple, dict[str, Any], TowerDivision | None]:
+    args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, index: int
+) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
     """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
     given = dict(enumerate(args)) | kwargs
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}

@@ -26,8 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .exchange import HeadExchange
+from .forwards import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .forwards import (
-    ATTENTION_NAME,
     BOUNDARIES,
     FEED_A_PACK,
     PackedForward,
@@ -195,7 +195,7 @@ AttentionInterface.register(ATTENTION_NAME, varlen_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, varlen_mask)
 
 
-def _is_causal(module: nn.Module, kwargs: dict) -> bool:
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
@@ -211,7 +211,7 @@ def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
     return states.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _check_arguments(module: nn.Module, kwargs: dict) -> None:
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in KNOWN_ARGUMENTS)
     if unknown:
         raise OwnAttentionError(
@@ -223,7 +223,12 @@ def _check_arguments(module: nn.Module, kwargs: dict) -> None:
 
 
 def _check_packed_call(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict, running: PackedForward | None
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    running: PackedForward | None,
 ) -> None:
     name = type(module).__name__
     if mask is not None and not (running is not None and running.ignores_masks):
@@ -296,7 +301,7 @@ def _check_shared(module: nn.Module, shared: SharedRuns, dropout: float, softcap
     )
 
 
-def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: int) -> list[int]:
+def _document_lengths(kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int) -> list[int]:
     """Tokens of each document, on the host."""
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
     if running is not None and (cu_seq_lens is None or cu_seq_lens is running.cu_seq_lens_q):
@@ -315,7 +320,7 @@ def _document_lengths(kwargs: dict, running: PackedForward | None, num_tokens: i
 
 
 def _device_boundaries(
-    kwargs: dict, running: PackedForward | None, num_tokens: int
+    kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """(cu_seq_lens of queries and keys, longest document of each), without a device-to-host copy if all are given."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -374,7 +379,7 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
-def _local_pattern(module: nn.Module, kwargs: dict) -> tuple[int | None, int | None]:
+def _local_pattern(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | None, int | None]:
     """(window, chunk) in tokens; None is unlimited.
 
     Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only. They are read from the config's
@@ -412,7 +417,7 @@ def _unpacked_math(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    kwargs: dict,
+    kwargs: dict[str, Any],
     scale: float,
     dropout: float,
     softcap: float | None,
