@@ -283,7 +283,7 @@ def test_only_those_who_make_a_layout_know_its_class():
                 for alias in node.names:
                     known.get(alias.name, set()).add(module)
     assert known == {
-        "LAYOUT": {"attention.forwards", "data.parts", "data.prefix_collator"},
+        "LAYOUT": {"attention.forwards", "data.by_length", "data.parts", "data.prefix_collator"},
         "Runs": {"data.prefix_collator"},
         "Part": {"data.parts", "training.groups"},  # whose check compares the packs of a group
         "Whole": set(),

@@ -20,7 +20,7 @@ from trl_packfix.reporting.build import make_report
 from trl_packfix.training.planner import make_planner
 
 # What only a model can say, and what only `plan` estimates
-NOT_PLANNED = ("attention", "isolation", "prefixes")
+NOT_PLANNED = ("attention", "isolation", "prefixes", "trained")
 
 
 @pytest.fixture(scope="module")

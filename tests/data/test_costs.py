@@ -101,7 +101,8 @@ def test_tokens_and_pairs_cost_what_torch_counts(name):
 
 
 def all_pairs(model: CostModel) -> float:
-    return model.per_pair + sum(flops for _, flops in (*model.windows, *model.chunks))
+    """Of attention: a window of one token is a scan."""
+    return model.per_pair + sum(flops for tokens, flops in (*model.windows, *model.chunks) if tokens > 1)
 
 
 # Checkpoints whose sizes are the defaults of transformers: parameters that a token meets, without an embedding that is
