@@ -212,7 +212,7 @@ def text(x: Any) -> str:
 def fill_column(folder: Path, rows: list[Row]) -> None:
     """Write which types two ranks can share into the page and the table in `folder`."""
     shared = {row["model_type"]: row["shared"] for row in rows if row["proved"] != "not buildable"}
-    page.write(page.with_shared(folder, page.read(folder), shared), folder)
+    page.write(page.filled(page.read(folder), "shared", shared), folder)
 
 
 if __name__ == "__main__":

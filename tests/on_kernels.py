@@ -1,6 +1,7 @@
 """Runs hybrid models through transformers' path with kernels on the CPU, with strict stand-ins for the packages.
 
     python tests/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
+    python tests/on_kernels.py column docs bamba        # the column `with_kernels` of docs/compatibility.csv
     python tests/on_kernels.py rounding bamba            # the probe where Mamba-2's kernel rounds most
     python tests/on_kernels.py train FOLDER bamba       # a JSON line per training
 
@@ -26,6 +27,7 @@ import transformers
 from peft import LoraConfig
 from support.double import in_double
 from support.runs import texts, trainer
+from sweep import page
 from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
@@ -116,6 +118,17 @@ def rounding(model_type: str) -> dict:
     return found | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
 
 
+def column(folder: Path, model_types: list[str]) -> dict:
+    """The verdict of each type, also written into the table in `folder`."""
+    found = {}
+    for name in model_types:
+        row = judge(name)
+        is_changed = bool(row["repairs"]) or row["unpacked"]
+        found[name] = ("repaired" if is_changed else "native") if row["proved"] and row["right"] else "refused"
+    page.write(page.filled(page.read(folder), "with_kernels", found), folder)
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -123,7 +136,9 @@ def main() -> None:
     strict.options["aligned"] = False
     strict.dtypes.add(torch.float64)
     command, *arguments = sys.argv[1:]
-    if command != "train":
+    if command == "column":
+        found = iter([column(Path(arguments[0]), arguments[1:])])
+    elif command != "train":
         found = map({"judge": judge, "rounding": rounding}[command], arguments)
     else:
         found = (row for kind in arguments[1:] for row in trainings(Path(arguments[0]), kind))

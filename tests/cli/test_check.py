@@ -118,6 +118,10 @@ def test_the_table_keeps_the_promise():
     assert {row.verdict for row in ROWS} <= set(VERDICTS)
     shared = {row.model_type: row.shared for row in causal if row.verdict != "no text"}
     assert set(shared.values()) == {"yes", "no"} and list(shared.values()).count("yes") >= 106
+    with_kernels = [row.with_kernels for row in causal if row.with_kernels]
+    assert (
+        set(with_kernels) == {"native", "repaired"} and len(with_kernels) >= 24 and with_kernels.count("native") >= 20
+    )
     own_attention = ("codegen", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gptj")  # right on whole packs only
     assert all(shared[name] == "no" for name in own_attention)
 

@@ -59,7 +59,7 @@ def main(words: list[str]) -> int:
     else:
         print(compatibility.summary(rows))
     if args.output:
-        rows = compatibility.with_shared(args.output, rows)
+        rows = compatibility.kept(args.output, rows)
         compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
     return 1 if any(row.false_negatives for row in rows) else 0
 

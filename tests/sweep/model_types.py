@@ -57,6 +57,8 @@ class Row:
             and the judge does not; "" if it was not tested.
         prefix_error: largest relative difference between packs that share prefixes and each document alone, by the
             judge; 0 if it was not tested.
+        with_kernels: the verdict of a type with mixers on transformers' path with the packages of their kernels, by
+            `tests/on_kernels.py`; "" for others.
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
         images: the verdict on packs with images, or "not tested"; "" for causal types. "varlen" says that the judge
             found its own attention wrong.
@@ -88,6 +90,7 @@ class Row:
     images_stock: str = ""
     images_stock_error: float = 0.0
     images_reason: str = ""
+    with_kernels: str = ""
 
     @property
     def is_right(self) -> bool:

@@ -22,8 +22,8 @@ MEANING = {
     "no text": "the model cannot be built here, or does not accept text alone",
     NOT_TESTED: "with images only: this type has no tiny processor here",
 }
-SHOWN = ("model_type", "kind", "verdict", "given", "error", "attention", "stock_trl", "shared", "prefixes", "images")
-SHOWN += ("images_error", "images_stock", "repairs", "reason", "images_reason")
+SHOWN = ("model_type", "kind", "verdict", "with_kernels", "given", "error", "attention", "stock_trl", "shared")
+SHOWN += ("prefixes", "images", "images_error", "images_stock", "repairs", "reason", "images_reason")
 CHOICES = ("kind", "verdict", "stock_trl")  # columns with a list of values to choose from
 FLOATS = ("error", "given", "stock_error", "prefix_error", "images_error", "images_stock_error")
 
@@ -95,12 +95,23 @@ def read(folder: str | Path) -> list[Row]:
         ]
 
 
-def with_shared(folder: str | Path, rows: Sequence[Row], shared: Mapping[str, str] | None = None) -> list[Row]:
-    """`rows`, with which causal types two ranks can share: by type, else from the CSV in `folder`, if there is one."""
-    if shared is None:
-        has_table = (Path(folder) / TABLE).exists()
-        shared = {row.model_type: row.shared for row in read(folder) if row.kind == "causal"} if has_table else {}
-    return [replace(row, shared=shared.get(row.model_type, "")) if row.kind == "causal" else row for row in rows]
+def kept(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
+    """`rows` with the columns that other commands fill, as they are in the CSV in `folder`, if there is one."""
+    before = {(row.model_type, row.kind): row for row in read(folder)} if (Path(folder) / TABLE).exists() else {}
+    found = []
+    for row in rows:
+        old = before.get((row.model_type, row.kind), row)
+        found.append(replace(row, shared=old.shared, with_kernels=old.with_kernels))
+    return found
+
+
+def filled(rows: Sequence[Row], column: str, values: Mapping[str, str]) -> list[Row]:
+    """`rows` with these values, by type, in a column of the causal types; types without a value keep theirs."""
+    named = [row.kind == "causal" and row.model_type in values for row in rows]
+    return [
+        replace(row, **{column: values[row.model_type]}) if is_named else row
+        for row, is_named in zip(rows, named, strict=True)
+    ]
 
 
 def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
@@ -159,7 +170,8 @@ def _page(rows: Sequence[Row]) -> str:
         "## Every type",
         "",
         f"The table is made of [{TABLE}]({TABLE}). Columns that begin with `images` are on packs with images, `stock` "
-        "is TRL without trl_packfix.",
+        "is TRL without trl_packfix. `with_kernels` is the verdict of types with mixers where the packages of their "
+        "kernels are installed ([strict stand-ins](hybrids.md), `tests/on_kernels.py`).",
         "",
         f'<div data-table="../{TABLE}" data-columns="{",".join(SHOWN)}" data-choices="{",".join(CHOICES)}"></div>',
     ]
