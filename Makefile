@@ -8,6 +8,8 @@
 # make notebook   examples/tour.ipynb, run and stored with its outputs
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 # make combinations   docs/combinations.md, from the records by which settings are refused
+# make messages   docs/messages.csv: every error message, from the source
+# make logged   docs/logging.md: every key of the log, from the code
 # make kernels the real Triton kernels of hybrid models on packs, by Triton's interpreter on the CPU (4 minutes)
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
@@ -39,7 +41,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations kernels docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -114,6 +116,12 @@ pictures: $(INSTALLED)
 
 combinations: $(INSTALLED)
 	$(BIN)/python docs/combinations.py
+
+messages: $(INSTALLED)
+	$(BIN)/python docs/messages.py
+
+logged: $(INSTALLED)
+	$(BIN)/python docs/logged.py
 
 notebook: $(INSTALLED)
 	$(BIN)/python docs/notebook.py

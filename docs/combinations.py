@@ -3,34 +3,48 @@
 from pathlib import Path
 
 from trl_packfix.training.choices import PACKING
-from trl_packfix.training.features import FEATURES, Feature, feature_that_refuses
+from trl_packfix.training.features import EXPERIMENTAL, FEATURES, Feature, feature_that_refuses
 
 PAGE = Path(__file__).with_name("combinations.md")
 BEGIN = """\
 # What goes with what
 
-Made from the records in `trl_packfix/training/features.py`, by which settings are refused (`make combinations`). A test
-makes every pair and compares: a "no" is refused with the reason below, and every other pair is accepted.
+Made from the records by which settings are refused (`make combinations`); a test makes every pair and compares. An
+empty cell: they work together.
 """
 
 
 def page() -> str:
     """The page as text."""
     features = [each for each in FEATURES if each.page and each.choice != PACKING]
-    names = [each.choice.name for each in features]
-    proved = [each for each in FEATURES if each.proof]
-    refusing = [each for each in FEATURES if each.conflicts]
+    # The lower triangle: a row ends before its own column
+    rows = [[f"[{each.choice.name}]({each.page})", *_cells(each, features[:i])] for i, each in enumerate(features)]
     parts = [
         BEGIN,
-        _table(["", *names], [[f"[{each.choice.name}]({each.page})", *_cells(each, features)] for each in features]),
-        "## What is proved\n\nOn the model that is trained, before the first step, on all ranks.\n",
-        _table(["feature", "proof"], [[f"[{each.choice.name}]({each.page})", each.proof] for each in proved]),
-        "## Why not\n\nThese are the messages: what was given with the feature, why it cannot work, what to set.\n",
+        _table(["", *(each.choice.name for each in features[:-1])], rows),
+        f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
+        "## What is proved\n\nOn the model that is trained, before the first step, on all ranks:\n",
+        "".join(f"- [{each.choice.name}]({each.page}): {each.proof}\n" for each in FEATURES if each.proof),
+        "## Why not\n\nThe error also says what to set; where nothing is said here, undo one of the two.\n",
     ]
-    for each in refusing:
-        rows = [[other.name, cause, each.remedy(other)] for other, cause in each.conflicts.items()]
-        parts += [f"### {each.choice.name}\n", _table(["with", "why it cannot work", "set instead"], rows)]
+    for i, each in enumerate(FEATURES):
+        if each.conflicts:
+            parts += [f"### {each.choice.name}\n", _refusals(each, FEATURES[:i])]
     return "\n".join(parts)
+
+
+def _refusals(feature: Feature, before: tuple[Feature, ...]) -> str:
+    """A sentence for each thing that the feature refuses, and the name of an earlier feature that refuses the same."""
+    same = next(
+        (each for each in before if each.conflicts and each.conflicts.items() <= feature.conflicts.items()), None
+    )
+    text = "" if same is None else f"- what {same.choice.name} refuses, for the same reasons\n"
+    names: dict[str, list[str]] = {}
+    for other, cause in feature.conflicts.items():
+        if same is None or other not in same.conflicts:
+            remedy = f". {feature.remedies[other]}" if other in feature.remedies else ""
+            names.setdefault(f"{cause}{remedy}", []).append(other.name)
+    return text + "".join(f"- {'; '.join(others)}: {sentence}.\n" for sentence, others in names.items())
 
 
 def _cells(feature: Feature, features: list[Feature]) -> list[str]:
@@ -38,11 +52,9 @@ def _cells(feature: Feature, features: list[Feature]) -> list[str]:
 
 
 def _cell(one: Feature, other: Feature) -> str:
-    if one.choice.name.split("=")[0] == other.choice.name.split("=")[0]:  # one setting
-        return ""
     refusing = feature_that_refuses(one.choice, other.choice)
     if refusing is None:
-        return "yes"
+        return ""
     anchor = "".join(letter for letter in refusing.choice.name.lower() if letter.isalnum() or letter in "_- ")
     return f"[no](#{anchor.replace(' ', '-')})"
 

@@ -1,6 +1,5 @@
 """What README and docs say is so: snippets run, commands and flags exist, links resolve, messages are quoted."""
 
-import ast
 import csv
 import doctest
 import importlib
@@ -14,10 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import TRL
+from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 import trl_packfix
@@ -26,54 +27,26 @@ from trl_packfix import SFTConfig, cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_ON_THE_SITE = ("log.md", "rules.md")  # for those who change the package
-RAISED = (
-    "ValueError",
-    "RuntimeError",
-    "ImportError",
-    "PackingLeakError",
-    "OwnMaskError",
-    "KernelError",
-    "TowerAttentionError",
-    "OwnAttentionError",
-    "UnknownTurnError",
-)
-
-
-def template(argument: ast.expr) -> str:
-    """A message as it stands in the source, with … where a value is put in, and without backticks."""
-    parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
-    text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
-    return text.replace("`", "")
-
-
-def messages() -> list[tuple[str, str]]:
-    """(file, template) of each message that a user can see."""
-    found = []
-    for file in sorted((ROOT / "trl_packfix").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            error = node.exc if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else None
-            if error is not None and error.args and isinstance(error.func, ast.Name) and error.func.id in RAISED:
-                found.append((file.name, template(error.args[0])))
-    return [(file, text) for file, text in found if text != "…"]  # a message of another rank, told here again
-
-
-MESSAGES = messages()
-QUOTES = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+MESSAGES = [text for _, text in runpy.run_path(str(ROOT / "docs/messages.py"))["messages"]()]
+TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
+QUOTES = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.partition("## Warnings")[0], re.MULTILINE)
 
 
 def test_messages_are_found():
-    assert len(MESSAGES) > 60 and len(QUOTES) > 60
-    assert any("max_length=None was given with packing" in text for _, text in MESSAGES)
+    assert len(MESSAGES) > 200 and len(QUOTES) > 40
+    assert any("max_length=None was given with packing" in text for text in MESSAGES)
 
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_exists(quote):
-    assert any(quote in text for _, text in MESSAGES), f"no message says {quote!r}: correct docs/troubleshooting.md"
+    assert any(quote in text for text in MESSAGES), f"no message says {quote!r}: correct docs/troubleshooting.md"
 
 
-@pytest.mark.parametrize("file, text", MESSAGES, ids=[f"{file}: {text[:40]}" for file, text in MESSAGES])
-def test_every_message_is_explained(file, text):
-    assert any(quote in text for quote in QUOTES), f"add a row to docs/troubleshooting.md that quotes {text!r}"
+def test_every_message_is_in_the_table_of_the_page():
+    with (ROOT / "docs/messages.csv").open(newline="") as file:
+        listed = [row["message"] for row in csv.DictReader(file)]
+    assert listed == MESSAGES, "run `make messages`"
+    assert 'data-table="../messages.csv"' in TROUBLESHOOTING
 
 
 # Snippets
@@ -164,7 +137,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_tokenizer().save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
     (folder / "trl-lib" / "Capybara").mkdir(parents=True)
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
-    rows = [json.dumps({"messages": turns * (1 + i % 2)}) for i in range(8)]
+    rows = [json.dumps({"messages": turns * (1 + i % 2), "source": "ab"[i % 2]}) for i in range(8)]
     (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -182,6 +155,20 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     variables = {}
     exec(quick("from datasets import load_dataset\n" + "\n".join(lines)), variables)
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
+
+
+def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/after_training.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(workplace)
+    variables = {}
+    for i, code in enumerate(blocks):
+        exec(quick(code) if i == 0 else code, variables)
+    assert len(blocks) == 4 and "'eval_loss/a'" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    ids = torch.arange(5, 10)[None]
+    with torch.no_grad():
+        assert torch.equal(merged(ids).logits, variables["merged"](ids).logits)
+    assert "on `Capybara` (local dataset)" in Path("output/README.md").read_text()
 
 
 WINGS = sorted(path.parent for path in (ROOT / "trl_packfix").glob("*/__init__.py"))
@@ -209,7 +196,7 @@ def test_examples_and_messages_name_public_names_only():
     for file in sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.ipynb")):
         own = ["from trl_packfix.cli"] * 2 if file.name == "train.py" else []  # it is the command with other defaults
         assert IMPORT.findall(file.read_text()) == own, file.name
-    assert not [text for _, text in MESSAGES if IMPORT.search(text)]
+    assert not [text for text in MESSAGES if IMPORT.search(text)]
 
 
 # The API reference

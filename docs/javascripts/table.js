@@ -29,7 +29,7 @@ async function showTable(place) {
   const names = place.dataset.columns.split(",");
   const [header, ...lines] = parseCsv(await (await fetch(place.dataset.table)).text());
   const rows = lines.map((line) => names.map((name) => line[header.indexOf(name)]));
-  const search = Object.assign(document.createElement("input"), { type: "search", placeholder: "e.g. qwen3 leaks" });
+  const search = Object.assign(document.createElement("input"), { type: "search", placeholder: place.dataset.example });
   const selects = place.dataset.choices.split(",").map((name) => {
     const values = [...new Set(rows.map((row) => row[names.indexOf(name)]))].filter(Boolean).sort();
     const select = document.createElement("select");

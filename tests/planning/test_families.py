@@ -735,6 +735,7 @@ def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
     assert weight_difference(after["family"], after["off"], start) <= tolerance(rounding)
     assert np.mean(logged(found, "computed_share")) < 0.85
     assert logged(found, "documents_per_step") == [8] * 5
+    assert ("experimental", 'share_prefixes="family": no GPU has run this yet') in found.packing_report.lines()
     assert found.packing_report.prefixes.rows == pytest.approx(np.mean(logged(found, "computed_share")), abs=0.05)
 
 

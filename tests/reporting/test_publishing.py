@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,16 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.reporting.sample import length_histogram
+from trl_packfix.training.totals import TrainingTotals
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     rng = np.random.default_rng(0)
-    rows = Dataset.from_dict({"text": ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]})
+    texts = ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]
+    rows = Dataset.from_dict({"text": texts, "source": ["a", "b"] * 100})
     args = SFTConfig(
         str(tmp_path_factory.mktemp("run")),
         packing=True,
@@ -32,6 +37,8 @@ def run(tmp_path_factory):
         bf16=False,
         report_to=[],
         max_steps=2,
+        logging_steps=1,
+        source_column="source",
     )
     run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
     run.train()
@@ -85,6 +92,40 @@ def test_loggers_get_the_numbers_of_the_report(run):
     assert entry["packing/lost_trained_share"] == lost > 0
 
 
+TRAINERS = {  # keys of transformers and TRL
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "step",
+    "total_flos",
+    "train_loss",
+    "train_runtime",
+    "train_steps_per_second",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+}
+
+
+def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
+    made = runpy.run_path(str(ROOT / "docs" / "logged.py"))
+    assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `make logged`"
+    listed = {key for keys in made["PARTS"].values() for key in keys}
+    run.evaluate(run.train_dataset)
+    logged = {re.sub("/[ab]$", "/NAME", key) for entry in run.state.log_history for key in entry} - TRAINERS
+    assert logged <= listed, "a key without a row: add it to LOGGED, beside the code that logs it"
+    # The run has no images, shared packs or prefixes, and its device has no peak
+    assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
+    assert len(logged) > 30
+    totals = TrainingTotals(sources=("NAME",), shares_prefixes=True)
+    totals.window = dict.fromkeys(totals.window, 1.0)
+    totals.start_fetch()
+    by_totals = set(totals.metrics(capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
+    assert by_totals == set(made["PARTS"]["In each log of a training"])
+    assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())
+
+
 def test_the_share_that_is_lost_is_one_number(tmp_path):
     # 32 documents of 16 tokens fill packs of 64; 4 more are left out with the last incomplete step
     rows = Dataset.from_dict({"input_ids": [[5] * 16] * 36 + [[5] * 80]})
@@ -115,6 +156,25 @@ def test_an_unpacked_run_has_the_card_of_trl(tmp_path):
     run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
     run.create_model_card()
     assert "Packing" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):
+    folder, file = tmp_path / "secret" / "my-model", tmp_path / "chats.jsonl"
+    build_tiny_model().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    file.write_text("")
+    args = SFTConfig(str(tmp_path / "output"), use_cpu=True, bf16=False, report_to=[])
+    run = SFTTrainer(str(folder), args, train_dataset=Dataset.from_dict({"text": ["abc", "defg"]}))
+    run.create_model_card(dataset_name=[str(file), "trl-lib/Capybara"])
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert "# Model Card for output" in card and 'model="output"' in card and "None" not in card
+    capybara = "[trl-lib/Capybara](https://huggingface.co/datasets/trl-lib/Capybara)"
+    assert f"version of `my-model` (local model) on `chats.jsonl` (local dataset), {capybara}.\n" in card
+    assert "secret" not in card and "datasets:\n- trl-lib/Capybara\n" in card
+    run.model.config._name_or_path = "Qwen/Qwen3-0.6B"
+    run.create_model_card()
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert "version of [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B).\n" in card and "base_model:" in card
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])

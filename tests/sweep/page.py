@@ -173,7 +173,8 @@ def _page(rows: Sequence[Row]) -> str:
         "is TRL without trl_packfix. `with_kernels` is the verdict of types with mixers where the packages of their "
         "kernels are installed ([strict stand-ins](hybrids.md), `tests/on_kernels.py`).",
         "",
-        f'<div data-table="../{TABLE}" data-columns="{",".join(SHOWN)}" data-choices="{",".join(CHOICES)}"></div>',
+        f'<div data-table="../{TABLE}" data-columns="{",".join(SHOWN)}" data-choices="{",".join(CHOICES)}" '
+        'data-example="e.g. qwen3 leaks"></div>',
     ]
     return "\n".join(lines) + "\n"
 

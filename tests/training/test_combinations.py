@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.training import choices as of
 from trl_packfix.training.checks import check_before_loading, given_to
 from trl_packfix.training.choices import Choice, Given
-from trl_packfix.training.features import FEATURES, feature_that_refuses, refuse
+from trl_packfix.training.features import FEATURES, experimental, feature_that_refuses, refuse
 
 ROOT = Path(__file__).parents[2]
 CHATS = Dataset.from_dict({"messages": [PROMPT + ANSWER] * 4})
@@ -200,12 +201,30 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
     assert num_accepted or one in REFUSED_IN_PACKS
 
 
+def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
+    """In the help of its field, and in the report of a run with it (`test_families.py`)."""
+    labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
+    assert labelled == {"tokens_per_rank", "share_prefixes", "pad_documents_to_multiple_of"}
+    args = config(tmp_path, packing=True, share_prefixes="pack")
+    assert experimental(Given(args=args, columns=("images",))) == ('share_prefixes="pack"', "images")
+    assert experimental(Given(args=config(tmp_path, packing=True))) == ()
+
+
 def test_the_page_is_made_of_the_records():
     made = runpy.run_path(str(ROOT / "docs" / "combinations.py"))["page"]()
     assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `make combinations`"
-    cells = re.findall(r"(?<=\| )(yes|\[no\]\(#[^)]+\))(?= \|)", made)
+    cells = re.findall(r"(?<=\| )\[no\]\(#[^)]+\)(?= \|)", made)
     refused = sum(
         feature_that_refuses(one.choice, other.choice) is not None
         for one, other in combinations([each for each in FEATURES if each.page and each.choice != of.PACKING], 2)
     )
-    assert sum(cell != "yes" for cell in cells) == 2 * refused > 20 and cells.count("yes") > 100
+    assert len(cells) == refused > 15
+    for each in FEATURES:
+        _, _, section = made.partition(f"### {each.choice.name}\n")
+        others = re.search(r"what (\S+) refuses", section.partition("###")[0])
+        listed = section.partition("###")[0] + (
+            made.partition(f"### {others[1]}\n")[2].partition("###")[0] if others else ""
+        )
+        assert all(other.name in listed and cause in listed for other, cause in each.conflicts.items()), (
+            each.choice.name
+        )

@@ -21,6 +21,8 @@ class Column:
         text: the format of a value in a table.
         metric: its name for loggers, behind `packing/`; empty if it is not logged.
         legend: what the heading means, below the tables.
+        unit: of the logged value.
+        meaning: of the logged value, in docs/logging.md; the legend if it is empty.
         wraps: whether a cell may take several lines.
     """
 
@@ -29,6 +31,8 @@ class Column:
     text: str = ","
     metric: str = ""
     legend: str = ""
+    unit: str = "share"
+    meaning: str = ""
     wraps: bool = False
 
     def cell(self, value: Any) -> str:
@@ -74,10 +78,19 @@ KEYS = (  # they begin every table
     Column("ranks", lambda report: report.world_size),
 )
 COLUMNS = (
-    Column("", lambda report: report.num_documents, metric="documents"),
-    Column("packs", lambda report: report.num_packs, metric="packs"),
-    Column("", lambda report: report.lower_bound, metric="lower_bound"),
-    Column("filled", lambda report: report.efficiency, ".1%", "efficiency", "share of the packs"),
+    Column("", lambda report: report.num_documents, metric="documents", unit="documents", meaning="in an epoch"),
+    Column("packs", lambda report: report.num_packs, metric="packs", unit="packs", meaning="in an epoch"),
+    Column(
+        "", lambda report: report.lower_bound, metric="lower_bound", unit="packs", meaning="fewest that any plan needs"
+    ),
+    Column(
+        "filled",
+        lambda report: report.efficiency,
+        ".1%",
+        "efficiency",
+        "share of the packs",
+        meaning="tokens / (packs x capacity)",
+    ),
     Column(
         "padded",
         lambda report: report.padding_efficiency,
@@ -85,28 +98,55 @@ COLUMNS = (
         "padding_efficiency",
         "the same of unpacked batches of this size",
     ),
-    Column("steps", lambda report: None if report.num_rows is None else report.num_steps, metric="steps_per_epoch"),
-    Column("docs/step", lambda report: report.documents_per_step, ",.1f", "documents_per_step"),
+    Column(
+        "steps",
+        lambda report: None if report.num_rows is None else report.num_steps,
+        metric="steps_per_epoch",
+        unit="steps",
+        meaning="optimizer steps",
+    ),
+    Column(
+        "docs/step",
+        lambda report: report.documents_per_step,
+        ",.1f",
+        "documents_per_step",
+        unit="documents",
+        meaning="mean of the epoch",
+    ),
     Column(
         "imbalance",
         lambda report: report.imbalance,
         ".3f",
         "imbalance",
         "modelled time / modelled time if ranks never waited",
+        unit="ratio",
     ),
     Column("cut", _cut, legend="documents truncated, split or dropped"),
     Column(
-        "lost", lambda report: report.lost_trained_share, ".2%", "lost_trained_share", "share of the trained tokens"
+        "lost",
+        lambda report: report.lost_trained_share,
+        ".2%",
+        "lost_trained_share",
+        "share of the trained tokens",
+        meaning="trained tokens that are cut, dropped or not reached",
     ),
-    Column("computed", _of_prefixes("rows"), ".2f", "computed_share", "share of the tokens of the documents"),
+    Column(
+        "computed",
+        _of_prefixes("rows"),
+        ".2f",
+        "computed_share",
+        "share of the tokens of the documents",
+        meaning="tokens that are computed over those of the documents",
+    ),
     Column(
         "families/step",
         _of_prefixes("families_per_step"),
         ",.1f",
         "families_per_step",
         "those that begin alike, each as one",
+        unit="families",
     ),
-    Column("images/pack", _of_images("per_pack"), ".1f", "images_per_pack"),
+    Column("images/pack", _of_images("per_pack"), ".1f", "images_per_pack", unit="images", meaning="mean"),
     Column("too long", _too_long, legend='documents dropped because an image does not fit, or by overlong="drop"'),
     Column(
         "language",
@@ -114,16 +154,32 @@ COLUMNS = (
         ".3f",
         "language_imbalance",
         "imbalance of the language model alone",
+        unit="ratio",
     ),
-    Column("tower", _of_images("tower_imbalance"), ".3f", "tower_imbalance", "imbalance of the vision tower alone"),
+    Column(
+        "tower",
+        _of_images("tower_imbalance"),
+        ".3f",
+        "tower_imbalance",
+        "imbalance of the vision tower alone",
+        unit="ratio",
+    ),
     Column(
         "exchange",
         _of_groups("exchange_share"),
         ".1%",
         "exchange_share",
         "share of the time in the exchange between ranks that share a pack",
+        meaning="of the modelled time, in the exchange between ranks that share a pack",
     ),
-    Column("time/bound", _of_groups("time_over_bound"), ".3f", "time_over_bound", "modelled time over a lower bound"),
+    Column(
+        "time/bound",
+        _of_groups("time_over_bound"),
+        ".3f",
+        "time_over_bound",
+        "modelled time over a lower bound",
+        unit="ratio",
+    ),
     Column("part", _of_groups("largest_part"), legend="tokens of the largest part of a pack on a rank"),
     Column(
         "micro-steps by degree",
@@ -132,5 +188,7 @@ COLUMNS = (
         legend="degree: ranks that share a pack",
         wraps=True,
     ),
-    Column("", _smallest_degree, metric="smallest_degree"),
+    Column(
+        "", _smallest_degree, metric="smallest_degree", unit="ranks", meaning="that share a pack, where documents allow"
+    ),
 )

@@ -268,6 +268,11 @@ def _attention(report: "PackingReport") -> Lines:
     yield "attention", report.attention
 
 
+def _experimental(report: "PackingReport") -> Lines:
+    if report.experimental:
+        yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
+
+
 def _isolation(report: "PackingReport") -> Lines:
     if report.isolation is None:
         return
@@ -311,4 +316,4 @@ OF_TABLE: tuple[Callable[["PackingReport"], Lines], ...] = (
     _imbalance,
 )
 OF_STREAM = (_stream, _trained, _micro_batch, _steps_of_stream, _groups, _trained_so_far)
-LINES = (_lost, _attention, _isolation)  # of both
+LINES = (_lost, _experimental, _attention, _isolation)  # of both

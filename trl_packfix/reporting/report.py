@@ -1,6 +1,8 @@
 """The report: what packing did with the data, in numbers to act on."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,6 +126,7 @@ class PackingReport:
     - `trained`: what the loss is computed on, and by which setting.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
+    - `experimental`: what was set and no GPU has run yet.
 
     The length of a stream is not known (`num_rows` is None). Its counts are those of the documents read so far, in all
     passes, and the report is made again when training ends.
@@ -171,6 +174,7 @@ class PackingReport:
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
+    experimental: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,6 +252,31 @@ def metrics(report: PackingReport) -> dict[str, float]:
     """The numbers for a logger, by their names there. Unknown numbers are omitted."""
     values = {column.metric: column.value(report) for column in COLUMNS if column.metric}
     return {f"packing/{name}": value for name, value in values.items() if value is not None}
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a name of a model or dataset is one of the hub, and no file or folder here."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
+
+
+def name_sources(card: Path, model: str, datasets: Sequence[str]) -> None:
+    """Say in a model card what the model was made of. TRL's template links local models and files to the hub.
+
+    Of local ones only the last part of the path is written, because a card may be published.
+    """
+    base = _source(model, "model") if model else "a model that was made in Python"
+    data = f" on {', '.join(_source(name, 'dataset') for name in datasets)}" if datasets else ""
+    sentence = f"This model is a fine-tuned version of {base}{data}.\n"
+    text = re.sub(r"This model is a fine-tuned version of .*\n", lambda _: sentence, card.read_text(encoding="utf-8"))
+    text = text.replace('model="None"', f'model="{card.parent.name}"')
+    card.write_text(text, encoding="utf-8")
+
+
+def _source(name: str, kind: str) -> str:
+    folder = "datasets/" if kind == "dataset" else ""
+    return (
+        f"[{name}](https://huggingface.co/{folder}{name})" if is_on_hub(name) else f"`{Path(name).name}` (local {kind})"
+    )
 
 
 def add_to_card(card: Path, report: PackingReport) -> None:

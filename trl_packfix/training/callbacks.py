@@ -15,13 +15,23 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import backward_bytes
 from ..attention.runs import COPIED_BYTES
+from ..data.image_rows import IMAGES
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
+from .choices import Given
+from .features import experimental
 from .progress import shown_proof
 from .proofs import prove_degrees, prove_prefixes
 
 MUCH_GIB = 0.5  # memory that is worth a line in the report
+LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+    "isolation/max_change": ("relative", "largest change of a document when another one changes"),
+    "isolation/max_difference": ("relative", "largest difference of a document in a pack from itself alone"),
+    "isolation/tolerance": ("relative", "what rounding explains"),
+    "isolation/repaired_modules": ("modules", "that see each document separately"),
+    "isolation/unpacked": ("0 or 1", "whether documents run as rows of padded batches"),
+}
 
 
 class BeforeTraining(TrainerCallback):
@@ -69,7 +79,8 @@ class BeforeFirstStep(TrainerCallback):
             text += backward_note(trainer.model, report.most_documents)
             if trainer.data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        trainer.packing_report = replace(report, isolation=isolation, attention=text)
+        given = Given(args=args, columns=IMAGES if report.images is not None else ())
+        trainer.packing_report = replace(report, isolation=isolation, attention=text, experimental=experimental(given))
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
@@ -192,7 +203,11 @@ class StreamCallback(TrainerCallback):
             counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
         report = make_stream_report(stream, args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(
-            report, attention=before.attention, isolation=before.isolation, trained=before.trained
+            report,
+            attention=before.attention,
+            isolation=before.isolation,
+            trained=before.trained,
+            experimental=before.experimental,
         )
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.save(args.output_dir)

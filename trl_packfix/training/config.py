@@ -20,7 +20,7 @@ from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from .choices import Given
-from .features import refuse
+from .features import EXPERIMENTAL, refuse
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
@@ -37,10 +37,12 @@ Config = TypeVar("Config", bound=type)
 
 def with_help(config: Config) -> Config:
     """Make the text of each field in the docstring the help of its flag. `dataclass` comes after it."""
+    experimental = {choice.name.strip("`").partition("=")[0] for choice in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
+        label = "Experimental, no GPU has run it yet. " if name in experimental else ""
         value = getattr(config, name)
         as_field: Any = value if isinstance(value, Field) else field(default=value)
-        as_field.metadata = {**as_field.metadata, "help": " ".join(text.split())}
+        as_field.metadata = {**as_field.metadata, "help": label + " ".join(text.split())}
         setattr(config, name, as_field)
     return config
 

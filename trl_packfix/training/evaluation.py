@@ -49,6 +49,16 @@ from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
 
+LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+    "eval_loss": ("nats per token", "total loss over trained tokens of the whole set"),
+    "eval_entropy": ("nats", "of the predictions at trained tokens, mean"),
+    "eval_mean_token_accuracy": ("share", "trained tokens that the model ranks first"),
+    "eval_aux_loss": ("nats", "router loss, mean over batches"),
+    "eval_num_tokens": ("tokens", "of the training set, forwarded so far"),
+    "eval_loss/NAME": ("nats per token", "of a source"),
+    "eval_trained_tokens/NAME": ("tokens", "of a source"),
+}
+
 
 class EvaluationTotals:
     """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it.

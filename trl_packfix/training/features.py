@@ -59,6 +59,11 @@ def refuse(given: Given) -> None:
         feature.refuse(given)
 
 
+def experimental(given: Given) -> tuple[str, ...]:
+    """Names of the choices that were given and that no GPU has run yet."""
+    return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.given(given) is not None)
+
+
 def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:
     """The feature whose record has the conflict of two choices; None if they can be combined."""
     for feature in FEATURES:
@@ -72,6 +77,9 @@ def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
+
+# No GPU has run these yet: help, report and docs/combinations.md say so
+EXPERIMENTAL = (of.TOKENS_PER_RANK, of.IN_PACKS, of.IN_FAMILIES, of.CONSTANT_SHAPES, of.PACKED_IMAGES)
 
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"

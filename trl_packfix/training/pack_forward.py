@@ -16,6 +16,11 @@ from .features import Feature
 from .progress import shown_proof
 
 MODELS = ("model", "ref_model")  # attributes of a trainer
+LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+    "packing/rows": ("tokens", "of the padded rows, which would be computed without packs"),
+    "packing/tokens": ("tokens", "of these rows, without padding"),
+    "packing/computed": ("tokens", "that were computed"),
+}
 PACKED_ROWS = Feature(
     choice=Choice("`pack_forward`", lambda given: "`pack_forward`", "remove `pack_forward`"),
     conflicts={

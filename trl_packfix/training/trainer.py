@@ -38,7 +38,7 @@ from ..data.reader import mask_columns, without_ignored_mask
 from ..data.row_values import check_weight
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
-from ..reporting.report import PackingReport, add_to_card
+from ..reporting.report import PackingReport, add_to_card, is_on_hub, name_sources
 from . import assistant_only, bad_rows, checks, messages, per_turn
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
@@ -415,8 +415,18 @@ class SFTTrainer(trl.SFTTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
     ) -> None:
-        super().create_model_card(model_name, dataset_name, tags)
-        if self.packing_report is not None and self.is_world_process_zero():
-            add_to_card(Path(str(self.args.output_dir)) / "README.md", self.packing_report)
+        datasets = [dataset_name] if isinstance(dataset_name, str) else dataset_name or []
+        published: Any = [name for name in datasets if is_on_hub(name)] or None
+        super().create_model_card(model_name or Path(str(self.args.output_dir)).name, published, tags)
+        if not self.is_world_process_zero():
+            return
+        card = Path(str(self.args.output_dir)) / "README.md"
+        config: Any = self.model.config
+        name_sources(card, config.name_or_path, datasets)
+        if self.packing_report is not None:
+            add_to_card(card, self.packing_report)

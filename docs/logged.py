@@ -1,0 +1,44 @@
+"""Write docs/logging.md: every key of the log with its unit, from the code (`make logged`)."""
+
+from pathlib import Path
+
+from trl_packfix.reporting.columns import COLUMNS
+from trl_packfix.training import callbacks, evaluation, pack_forward, totals
+
+PAGE = Path(__file__).with_name("logging.md")
+Keys = dict[str, tuple[str, str]]  # unit, and what it is
+REPORT: Keys = {
+    f"packing/{column.metric}": (column.unit, column.meaning or column.legend) for column in COLUMNS if column.metric
+}
+PARTS: dict[str, Keys] = {
+    "In each log of a training": totals.LOGGED,
+    "In each log of an evaluation": evaluation.LOGGED,
+    "Once, before the first step: the report": REPORT,
+    "Once, before the first step: the proof": callbacks.LOGGED,
+    "In each log with `pack_forward`": pack_forward.LOGGED,
+}
+BEGIN = """\
+# What is logged
+
+Beside `loss`, `grad_norm`, `learning_rate`, `epoch` and the times of transformers, to the console, to every logger
+(`report_to`) and to `log_history` in `trainer_state.json`. Values of a training are since its last log. A key without a
+value, such as one of images on text, is not logged. `loss` is the mean over the trained tokens of each optimizer step.
+The report as a whole is in `packing_report.json`.
+
+A key or a field of the config that is renamed works under both names for one minor version, and the old one warns.
+What is called *experimental* (in the help of a field, in the report and in [what goes with what](combinations.md)) has
+run on no GPU yet, and may change in any version.
+"""
+
+
+def page() -> str:
+    """The page as text."""
+    parts = [BEGIN]
+    for title, keys in PARTS.items():
+        rows = "".join(f"| `{key}` | {unit} | {meaning} |\n" for key, (unit, meaning) in keys.items())
+        parts.append(f"## {title}\n\n| key | unit | what it is |\n|---|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
