@@ -254,21 +254,30 @@ def metrics(report: PackingReport) -> dict[str, float]:
     return {f"packing/{name}": value for name, value in values.items() if value is not None}
 
 
+def names_of(datasets: str | Sequence[str] | None) -> list[str]:
+    """Names of datasets as a list."""
+    return [datasets] if isinstance(datasets, str) else list(datasets or ())
+
+
 def is_on_hub(name: str) -> bool:
     """Whether a name of a model or dataset is one of the hub, and no file or folder here."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
-def name_sources(card: Path, model: str, datasets: Sequence[str]) -> None:
-    """Say in a model card what the model was made of. TRL's template links local models and files to the hub.
+def complete_card(card: Path, model: Any, datasets: Sequence[str], report: PackingReport | None) -> None:
+    """Say in TRL's model card what the model was made of, and what packing did.
 
-    Of local ones only the last part of the path is written, because a card may be published.
+    TRL's template links local models and files to the hub. Here only the last part of their path is written, without a
+    link, because a card may be published. The section on packing has the report with the result of the leak probe.
     """
-    base = _source(model, "model") if model else "a model that was made in Python"
+    base = _source(model.config.name_or_path, "model") if model.config.name_or_path else "a model made in Python"
     data = f" on {', '.join(_source(name, 'dataset') for name in datasets)}" if datasets else ""
     sentence = f"This model is a fine-tuned version of {base}{data}.\n"
     text = re.sub(r"This model is a fine-tuned version of .*\n", lambda _: sentence, card.read_text(encoding="utf-8"))
     text = text.replace('model="None"', f'model="{card.parent.name}"')
+    if report is not None:
+        before, mark, after = text.partition("### Framework versions")
+        text = f"{before}{_packing_section(report)}{mark}{after}"
     card.write_text(text, encoding="utf-8")
 
 
@@ -279,15 +288,12 @@ def _source(name: str, kind: str) -> str:
     )
 
 
-def add_to_card(card: Path, report: PackingReport) -> None:
-    """Add a section to a model card: that the model was trained on packs, how, and the result of the leak probe."""
+def _packing_section(report: PackingReport) -> str:
     rows = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text in report.lines())
     proof = (
         "" if report.isolation is None else ", which was tested on this model before its first step: see `isolation`"
     )
-    section = (
+    return (
         "## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no document sees "
         f"another{proof}.\n\n| | |\n|---|---|\n{rows}\n\n"
     )
-    before, mark, after = card.read_text(encoding="utf-8").partition("### Framework versions")
-    card.write_text(f"{before}{section}{mark}{after}", encoding="utf-8")

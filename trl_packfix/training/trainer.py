@@ -38,7 +38,7 @@ from ..data.reader import mask_columns, without_ignored_mask
 from ..data.row_values import check_weight
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
-from ..reporting.report import PackingReport, add_to_card, is_on_hub, name_sources
+from ..reporting.report import PackingReport, complete_card, is_on_hub, names_of
 from . import assistant_only, bad_rows, checks, messages, per_turn
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
@@ -415,18 +415,10 @@ class SFTTrainer(trl.SFTTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
+        self, model_name: str | None = None, dataset_name: Any = None, tags: str | list[str] | None = None
     ) -> None:
-        datasets = [dataset_name] if isinstance(dataset_name, str) else dataset_name or []
+        datasets, folder = names_of(dataset_name), Path(str(self.args.output_dir))
         published: Any = [name for name in datasets if is_on_hub(name)] or None
-        super().create_model_card(model_name or Path(str(self.args.output_dir)).name, published, tags)
-        if not self.is_world_process_zero():
-            return
-        card = Path(str(self.args.output_dir)) / "README.md"
-        config: Any = self.model.config
-        name_sources(card, config.name_or_path, datasets)
-        if self.packing_report is not None:
-            add_to_card(card, self.packing_report)
+        super().create_model_card(model_name or folder.name, published, tags)
+        if self.is_world_process_zero():
+            complete_card(folder / "README.md", self.model, datasets, self.packing_report)
