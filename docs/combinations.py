@@ -16,12 +16,15 @@ empty cell: they work together.
 
 def page() -> str:
     """The page as text."""
-    features = [each for each in FEATURES if each.page and each.choice != PACKING]
+    every = [each for each in FEATURES if each.page and each.choice != PACKING]
+    features = [one for one in every if any(feature_that_refuses(one.choice, other.choice) for other in every)]
+    free = [f"[{each.choice.name}]({each.page})" for each in every if each not in features]
     # The lower triangle: a row ends before its own column
     rows = [[f"[{each.choice.name}]({each.page})", *_cells(each, features[:i])] for i, each in enumerate(features)]
     parts = [
         BEGIN,
         _table(["", *(each.choice.name for each in features[:-1])], rows),
+        f"Goes with all of these: {', '.join(free)}.\n",
         f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
         "## What is proved\n\nOn the model that is trained, before the first step, on all ranks:\n",
         "".join(f"- [{each.choice.name}]({each.page}): {each.proof}\n" for each in FEATURES if each.proof),
