@@ -8,27 +8,6 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
-    "entropy": ("nats", "of the predictions at trained tokens, mean"),
-    "mean_token_accuracy": ("share", "trained tokens that the model ranks first"),
-    "aux_loss": ("nats", "router loss of a mixture of experts, mean over micro-batches"),
-    "trained_tokens": ("tokens", "trained, all ranks"),
-    "documents_per_step": ("documents", "with a trained token, in an optimizer step, all ranks"),
-    "efficiency": ("share", "tokens that are computed over the capacity of the micro-batches"),
-    "tokens_per_second": ("tokens/s", "of documents, without padding, all ranks"),
-    "data_wait": ("share", "of the time in which rank 0 waited for batches"),
-    "computed_share": ("share", "tokens that are computed over those of the documents, with `share_prefixes`"),
-    "tflops_per_second_per_rank": (
-        "TFLOP/s",
-        "of the documents, each as it costs alone ([FLOPs](gpus.md#flops-and-mfu))",
-    ),
-    "mfu": ("share", "the same over the peak of the device"),
-    "num_tokens": ("tokens", "of documents, forwarded since training began, all ranks"),
-    "loss/NAME": ("nats per token", "of a source (`source_column`), without weights"),
-    "trained_tokens/NAME": ("tokens", "of a source"),
-    "train_samples_per_second": ("documents/s", "of the whole training, in its last log"),
-}
-
 
 class TrainingTotals(TrainerCallback):
     """Sums over the trained batches; reset when training begins.
@@ -158,6 +137,28 @@ class TrainingTotals(TrainerCallback):
             **speed,
             **source_metrics(self.sources, [sums[name] for name in self._of_sources]),
         }
+
+
+LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+    "entropy": ("nats", "of the predictions at trained tokens, mean"),
+    "mean_token_accuracy": ("share", "trained tokens that the model ranks first"),
+    "aux_loss": ("nats", "router loss of a mixture of experts, mean over micro-batches"),
+    "trained_tokens": ("tokens", "trained, all ranks"),
+    "documents_per_step": ("documents", "with a trained token, in an optimizer step, all ranks"),
+    "efficiency": ("share", "tokens that are computed over the capacity of the micro-batches"),
+    "tokens_per_second": ("tokens/s", "of documents, without padding, all ranks"),
+    "data_wait": ("share", "of the time in which rank 0 waited for batches"),
+    "computed_share": ("share", "tokens that are computed over those of the documents, with `share_prefixes`"),
+    "tflops_per_second_per_rank": (
+        "TFLOP/s",
+        "of the documents, each as it costs alone ([FLOPs](gpus.md#flops-and-mfu))",
+    ),
+    "mfu": ("share", "the same over the peak of the device"),
+    "num_tokens": ("tokens", "of documents, forwarded since training began, all ranks"),
+    "loss/NAME": ("nats per token", "of a source (`source_column`), without weights"),
+    "trained_tokens/NAME": ("tokens", "of a source"),
+    "train_samples_per_second": ("documents/s", "of the whole training, in its last log"),
+}
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
