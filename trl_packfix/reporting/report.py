@@ -264,7 +264,7 @@ def is_on_hub(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
-def complete_card(card: Path, model: Any, datasets: Sequence[str], report: PackingReport | None) -> None:
+def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: PackingReport | None) -> None:
     """Say in TRL's model card what the model was made of, and what packing did.
 
     TRL's template links local models and files to the hub. Here only the last part of their path is written, without a
