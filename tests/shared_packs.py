@@ -62,7 +62,7 @@ from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
+from trl_packfix.data.row_values import SOURCES, WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_isolation, check_prefixes
@@ -75,6 +75,7 @@ from trl_packfix.survey import zoo
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.planner import make_planner
+from trl_packfix.training.totals import TrainingTotals
 
 NUM_RANKS = 4
 
@@ -485,6 +486,19 @@ def documents(seed: int = 9, num_short: int = 40) -> Dataset:
     return Dataset.from_dict(rows)
 
 
+def conversations(num: int = 40) -> Dataset:
+    """Conversations of one to three turns, which become 2 samples each on average; all begin with the same words."""
+    rng = np.random.default_rng(4)
+    rows = []
+    for i in range(num):
+        messages = [{"role": "system", "content": "be brief"}]
+        for _ in range(1 + i % 4 % 3):
+            for role in ("user", "assistant"):
+                messages.append({"role": role, "content": "".join(rng.choice(list("abc "), rng.integers(1, 5)))})
+        rows.append({"messages": messages})
+    return Dataset.from_list(rows)
+
+
 class Shared(trl_packfix.SFTTrainer):
     """Notes the degree, index and real tokens of every micro-batch that reaches the model."""
 
@@ -545,6 +559,7 @@ class Whole(Shared):
                     world_size=NUM_RANKS,
                     cost_model=self.data.cost_model,
                     weight_column=self.args.weight_column,
+                    source_column=self.args.source_column,
                     tokens_per_rank=self.tokens_per_rank,
                 )
             )
@@ -558,7 +573,8 @@ class Whole(Shared):
                 documents = [loaders.dummy_document(0)] if part.index else part.documents
                 collate = PackedDataCollator(pad_to_multiple_of=part.degree)
                 if self.args.weight_column is not None:
-                    collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
+                    columns = {WEIGHTS: WEIGHTS, SOURCES: SOURCES}
+                    collate = RowValuesCollator(collate, columns, self.data.stream_sources)
                 batches.append(collate(documents))
         return batches
 
@@ -633,6 +649,8 @@ def make_trainer(
     if has_images:
         data = questions(96) if alike else rows(40, counts=(0, 0, 0, 0, 1, 2, 4))
         held_out = data.select(range(12))
+    elif settings.get("per_turn"):
+        data, held_out = conversations(), None
     elif data is None:
         data = forest(60) if alike else documents()
         data = data if shards is None or is_one else data.to_iterable_dataset(shards)
@@ -807,6 +825,22 @@ def trained_on_own_rows():
 
 
 @contextmanager
+def history_trained():
+    """What one document trains in a part is trained in all documents that have it, as the history of a turn."""
+
+    def repeated(layout, size):
+        times = layout.num_documents[layout.target_rows - 1]
+        return replace(
+            layout,
+            target_rows=layout.target_rows.repeat_interleave(times),
+            target_documents=layout.target_documents.repeat_interleave(times),
+        )
+
+    with changed_cut(repeated):
+        yield
+
+
+@contextmanager
 def changed_cut(change):
     right = Runs.cut
 
@@ -840,6 +874,14 @@ def own_shards():
 @contextmanager
 def own_shards_unseen():
     with own_shards(), mock.patch.object(SamePackCheck, "check", lambda self, batches: None):
+        yield
+
+
+@contextmanager
+def sources_as_met():
+    """Ranks add the sums of sources as each has numbered them, and not by their names."""
+    right = TrainingTotals._agree_on_sources
+    with mock.patch.object(TrainingTotals, "_agree_on_sources", lambda self, own: right(self, sorted(own))):
         yield
 
 
@@ -976,10 +1018,12 @@ TRAINING_FAULTS = {
     "family_border_lost": border_lost,
     "family_cut_short": cut_short,
     "family_weighted_by_all": counted_by_all,
+    "history_trained": history_trained,
     **IMAGE_FAULTS,
     "features_without_gradients": features_without_gradients,
     "other_images_unseen": other_images_unseen,
     "own_shards_unseen": own_shards_unseen,
+    "sources_as_met": sources_as_met,
     **FAULTS,
     "one_label_per_row": one_label_per_row,
     "border_lost": border_lost,
@@ -1154,9 +1198,12 @@ KINDS: dict[str, dict] = {
     # Brought together, and planned by what is computed of them
     "alike_family": {"alike": "family", "evaluates": True},
     "alike_family_weighted": {"alike": "family", "weight_column": "share", "source_column": "source"} | UNPROVED,
+    # Several samples of each conversation; what one of them trains is the history of others
+    "alike_family_turns": {"alike": "family", "per_turn": True} | UNPROVED,
     # Streams: all ranks read everything, with a degree per micro-step; groups of two read shards of their own
     "stream": {"shards": 1, "evaluates": True},
-    "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"},
+    "stream_shards": {"shards": 4, "max_length": 64, "pad_to_multiple_of": 64, "weight_column": "weight"}
+    | {"source_column": "source"},
     "alike_stream": {"alike": "pack", "shards": 1, "packing_strategy": "stream"},
     # Recurrent mixers
     "delta": {"model": "delta"},
@@ -1173,7 +1220,7 @@ KINDS: dict[str, dict] = {
 }
 HYBRID = ["delta", "alike_delta", "mamba"]
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
-ALIKE += ["alike_family", "alike_family_weighted"]
+ALIKE += ["alike_family", "alike_family_weighted", "alike_family_turns"]
 STREAMS = ["stream", "stream_shards", "alike_stream"]
 OF_IMAGES = [kind for kind in KINDS if "images" in kind]
 MODELS_OF_IMAGES = {KINDS[kind]["model"] for kind in OF_IMAGES}
@@ -1238,6 +1285,7 @@ PLANTED = {
     "family_border_lost": "alike_family",
     "family_cut_short": "alike_family",
     "family_weighted_by_all": "alike_family_weighted",
+    "history_trained": "alike_family_turns",
     # What only images on parts show
     "cut_late": "images_llava",
     "positions_of_the_first": "images_qwen2_5_vl",
@@ -1247,6 +1295,7 @@ PLANTED = {
     "other_images_unseen": "alike_images_llava",
     # What only streams show
     "own_shards_unseen": "stream_shards",
+    "sources_as_met": "stream_shards",
 }
 
 # With compiled models, where they are asked for (100 CPU seconds each); compared with one process without

@@ -204,19 +204,38 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_weights_of_a_stream_and_its_restart(packing, tmp_path):
+def test_values_of_a_stream_and_its_restart(packing, tmp_path):
     common = {"max_steps": 6, "weight_column": "share", "packing": packing}
-    stream = ROWS.remove_columns("source").to_iterable_dataset(2)
+    common |= {"source_column": "source"} if packing else {}
+    stream = ROWS.to_iterable_dataset(2)
     whole = recorded(tmp_path, stream, save_strategy="steps", save_steps=3, **common)
     whole.train()
     model = build_tiny_model()
     assert {document.weight for step in whole.steps for document in step} > {0.0, 7.0}
-    losses, _ = train_by_hand(model, whole.steps, 0.5, "token")
-    logged = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-    assert len(logged) == 6 and loss_difference(logged, losses) < 1e-5
+    losses, by_source = train_by_hand(model, whole.steps, 0.5, "token")
+    entries = [entry for entry in whole.state.log_history if "loss" in entry]
+    assert len(entries) == 6 and loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
+    if packing:
+        assert min(map(len, by_source)) < len(SOURCES), "no step lacks a source"
+        for entry, expected in zip(entries, by_source, strict=True):
+            assert {name: entry.get(f"loss/{name}") for name in expected} == pytest.approx(expected, rel=1e-5)
+            tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
+            assert len(tokens) == len(expected) and sum(tokens) == entry["trained_tokens"]
     resumed = recorded(tmp_path / "resumed", stream, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(weights(whole), weights(resumed))
+    again = [entry for entry in resumed.state.log_history if "loss" in entry]
+    names = [name for name in entries[-1] if name.startswith(("loss", "trained_tokens"))]
+    assert [[entry.get(name) for name in names] for entry in again[-3:]] == [
+        [entry.get(name) for name in names] for entry in entries[-3:]
+    ]
+
+
+def test_more_sources_of_a_stream_than_are_logged_are_refused(tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 300, "id": [f"row {i // 2}" for i in range(300)]})
+    run = trainer(tmp_path, rows.to_iterable_dataset(), max_steps=2, source_column="id", per_device_train_batch_size=8)
+    with pytest.raises(ValueError, match=rf"more than {MAX_SOURCES} different values there; the next one is 'row \d+'"):
+        run.train()
 
 
 def test_a_stream_names_the_row_of_a_bad_weight(tmp_path):
@@ -296,8 +315,8 @@ REFUSED = {
     ),
     "sources of a stream": (
         ROWS.to_iterable_dataset(),
-        {"source_column": "source"},
-        "sources of a stream are not known",
+        {"source_column": "source", "packing": False},
+        "TRL's loader reads the rows",
     ),
 }
 

@@ -159,6 +159,25 @@ def read_sources(
 _STRINGS = (pa.types.is_string, pa.types.is_large_string)
 
 
+class StreamSources(dict[str, int]):
+    """The sources of a stream that this rank has read, numbered as it met them; `[name]` numbers a new one.
+
+    Raises:
+        ValueError: there are more than `MAX_SOURCES`.
+    """
+
+    def __missing__(self, name: str) -> int:
+        if len(self) == MAX_SOURCES:
+            raise ValueError(
+                f"`source_column` was given, and the train stream has more than {MAX_SOURCES} different values there; "
+                f"the next one is {name[:40]!r}. Each source has its own loss in every log entry, and at most "
+                f"{MAX_SOURCES} are logged. Set `source_column` to a coarser column, or group rare values under one "
+                "name."
+            )
+        self[name] = number = len(self)
+        return number
+
+
 def _column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
     if column not in dataset.column_names:
         raise ValueError(
@@ -196,6 +215,6 @@ class RowValuesCollator:
         for key, name in self.keys.items():
             values = [each.get(name, 0) for each in documents]
             if key == SOURCES and self.index is not None:
-                values = [self.index[value] for value in values]
+                values = [self.index[each[name]] if name in each else 0 for each in documents]
             batch[key] = torch.tensor(values + [0] * (num - len(values)), dtype=DTYPES[key])
         return batch

@@ -31,7 +31,7 @@ from .collator import IGNORE_INDEX
 from .documents import Ledger
 from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
-from .row_values import WEIGHTS
+from .row_values import SOURCES, WEIGHTS
 from .spans import Overlong, refuse_no_documents
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
 from .threads import wait_for_threads_before_forks
@@ -80,7 +80,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         buffer_size: largest number of documents that wait for a pack; 128 more are read at a time.
         num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
-        weight_column: see `StreamReader`.
+        weight_column, source_column: see `StreamReader`.
         tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank.
         speeds: with sequence parallelism, of devices and links.
 
@@ -121,6 +121,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         num_workers: int = 0,
         worker_kwargs: dict[str, Any] | None = None,
         weight_column: str | None = None,
+        source_column: str | None = None,
         tokens_per_rank: int | None = None,
         speeds: Speeds | None = None,
     ):
@@ -139,7 +140,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
         self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
         self.balance, self.cost_model, self.synchronisation = balance, cost_model, synchronisation
-        self.pad_token_id, self.weight_column = pad_token_id, weight_column
+        self.pad_token_id = pad_token_id
+        self.weight_column, self.source_column = weight_column, source_column
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
         if self.num_workers < num_workers and rank == 0:
             message = "dataloader_num_workers=%d was given; %d workers read, because each needs its own shard."
@@ -183,7 +185,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
         names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
-        names += " weight_column"
+        names += " weight_column source_column"
         return {name: getattr(self, name) for name in names.split()} | {
             "num_shards": self.share.dataset.num_shards,
             "tokens_per_rank": None if self.parallel is None else self.parallel.tokens_per_rank,
@@ -254,6 +256,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             self.truncation_mode,
             self.vocab_size,
             self.weight_column,
+            self.source_column,
         )
         # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
@@ -348,12 +351,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             parts = [document[name] for document in documents]
             return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
 
-        weights = {}
+        values: dict[str, Any] = {}
         if self.weight_column is not None:
-            weights["weights"] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
+            values["weights"] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
+        if self.source_column is not None:
+            values["sources"] = [document[SOURCES] for document in documents]
         return (
             state
-            | weights
+            | values
             | {
                 "documents": {name: joined(name) for name in ("input_ids", "labels")},
                 "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
@@ -393,6 +398,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         if self.weight_column is not None:
             for document, weight in zip(documents, state["weights"].numpy(), strict=True):
                 document[WEIGHTS] = weight
+        if self.source_column is not None:
+            for document, source in zip(documents, state["sources"], strict=True):
+                document[SOURCES] = source
         self._start = state | {
             "documents": documents,
             "readers": [ReaderState(**reader) for reader in state["readers"]],

@@ -22,7 +22,7 @@ from ..compat import state_is_exact
 from .dataset_checks import check_tokens
 from .documents import Ledger
 from .reader import BAD_ROW, TokenReader
-from .row_values import WEIGHTS, read_weights
+from .row_values import SOURCES, read_row_values
 from .spans import Overlong, make_documents
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ CHUNK = 128  # examples that are read, cut and sent together
 COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
 MANY_RANKS = 8
 
-DocumentTokens = dict[str, np.ndarray]
-"""`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights."""
+DocumentTokens = dict[str, Any]
+"""`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights; the
+name of its source, if they have sources."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         states: the state from which each reader continues.
         max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
         vocab_size: token ids must be below it; None: not checked.
-        weight_column: column with the weight of each row, which its documents get; None: no weights.
+        weight_column, source_column: columns with the weight and the source of each row, which its documents get;
+            None: no such column.
     """
 
     parts: list[IterableDataset]
@@ -127,6 +129,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     vocab_size: int | None = None
     weight_column: str | None = None
+    source_column: str | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
@@ -150,7 +153,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             next(islice(batches, state.chunks - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
-            table = as_table(batch, self.weight_column)
+            table = as_table(batch, self.weight_column, self.source_column)
             documents, ledger = self._documents(table, examples)
             examples, chunks = examples + len(table), chunks + 1
             position = dataset.state_dict() if is_exact else None
@@ -165,7 +168,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             spans = make_documents(
                 reader, self.max_length, self.overlong, truncation_mode=self.truncation_mode, may_be_empty=True
             )
-            weights = None if self.weight_column is None else read_weights(table, self.weight_column, "train")
+            values = read_row_values(table, self.weight_column, self.source_column, name="train")
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
@@ -175,9 +178,10 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             {name: values.astype(np.int32) for name, values in reader.read(row, start, stop).items()}
             for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
         ]
-        if weights is not None:
-            for document, row in zip(documents, spans.row, strict=True):
-                document[WEIGHTS] = weights[row]
+        for document, row in zip(documents, spans.row, strict=True):
+            document |= values.of(row)
+            if values.sources is not None:
+                document[SOURCES] = values.names[values.sources[row]]
         return documents, spans.ledger
 
 

@@ -188,8 +188,6 @@ FEATURES = (
             "cannot be computed",
             of.DROP_LAST: "The last packs of a pass are split between the micro-batches of one more step, so nothing "
             "is incomplete and there is nothing to drop",
-            of.SOURCE_COLUMN: "All ranks sum the losses of the same sources, and the sources of a stream are not known "
-            "before it is read",
         },
         remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, or load the dataset without streaming'},
         page="strategies.md",
@@ -197,7 +195,8 @@ FEATURES = (
     Feature(
         choice=of.UNPACKED_STREAM,
         conflicts={
-            of.SOURCE_COLUMN: "The sources of a stream are not known before it is read",
+            of.SOURCE_COLUMN: "There TRL's loader reads the rows, also in processes of its own, and the number of a "
+            "source that one of them meets first is not known to the others",
         },
     ),
     Feature(

@@ -23,7 +23,7 @@ from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
-from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, read_row_values
+from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, StreamSources, read_row_values
 from ..data.spans import make_documents
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
@@ -62,6 +62,7 @@ class TrainingData:
         trained: what the loss is computed on.
         planner: the planner of the epochs, from when training starts; None for a stream.
         stream: the packs of a stream, from when training starts.
+        stream_sources: the sources of a stream that this rank has met; None without.
         images: what packs need of images; None without.
         packs_images: whether packs have images.
         padded_collator: the collator of an unpacked run.
@@ -85,6 +86,7 @@ class TrainingData:
         self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None
         self.stream: PackedStream | None = None
+        self.stream_sources: StreamSources | None = None
         self.packs_images = packs_images(args, train_dataset)
         self._shares_prefixes = False
 
@@ -115,6 +117,7 @@ class TrainingData:
     def _read_row_values(self) -> RowValues:
         """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
         if isinstance(self.trainer.train_dataset, IterableDataset):
+            self.stream_sources = None if self.args.source_column is None else StreamSources()
             return RowValues()  # a stream is read, and checked, later
         return read_row_values(
             self.trainer.train_dataset, self.args.weight_column, self.args.source_column, name="train"
@@ -351,13 +354,16 @@ class TrainingData:
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
+            source_column=args.source_column,
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
         )
         self.trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
+        columns = {WEIGHTS: args.weight_column, SOURCES: args.source_column}
+        keys = {key: key for key, column in columns.items() if column is not None}
         collate = self._training_collator
-        if args.weight_column is not None:
-            collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
+        if keys:
+            collate = RowValuesCollator(collate, keys, self.stream_sources)
         collate = self._by_length(collate)
         return stream_loader(stream, collate, self.trainer.accelerator.device, pin_memory=self._pin_memory)
 

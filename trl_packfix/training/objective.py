@@ -128,7 +128,7 @@ class Objective:
     def start(self) -> None:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
         self._add_token_scores()  # a trainer of TRL may have been built on this model
-        self.totals.set_sources(self.trainer.data.row_values.names)
+        self.totals.set_sources(self.trainer.data.row_values.names, self.trainer.data.stream_sources)
 
     def take_values(self, inputs: dict[str, Any]) -> None:
         """Take the weights and sources of documents out of a batch.
@@ -172,9 +172,8 @@ class Objective:
         sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
         self.totals.add_outputs([*sums, outputs.label_mask.new_ones(())])
         if (sources := self.sources_of(targets)) is not None:
-            totals, names = self.totals, self.trainer.data.row_values.names
-            each = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
-            totals.add_sources(sums_by_source(*each, sources, len(names)))
+            losses, is_trained = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
+            self.totals.add_sources(sums_by_source(losses, is_trained, sources, self.totals.num_sources))
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})

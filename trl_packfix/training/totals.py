@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
+
+from ..data.row_values import MAX_SOURCES, StreamSources
 
 
 class TrainingTotals(TrainerCallback):
@@ -36,14 +39,23 @@ class TrainingTotals(TrainerCallback):
         self.shares_prefixes = shares_prefixes
         self.set_sources(sources)
 
-    def set_sources(self, sources: Sequence[str]) -> None:
-        """Sum losses by these sources from now on."""
+    def set_sources(self, sources: Sequence[str], of_stream: StreamSources | None = None) -> None:
+        """Sum losses by these sources from now on, or by those that ranks meet in a stream."""
+        self._of_stream = of_stream
+        self._name_sources(sources)
+        self.reset()
+
+    def _name_sources(self, sources: Sequence[str]) -> None:
         self.sources = sources
         # Losses, then trained tokens
         self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
         self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
         self._names = [name for group in self._groups for name in group]
-        self.reset()
+
+    @property
+    def num_sources(self) -> int:
+        """Places for sums by source on this rank. How many sources a stream has is not known before it is read."""
+        return len(self.sources) if self._of_stream is None else MAX_SOURCES
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.reset()
@@ -51,6 +63,7 @@ class TrainingTotals(TrainerCallback):
     def reset(self) -> None:
         # Sums of this rank that are not gathered yet, on the device, by the group of their names
         self._pending: dict[tuple[str, ...], Tensor] = {}
+        self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
         self.num_documents = 0
         self.is_scored = False
         self.start_window()
@@ -85,7 +98,11 @@ class TrainingTotals(TrainerCallback):
 
     def add_sources(self, sums: Tensor) -> None:
         """Sums by source over one micro-batch on this rank: see `sums_by_source`."""
-        self._add(self._of_sources, list(sums.flatten()))
+        if self._of_stream is None:
+            self._add(self._of_sources, list(sums.flatten()))
+        else:
+            before = self._pending_of_stream
+            self._pending_of_stream = sums if before is None else before + sums
 
     def _add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
@@ -95,6 +112,8 @@ class TrainingTotals(TrainerCallback):
         """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call."""
         if not self._pending:
             return dict.fromkeys(self._names, 0.0)
+        if self._of_stream is not None:
+            self._agree_on_sources(self._of_stream)
         dtype = next(iter(self._pending.values())).dtype
         parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
         sums = torch.cat([part.to(accelerator.device) for part in parts])
@@ -103,6 +122,20 @@ class TrainingTotals(TrainerCallback):
         self.window = {name: self.window[name] + value for name, value in gathered.items()}
         self.num_documents += round(gathered["documents"])
         return gathered
+
+    def _agree_on_sources(self, own: StreamSources) -> None:
+        """Number the sources of a stream alike on all ranks: each has met others, in another order."""
+        everyone: list[list[str]] = gather_object([[*own]])
+        names = sorted({name for of_rank in everyone for name in of_rank})
+        if names != self.sources:
+            before = self.window
+            self._name_sources(names)
+            self.window = dict.fromkeys(self._names, 0.0) | before
+        sums, self._pending_of_stream = self._pending_of_stream, None
+        if sums is not None and names:
+            ordered = sums.new_zeros(2, len(names))
+            ordered[:, [names.index(name) for name in own]] = sums[:, : len(own)]
+            self._pending[self._of_sources] = ordered.flatten()
 
     def metrics(self, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None) -> dict[str, float]:
         """The values logged for the window.
