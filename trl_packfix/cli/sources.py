@@ -71,7 +71,8 @@ class LengthRows:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    image_stops = image_counts = image_values = image_squares = compare = None  # lengths alone have no images
+    # Lengths alone have no images
+    image_starts = image_stops = image_counts = image_values = image_squares = compare = None
 
     def seq_lengths(self) -> None:
         return None

@@ -19,6 +19,7 @@ from datasets import is_caching_enabled
 
 from .cache_files import CODE, PREFIX, read_arrays, remove, write_atomically
 from .documents import Documents
+from .image_rows import ImageRows
 from .reader import Rows, TokenReader
 from .spans import Overlong, make_documents
 from .token_order import token_order
@@ -71,7 +72,7 @@ def cached_documents(
         documents = make_documents(reader, **settings)
         tokens = None
         if sorts_tokens:
-            assert isinstance(reader, TokenReader), "tokens of images cannot be compared, and the trainer refuses them"
+            assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
         return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
 

@@ -11,7 +11,8 @@ import numpy as np
 from ..planning.arrays import Int64Array
 from ..planning.families import TokenOrder
 
-COLUMNS = ("row", "start", "stop", "trained", "block", "image_values", "image_squares")  # of `Documents`, in its file
+OF_IMAGES = ("image_values", "image_squares", "image_start", "image_stop")
+COLUMNS = ("row", "start", "stop", "trained", "block", *OF_IMAGES)  # of `Documents`, in its file
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Documents:
         ledger: what was cut, split and dropped.
         tokens: the documents sorted by their tokens, for `share_prefixes="family"`; else None.
         image_values, image_squares: of the images of each document, see `Rows`; None if no document has images.
+        image_start, image_stop: the first token of an image in each document, and the one after the last; 0 without.
         fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
         file: their cache file, if there is one; plans are cached beside it.
     """
@@ -103,6 +105,8 @@ class Documents:
     tokens: TokenOrder | None = None
     image_values: Int64Array | None = None
     image_squares: Int64Array | None = None
+    image_start: Int64Array | None = None
+    image_stop: Int64Array | None = None
     fingerprint: str = ""
     file: Path | None = None
 

@@ -95,6 +95,14 @@ class EpochPlanner:
             return None
         return self.cost_model.tower(values, squares)
 
+    def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
+        """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
+        start, stop = self.documents.image_start, self.documents.image_stop
+        if self.image_costs is None or start is None or stop is None:
+            return np.zeros(len(documents))
+        start, stop = start[documents], stop[documents]
+        return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
+
     @property
     def bins(self) -> Bins:
         """The slots of every optimizer step."""
@@ -196,6 +204,7 @@ class EpochPlanner:
             cost_model=self.cost_model,
             room=room,
             splits_copies=splits_copies,
+            image_costs=self.image_costs_behind,
         )
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:

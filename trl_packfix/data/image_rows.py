@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Sequence as ListOf
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -30,7 +32,7 @@ from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
 from .masks import TurnRule
 from .prefix_collator import Compare, Compared
-from .reader import BAD_ROW, bad_rows
+from .reader import BAD_ROW, TokenReader, bad_rows
 from .turns import Conversation, TurnCounts
 
 logger = logging.getLogger(__name__)
@@ -46,10 +48,15 @@ MEASURES = Features(
         "length": Value("int64"),
         "trained": Value("int64"),
         "first_is_labelled": Value("bool"),
+        "image_start": Value("int64"),
         "image_stop": Value("int64"),
         "image_count": Value("int64"),
         "image_values": Value("int64"),
         "image_squares": Value("int64"),
+        # To sort documents by their beginnings: tokens, first and stop of each image one after the other, hashes
+        "tokens": ListOf(Value("uint32")),
+        "spans": ListOf(Value("int64")),
+        "contents": ListOf(Value("binary")),
         "digest": Value("binary"),
         "differs": Value("bool"),
         BAD_ROW: Value("string"),
@@ -146,6 +153,18 @@ class RowProcessor:
                 tokens[first] = IMAGES_FROM + numbers.setdefault(content, len(numbers))
             compared.append(Compared(tokens, spans))
         return compared
+
+    def image_contents(self, document: dict[str, Any], images: list[Any]) -> list[tuple[tuple[int, int], bytes]]:
+        """The span of each image that `compare` tells apart, and a hash of it from the image as it was given.
+
+        Images of one content may have more tokens in one document than in another, and then are not the same.
+        """
+        spans = self._image_spans(document)
+        given = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
+        return [
+            ((first, stop), _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), each))
+            for (first, stop), each in zip(spans, given, strict=True)
+        ]
 
     def _image_spans(self, document: dict[str, Any]) -> list[tuple[int, int]]:
         """The span of each image whose outputs can be told apart from the others, else the one of all."""
@@ -269,9 +288,10 @@ def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[s
 def _unmeasured(error: Exception) -> dict[str, Any]:
     """The numbers of a row that cannot be processed, and why."""
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
-    numbers = dict.fromkeys((name for name, kind in MEASURES.items() if kind.dtype == "int64"), 0)
+    numbers = {name: 0 for name, kind in MEASURES.items() if kind == Value("int64")}
+    lists: dict[str, Any] = {"tokens": [], "spans": [], "contents": []}
     reason = f"{type(error).__name__}: {text}"
-    return numbers | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
+    return numbers | lists | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
 
 
 def _numbers_by_size(row: dict[str, Any], process: RowProcessor) -> dict[str, Any] | None:
@@ -284,16 +304,22 @@ def _numbers_by_size(row: dict[str, Any], process: RowProcessor) -> dict[str, An
 def _numbers(row: dict[str, Any], process: RowProcessor) -> dict[str, Any]:
     document = process(row)
     tokens, labels = document["input_ids"], document["labels"]
-    sizes = sequence_sizes(document)
+    sizes, images = sequence_sizes(document), images_of(row)
+    start, stop = process.image_span(document)
+    contents = process.image_contents(document, images)
     return {
         "length": len(tokens),
         "trained": int((labels[1:] != IGNORE_INDEX).sum()),
         "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
-        "image_stop": process.image_span(document)[1],
-        "image_count": len(images_of(row)),
+        "image_start": start,
+        "image_stop": stop,
+        "image_count": len(images),
         "image_values": int(sizes.sum()),
         "image_squares": int((sizes**2).sum()),
-        "digest": _digest(document, images_of(row), process.settings),
+        "tokens": tokens.tolist(),
+        "spans": [place for span, _ in contents for place in span],
+        "contents": [content for _, content in contents],
+        "digest": _digest(document, images, process.settings),
         "differs": False,
         BAD_ROW: "",
     }
@@ -369,10 +395,14 @@ def _digest(document: dict[str, Any], images: list[Any], settings: bytes) -> byt
     digest = hashlib.sha256(settings if images else b"")
     for name in ("input_ids", "labels"):
         digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
+    return _hash_of_images(digest, images)
+
+
+def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
     for image in images:
         pixels = np.asarray(image)
         digest.update(f"{pixels.dtype} {pixels.shape}".encode() + pixels.tobytes())
-    return digest.digest()
+    return bytes(digest.digest())
 
 
 class ImageRows:
@@ -408,6 +438,7 @@ class ImageRows:
         self.lengths: npt.NDArray[np.int64] = table["length"].to_numpy()
         self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
         self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
+        self.image_starts: npt.NDArray[np.int64] = table["image_start"].to_numpy()
         self.image_stops: npt.NDArray[np.int64] = table["image_stop"].to_numpy()
         self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
         self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
@@ -435,6 +466,41 @@ class ImageRows:
     def compare(self) -> Compare:
         """What is compared of documents to find common beginnings: images by their content."""
         return self._process.compare
+
+    @cached_property
+    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
+        spans = self._measures.with_format("arrow")[:]["spans"].combine_chunks()
+        first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
+        return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
+
+    @property
+    def compared(self) -> TokenReader:
+        """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
+        table = self._measures.with_format("arrow")[:]
+        tokens = table["tokens"].combine_chunks()
+        flat = tokens.flatten().to_numpy().copy()
+        ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
+        numbers: dict[bytes, int] = {}
+        contents = table["contents"].combine_chunks().flatten().to_pylist()
+        row, first, _ = self._spans
+        begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
+        flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(each, len(numbers)) for each in contents]
+        offsets = pa.array(np.concatenate([[0], ends]), pa.int64())
+        return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat)})))
+
+    def outside_images(self, rows: npt.NDArray[np.int64], common: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many first tokens of these rows are common if no run may begin inside an image, shape (N,).
+
+        Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
+        """
+        of_row, first, stop = self._spans
+        if not len(of_row):
+            return common
+        size = int(self.lengths.max()) + 1
+        place = np.searchsorted(of_row * size + first, rows * size + common - 1) - 1  # the last that begins before
+        is_inside = (place >= 0) & (of_row[place] == rows) & (common - 1 < stop[place])
+        return np.where(is_inside, first[place] + 1, common)
 
     def seq_lengths(self) -> None:
         """None: a row is one document."""

@@ -36,6 +36,10 @@ class Rows(Protocol):
         """Tokens of each row, shape (R,)."""
 
     @property
+    def image_starts(self) -> npt.NDArray[np.int64] | None:
+        """Index of the first token of an image in each row, shape (R,), 0 without one; None if no row has images."""
+
+    @property
     def image_stops(self) -> npt.NDArray[np.int64] | None:
         """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
 
@@ -280,7 +284,8 @@ class TokenReader:
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    image_stops = image_counts = image_values = image_squares = compare = None  # tokens alone have no images
+    # Tokens alone have no images
+    image_starts = image_stops = image_counts = image_values = image_squares = compare = None
     conversations = turns = None  # turns of text are rows of tokens
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:

@@ -99,9 +99,8 @@ def make_documents(
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
-    values, squares = (
-        None if column is None else column[spans.row] for column in (reader.image_values, reader.image_squares)
-    )
+    of_images = (reader.image_values, reader.image_squares, reader.image_starts, reader.image_stops)
+    values, squares, first, stop = (None if column is None else column[spans.row] for column in of_images)
     return Documents(
         spans.row,
         spans.start,
@@ -111,6 +110,8 @@ def make_documents(
         block,
         image_values=values,
         image_squares=squares,
+        image_start=first,
+        image_stop=stop,
     )
 
 

@@ -275,6 +275,7 @@ def make_pieces(
     cost_model: CostModel,
     room: int | Int64Array,
     splits_copies: bool = True,
+    image_costs: Callable[[Int64Array, Int64Array], Float64Array] | None = None,
 ) -> Pieces:
     """Families of documents, cut where one would have too many rows, keys or targets.
 
@@ -286,6 +287,7 @@ def make_pieces(
         lengths, trained: tokens and trained tokens of each document by its number.
         room: most rows of a piece, one number or by the number of its first document, shape (N,); at least its tokens.
         splits_copies: False brings documents of the same tokens together, where the steps are fixed anyway.
+        image_costs: (documents, rows that each shares) -> FLOPs of their other images in the vision tower.
 
     >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
@@ -315,9 +317,11 @@ def make_pieces(
     places = np.argsort(number[np.cumsum(begins) - 1], kind="stable")
     sizes = np.diff(np.append(starts, len(size)))[by_first]
     original, distance = _distances(tokens.order[starts], starts, families, copy=copy, first_family=family[first_copy])
+    of_images = None if image_costs is None else np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first]
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_first],
         cost_model,
+        of_images,
         order=tokens.order[places],
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
         lengths=size[places],

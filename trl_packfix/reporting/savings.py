@@ -2,7 +2,7 @@
 
 With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
 packs, and some stretches of the table, are sorted for an estimate. Only `trl-packfix plan` makes it: training logs what
-it computes. With images only "pack" is estimated, from fewer packs: their images must be processed.
+it computes. With images "pack" is estimated from fewer packs, whose images are processed.
 """
 
 from dataclasses import dataclass
@@ -152,7 +152,12 @@ def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     """Rows and FLOPs over those of whole documents, where documents next to each other share what they can."""
     lengths, cost = planner.documents.lengths[tokens.order], planner.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
-    return 1 - float(shared.sum() / lengths.sum()), 1 - float(cost(shared).sum() / cost(lengths).sum())
+    images, own_images = (
+        planner.image_costs_behind(tokens.order, rows).sum() for rows in (np.zeros_like(shared), shared)
+    )
+    whole = cost(lengths).sum()
+    own = whole - cost(shared).sum() + own_images
+    return 1 - float(shared.sum() / lengths.sum()), float(own / (whole + images))
 
 
 def _stretches(num_documents: int) -> Int64Array:

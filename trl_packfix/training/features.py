@@ -205,11 +205,8 @@ FEATURES = (
             of.STREAM: "The length of a document with images is known only after its images are processed, which "
             "happens once before training, and a stream is read only once",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
-            of.IN_FAMILIES: "Documents that begin alike are found by sorting all of them, and all images have the same "
-            "placeholder tokens, so every image would have to be processed before training",
             of.SPLIT: "Long documents would be split, and a fragment may begin inside an image",
         },
-        remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, which shares among the documents of a pack'},
         page="vision.md",
         proof="documents with images do not change each other, and each is what it is alone",
     ),
