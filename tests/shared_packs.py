@@ -61,6 +61,7 @@ from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
+from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import SOURCES, WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
@@ -482,7 +483,9 @@ def documents(seed: int = 9, num_short: int = 40) -> Dataset:
     labels = [[IGNORE_INDEX] * (len(ids) // 3) + ids[len(ids) // 3 :] for ids in tokens]
     rows = {"input_ids": tokens, "labels": labels}
     rows["weight"] = rng.choice([0.0, 0.5, 2.0], len(tokens)).tolist()
-    rows["source"] = rng.choice(["a", "b"], len(tokens)).tolist()
+    quarter, sources = len(tokens) // 4, rng.choice(["a", "b"], len(tokens)).tolist()
+    # Groups that read shards of their own meet the sources in different orders
+    rows["source"] = ["b"] * quarter + ["a"] * quarter + sources[2 * quarter :]
     return Dataset.from_dict(rows)
 
 
@@ -574,7 +577,8 @@ class Whole(Shared):
                 collate = PackedDataCollator(pad_to_multiple_of=part.degree)
                 if self.args.weight_column is not None:
                     columns = {WEIGHTS: WEIGHTS, SOURCES: SOURCES}
-                    collate = RowValuesCollator(collate, columns, self.data.stream_sources)
+                    index = {name: i for i, name in enumerate(self.data.row_values.names)}
+                    collate = RowValuesCollator(collate, columns, index)
                 batches.append(collate(documents))
         return batches
 
@@ -614,9 +618,9 @@ def make_trainer(
 
     With `alike`, a value of `share_prefixes`, documents begin alike, and four ranks share these beginnings. With
     `shards` the ranks read a stream of so many. A `model` with images has documents with images. With
-    `is_proved=False` the proof on parts of packs is left out.
+    `is_proved=False` the proof on parts of packs is left out, and with `recomputes` FSDP checkpoints the layers.
     """
-    is_proved = settings.pop("is_proved", True)
+    is_proved, recomputes = settings.pop("is_proved", True), settings.pop("recomputes", False)
     is_one, has_images = engine is None, model in MODELS_OF_IMAGES
     tokens_per_rank = TOKENS_OF_ALIKE.get(alike, TOKENS_PER_RANK)
     if has_images:
@@ -645,6 +649,8 @@ def make_trainer(
         "ddp_timeout": 90,  # turns a hang into an error
         **two_ranks.engine_settings(engine, folder),
     }
+    if recomputes and not is_one:
+        defaults["fsdp_config"] |= {"activation_checkpointing": True}
     held_out = forest(20, seed=3) if alike else documents(seed=1, num_short=10)
     if has_images:
         data = questions(96) if alike else rows(40, counts=(0, 0, 0, 0, 1, 2, 4))
@@ -984,6 +990,19 @@ def other_images_unseen():
 
 
 @contextmanager
+def images_by_placeholder():
+    """A document shares the image of another one behind the same text: collating compares placeholder tokens."""
+    right = RowProcessor.compare
+
+    def wrong(self, documents):
+        pairs = zip(right(self, documents), documents, strict=True)
+        return [found._replace(tokens=np.asarray(document["input_ids"])) for found, document in pairs]
+
+    with mock.patch.object(RowProcessor, "compare", wrong):
+        yield
+
+
+@contextmanager
 def unproved_other_images():
     """The proof would find it, too."""
     with other_images(), mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only):
@@ -1022,6 +1041,7 @@ TRAINING_FAULTS = {
     **IMAGE_FAULTS,
     "features_without_gradients": features_without_gradients,
     "other_images_unseen": other_images_unseen,
+    "images_of_others": images_by_placeholder,
     "own_shards_unseen": own_shards_unseen,
     "sources_as_met": sources_as_met,
     **FAULTS,
@@ -1187,7 +1207,7 @@ KINDS: dict[str, dict] = {
     "smoothed": {"label_smoothing_factor": 0.3} | UNPROVED,
     # Documents that share prefixes, against one process in which nothing is shared
     "alike": {"alike": "pack", "evaluates": True},
-    "alike_checkpointed": {"alike": "pack", "gradient_checkpointing": True} | UNPROVED,
+    "alike_recomputed": {"alike": "pack", "recomputes": True} | UNPROVED,
     "alike_document": {"alike": "pack", "document_weighting": "document"} | UNPROVED,
     "alike_weighted": {"alike": "pack", "weight_column": "share", "source_column": "source"} | UNPROVED,
     "alike_dft": {"alike": "pack", "loss_type": "dft", "learning_rate": 50.0} | UNPROVED,
@@ -1216,7 +1236,7 @@ KINDS: dict[str, dict] = {
     "images_qwen2_5_vl": {"model": "qwen2_5_vl", "gradient_checkpointing": True},
     "images_qwen3_vl": {"model": "qwen3_vl"},
     "alike_images_llava": {"model": "llava", "alike": "pack", "evaluates": True},
-    "alike_images_qwen3_vl": {"model": "qwen3_vl", "alike": "pack"} | UNPROVED,
+    "alike_family_images": {"model": "qwen3_vl", "alike": "family"} | UNPROVED,
 }
 HYBRID = ["delta", "alike_delta", "mamba"]
 ALIKE = ["alike", "alike_document", "alike_weighted", "alike_smoothed", "alike_window", "alike_experts"]
@@ -1254,7 +1274,7 @@ OF_ENGINES = {
         "images_qwen3_vl",
     ],
     "zero3_offload": ["full"],
-    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_checkpointed", "alike_family", "stream", "alike_scan"],
+    "fsdp2": ["full", "full_checkpointed", "sinks", "alike_recomputed", "alike_family", "stream", "alike_scan"],
 }
 # After these trainings the proof must find faults in gradients through the engine
 FINDING_FAULTS = [("zero3", "delta_checkpointed"), ("fsdp2", "alike_scan")]
@@ -1293,6 +1313,7 @@ PLANTED = {
     "features_late": "images_llava",
     "features_without_gradients": "images_qwen3_vl",
     "other_images_unseen": "alike_images_llava",
+    "images_of_others": "alike_family_images",
     # What only streams show
     "own_shards_unseen": "stream_shards",
     "sources_as_met": "stream_shards",

@@ -12,6 +12,7 @@ from support.strict_varlen import StrictVarlen
 from support.versions import enable_checkpointing
 from test_attention import MODELS, largest_gradient_error
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix.attention import kernels, runs, varlen
 from trl_packfix.attention.choice import select_attention
@@ -352,11 +353,15 @@ def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, f
     assert (len(calls.forwards) == 2) == (most_bytes > 1) and len(calls.forwards) >= 2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "of FSDP"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
-def test_checkpointed_layers_get_the_shared_keys_again(model_type, reentrant, tiny_model, float64_everywhere):
+def test_checkpointed_layers_get_the_shared_keys_again(model_type, kind, tiny_model, float64_everywhere):
     model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
-    enable_checkpointing(model, reentrant)
+    if kind == "of FSDP":  # as accelerate does after the trainer has prepared the model
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = checkpoint_wrapper(layer)
+    else:
+        enable_checkpointing(model, kind == "reentrant")
     model.enable_input_require_grads()
     assert_equal_alone(model, alone)
 
@@ -438,7 +443,7 @@ def test_other_attention_is_refused(name, tiny_model):
 
 
 def test_positions_never_say_where_documents_begin():
-    """Without the packed forward, as in a recomputation by FSDP, attention has the positions only."""
+    """Without the packed forward, as in a recomputation by the user's own code, attention has the positions only."""
     rng = np.random.default_rng(0)
     refused = 0
     for _ in range(50):

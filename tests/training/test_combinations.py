@@ -53,11 +53,8 @@ class Sampled(SFTTrainer):
 
 def engine(**parts):
     """What the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(activation_checkpointing=parts.pop("recomputes", False)))
     sizes = SimpleNamespace(tp_size=1, cp_size=1, sp_size=1)
-    return SimpleNamespace(
-        **{"distributed_type": DistributedType.NO, "parallelism_config": sizes, "state": state} | parts
-    )
+    return SimpleNamespace(**{"distributed_type": DistributedType.NO, "parallelism_config": sizes} | parts)
 
 
 MODEL = build_tiny_model("llama")
@@ -119,7 +116,6 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
         "accelerator": engine(parallelism_config=SimpleNamespace(tp_size=1, cp_size=1, sp_size=2)),
     },
     of.MEGATRON: {"accelerator": engine(distributed_type=DistributedType.MEGATRON_LM)},
-    of.RECOMPUTED: {"accelerator": engine(recomputes=True)},
 }
 # What a choice is besides, as it is made above
 ALSO = {

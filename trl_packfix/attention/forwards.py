@@ -36,6 +36,7 @@ ATTENTION_NAME = "packfix_varlen"
 # The entries of a packed batch that hold boundaries, except position_ids
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
+OF_WRAPPER = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
 
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
@@ -236,14 +237,14 @@ def in_backward() -> bool:
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
     """Make checkpointed layers recompute with the boundaries of their first run; `carry=False` undoes it.
 
-    transformers sets the checkpoint function of each layer when gradient checkpointing is enabled. That may happen at
-    any time, so a guard calls this in every packed forward.
+    transformers sets the checkpoint function of each layer when gradient checkpointing is enabled, and torch that of
+    the module around a layer. That may happen at any time, so a guard calls this in every packed forward.
     """
     for layer in layers:
-        checkpoint = vars(layer).get("_gradient_checkpointing_func")
-        if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
-            carrying = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
-            vars(layer)["_gradient_checkpointing_func"] = carrying
+        for name in ("_gradient_checkpointing_func", OF_WRAPPER):
+            checkpoint = vars(layer).get(name)
+            if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
+                vars(layer)[name] = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
 
 
 class CarryingCheckpoint:
@@ -324,6 +325,7 @@ class PackedForwardGuard(ModelHooks):
         self.sends_states: SendsStates | None = None
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
+        self._has_wrappers = False
         self.mixers = MixerNames(model, running_pack)
         self._made: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
@@ -331,6 +333,16 @@ class PackedForwardGuard(ModelHooks):
     def _register(self) -> list[RemovableHandle]:
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
+        self._has_wrappers = False
+        self._first = next(
+            (
+                (parent, name)
+                for parent in self.model.modules()
+                for name, module in parent.named_children()
+                if module in self._layers and not isinstance(module, PreTrainedModel)
+            ),
+            None,
+        )
         takers = (self.model, *self.fed)
         reads_images = towers(self.model)
         return [
@@ -363,6 +375,7 @@ class PackedForwardGuard(ModelHooks):
         layout = layout_of(kwargs)
         kwargs = {name: given for name, given in kwargs.items() if name != LAYOUT}
         if layout.is_packed:
+            self._find_wrappers()
             carry_boundaries(self._layers)
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
@@ -378,6 +391,15 @@ class PackedForwardGuard(ModelHooks):
                 kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
         self._entered.append(layout.is_packed)
         return args, kwargs
+
+    def _find_wrappers(self) -> None:
+        """Add modules that FSDP has put around layers. It does so after the guard is installed: the first shows it."""
+        if self._has_wrappers:
+            return
+        place = self.model if self._first is None else self._first[0].get_submodule(self._first[1])
+        if any(OF_WRAPPER in vars(module) for module in place.modules()):
+            self._layers += [module for module in self.model.modules() if OF_WRAPPER in vars(module)]
+            self._has_wrappers = True
 
     def _divide(
         self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

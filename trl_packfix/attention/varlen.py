@@ -368,7 +368,8 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} for a pack of {num_tokens} tokens do not count 0, 1, "
             f"2, ... within each document: no boundaries can be read from them. {FEED_A_PACK} (Documents that share "
-            "prefixes have such positions: with share_prefixes use gradient_checkpointing=True, not FSDP's.)"
+            "prefixes have such positions: with share_prefixes use gradient_checkpointing=True, not checkpoints of "
+            "your own.)"
         )
     starts = [*is_start.nonzero().flatten().tolist(), num_tokens]
     if len(starts) == 2 and num_tokens > 1 and not in_backward():

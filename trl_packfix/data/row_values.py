@@ -169,9 +169,9 @@ class StreamSources(dict[str, int]):
     def __missing__(self, name: str) -> int:
         if len(self) == MAX_SOURCES:
             raise ValueError(
-                f"`source_column` was given, and the train stream has more than {MAX_SOURCES} different values there; "
-                f"the next one is {name[:40]!r}. Each source has its own loss in every log entry, and at most "
-                f"{MAX_SOURCES} are logged. Set `source_column` to a coarser column, or group rare values under one "
+                f"`source_column` was given, and in the train stream it has more than {MAX_SOURCES} different values "
+                f"({name[:40]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
+                "logged. Set `source_column` to a coarser column, or group rare values under one "
                 "name."
             )
         self[name] = number = len(self)

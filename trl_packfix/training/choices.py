@@ -273,11 +273,6 @@ def _megatron(given: Given) -> str | None:
     return "Megatron-LM" if is_one else None
 
 
-def _recomputed(given: Given) -> str | None:
-    plugin = None if given.accelerator is None else getattr(given.accelerator.state, "fsdp_plugin", None)
-    return "`activation_checkpointing` in `fsdp_config`" if plugin and plugin.activation_checkpointing else None
-
-
 def _unpacked_sequences(given: Given) -> str | None:
     config = None if given.accelerator is None else given.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size
@@ -291,6 +286,3 @@ OTHER_PARALLELISM = Choice(
 )
 UNPACKED_SEQUENCES = Choice("`sp_size` of accelerate and `packing=False`", _unpacked_sequences, "set `sp_size=1`")
 MEGATRON = Choice("Megatron-LM", _megatron, "use DDP, DeepSpeed or FSDP")
-RECOMPUTED = Choice(
-    "`activation_checkpointing` of FSDP", _recomputed, "set `gradient_checkpointing=True` instead, which keeps them"
-)

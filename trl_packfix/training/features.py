@@ -92,7 +92,6 @@ _SHARED_ROWS = {
     "documents of several lengths",
     of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the number of keys of a pack with shared tokens "
     "depends on its documents",
-    of.RECOMPUTED: "FSDP recomputes layers without the rows that documents share",
 }
 _WEIGHTS = {
     of.LOSS_FUNCTION: "It gets a whole batch and returns one number, in which documents have no weight",
@@ -157,7 +156,6 @@ FEATURES = (
             "`tokens_per_rank`",
             of.BATCH_SIZE: "A pack has at most `tokens_per_rank` tokens on each of its ranks, so the batch size would "
             "have no effect",
-            of.RECOMPUTED: "FSDP recomputes layers without the boundaries of the pack that the ranks share",
         },
         page="long_context.md",
         proof="the same with parts of packs, for each number of ranks that share a pack",

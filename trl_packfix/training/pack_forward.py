@@ -260,13 +260,6 @@ def _check(trainer: Trainer, share_prefixes: bool) -> None:
             "model, which hooks do not reach. Launch one process per GPU (`accelerate launch` or `torchrun`), or make "
             "one GPU visible with `CUDA_VISIBLE_DEVICES`."
         )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if share_prefixes and plugin is not None and plugin.activation_checkpointing:
-        raise ValueError(
-            "`pack_forward` with `share_prefixes=True` was called under `activation_checkpointing` in `fsdp_config`. "
-            "FSDP recomputes layers without the rows that documents share. Set `gradient_checkpointing=True` instead, "
-            "which keeps them, or `share_prefixes=False`."
-        )
     PACKED_ROWS.refuse(Given(args=args, accelerator=trainer.accelerator))
     checks.check_one_device(model)
     checks.check_quantisation(model, args.device.type)
