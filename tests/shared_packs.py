@@ -61,7 +61,6 @@ from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
-from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import SOURCES, WEIGHTS, RowValuesCollator
 from trl_packfix.data.stream import PackedStream
@@ -990,19 +989,6 @@ def other_images_unseen():
 
 
 @contextmanager
-def images_by_placeholder():
-    """A document shares the image of another one behind the same text: collating compares placeholder tokens."""
-    right = RowProcessor.compare
-
-    def wrong(self, documents):
-        pairs = zip(right(self, documents), documents, strict=True)
-        return [found._replace(tokens=np.asarray(document["input_ids"])) for found, document in pairs]
-
-    with mock.patch.object(RowProcessor, "compare", wrong):
-        yield
-
-
-@contextmanager
 def unproved_other_images():
     """The proof would find it, too."""
     with other_images(), mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only):
@@ -1041,7 +1027,6 @@ TRAINING_FAULTS = {
     **IMAGE_FAULTS,
     "features_without_gradients": features_without_gradients,
     "other_images_unseen": other_images_unseen,
-    "images_of_others": images_by_placeholder,
     "own_shards_unseen": own_shards_unseen,
     "sources_as_met": sources_as_met,
     **FAULTS,
@@ -1313,7 +1298,6 @@ PLANTED = {
     "features_late": "images_llava",
     "features_without_gradients": "images_qwen3_vl",
     "other_images_unseen": "alike_images_llava",
-    "images_of_others": "alike_family_images",
     # What only streams show
     "own_shards_unseen": "stream_shards",
     "sources_as_met": "stream_shards",

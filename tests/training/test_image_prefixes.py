@@ -322,7 +322,7 @@ def test_training_that_brings_images_together_is_unpacked_training():
 
 
 @trl_trains
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
 def test_training_that_shares_images_is_unpacked_training(family):
     start, wanted, rounding, unshared = reference(family)
     run, found, seen = trained(family, **SHARED)

@@ -46,7 +46,7 @@ def five_steps(folder, family, packed, batch=(4, 1), **kwargs):
 
 
 AS_ROWS = ("gemma3", "gemma4", "paligemma")
-NATIVE = ("llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3", "aya_vision", "glm4v")
+NATIVE = ("llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3", "aya_vision", "glm4v", "qwen3_5")
 
 
 @trl_trains
