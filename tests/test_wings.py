@@ -143,10 +143,9 @@ def test_the_wheel_has_every_module(wheel):
     }
 
 
-def link_requirements(folder: Path) -> None:
-    """Link what `pip install trl_packfix` installs into a folder: its requirements and theirs, without any extra."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    todo = [Requirement(text) for text in project["dependencies"]]
+def link_packages(folder: Path, requirements: list[str]) -> None:
+    """Link what `pip install` of these requirements installs into a folder: them and theirs, without any extra."""
+    todo = [Requirement(text) for text in requirements]
     done: set[tuple[str, str]] = set()
     while todo:
         one = todo.pop()
@@ -163,28 +162,51 @@ def link_requirements(folder: Path) -> None:
                     (folder / top).symlink_to(found.locate_file(top))
 
 
-@pytest.mark.processes
-def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_installed(wheel, tmp_path):
-    """A module that imports anything else breaks a fresh installation, and no test in the environment of the tests."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """An environment with `pip install --no-deps trl_packfix` and nothing else."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
     subprocess.run(install, check=True)
+    return python
+
+
+def run_with(python: Path, libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in that environment, with these libraries."""
+    settings = os.environ | {"PYTHONPATH": str(libraries)}
+    return subprocess.run([python, *arguments], env=settings, cwd=libraries.parent, capture_output=True, text=True)
+
+
+@pytest.mark.processes
+def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_installed(python, tmp_path):
+    """A module that imports anything else breaks a fresh installation, and no test in the environment of the tests."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
-    link_requirements(libraries)
+    link_packages(libraries, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
     assert (libraries / "trl").exists() and not (libraries / "pytest").exists()
     names = [f"trl_packfix.{name}".removesuffix(".__init__") for name in MODULES if name != "__main__"]
     code = f"import importlib, trl_packfix as p\nfor name in {names}: importlib.import_module(name)\nprint(p.__file__)"
-    run = subprocess.run(
-        [str(python), "-c", code],
-        env=os.environ | {"PYTHONPATH": str(libraries)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    run = run_with(python, libraries, "-c", code)
     assert run.returncode == 0, run.stderr
-    assert str(tmp_path / "venv") in run.stdout.splitlines()[-1]
+    assert str(python.parent.parent) in run.stdout.splitlines()[-1]
+
+
+@pytest.mark.processes
+def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, tmp_path):
+    """The example for other projects: it passes on Llama and names the module of a type that leaks."""
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    link_packages(libraries, ["torch", "transformers", "pytest"])
+    assert not [name for name in ("trl", "peft", "datasets", "accelerate", "pyarrow") if (libraries / name).exists()]
+    example = (ROOT / "examples" / "test_isolation.py").read_text()
+    (tmp_path / "test_llama.py").write_text(example)
+    (tmp_path / "test_falcon.py").write_text(example.replace("Llama", "Falcon"))
+    run = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_falcon.py")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "2 failed, 2 passed" in run.stdout
+    assert "PackingLeakError" in run.stdout and "self_attention (FalconAttention)" in run.stdout
 
 
 # A call with many arguments by position cannot be read. Not in attention, isolation and training yet, where functions

@@ -1,23 +1,20 @@
-"""All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`."""
+"""All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`.
+
+The leak probe reads this module and needs torch and transformers only. So everything else is imported by the function
+that uses it.
+"""
 
 import importlib.metadata
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import peft
 import torch
 import transformers
-import trl
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from datasets import IterableDataset
-from datasets.iterable_dataset import BufferShuffledExamplesIterable
 from packaging.version import Version
-from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,17 +22,22 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from peft.tuners.tuners_utils import BaseTuner
+
 TRL_FLOOR = "1.9.0"
-# What accelerate wraps in DistributedDataParallel
-DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+# What accelerate wraps in DistributedDataParallel: values of its `DistributedType`, which are strings
+DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 
 
-def require_trl(installed: str = trl.__version__) -> None:
+def require_trl(installed: str | None = None) -> None:
     """Raise ImportError for a version of TRL that the trainer does not support.
 
     TRL builds a `labels` column in `_prepare_dataset` from 1.9 on, and the trainer depends on it. Can be removed when
     the version in `pyproject.toml` is enough (an environment can be changed after installation).
     """
+    installed = installed or importlib.metadata.version("trl")
     if Version(installed) < Version(TRL_FLOOR):
         raise ImportError(
             f"trl {installed} is installed. trl_packfix builds on the dataset preparation of trl {TRL_FLOOR}, which "
@@ -43,14 +45,14 @@ def require_trl(installed: str = trl.__version__) -> None:
         )
 
 
-def scores_tokens(installed: str = trl.__version__) -> bool:
+def scores_tokens(installed: str | None = None) -> bool:
     """Whether TRL's fused LM head returns a log-probability per token on every device.
 
     Before 1.15 there is no such head; that of 1.15 needs Triton, which torch for CPUs does not have. The trainer then
     adds its own (`training/lm_head.py`). Can be removed with support for TRL below 1.16.
     https://github.com/huggingface/trl/releases/tag/v1.16.0
     """
-    return Version(installed) >= Version("1.16.0")
+    return Version(installed or importlib.metadata.version("trl")) >= Version("1.16.0")
 
 
 def router_loss_coefficient(trainer: Any) -> float:
@@ -98,6 +100,8 @@ def main_process_first() -> Iterator[None]:
 
     TRL has this as `global_then_local_main_first`, but not in 1.9. Can be removed with support for TRL without it.
     """
+    from accelerate import PartialState
+
     state = PartialState()
     with state.main_process_first(), state.local_main_process_first():
         yield
@@ -110,12 +114,17 @@ def run_hooks_inside_adapters(model: nn.Module) -> None:
     pack, nor DeepSpeed's, which gather its parameters. Adapters with a `forward` of their own (AdaLoRA) stay as they
     are. Can be removed with support for peft below 0.21.
     """
+    peft = sys.modules.get("peft")  # imported by whoever made the adapters
+    if peft is None or Version(peft.__version__) >= Version("0.21"):
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
     adapters: Any = getattr(model, "base_model", None)
-    if Version(peft.__version__) < Version("0.21") and getattr(type(adapters), "forward", None) is BaseTuner.forward:
+    if getattr(type(adapters), "forward", None) is BaseTuner.forward:
         adapters.forward = MethodType(_call_with_hooks, adapters)
 
 
-def _call_with_hooks(adapters: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+def _call_with_hooks(adapters: "BaseTuner", *args: Any, **kwargs: Any) -> Any:
     return adapters.model(*args, **kwargs)
 
 
@@ -206,7 +215,7 @@ def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
     model.load_state_dict(whole.state_dict())
 
 
-def state_is_exact(dataset: IterableDataset) -> bool:
+def state_is_exact(dataset: "IterableDataset") -> bool:
     """Whether `state_dict()` of a stream holds everything that a restart needs.
 
     It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch. datasets has
@@ -216,6 +225,9 @@ def state_is_exact(dataset: IterableDataset) -> bool:
     Below datasets 5.1 a restart from it loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`. In 5.0 the
     state after a restart stays that of its beginning, too.
     """
+    import datasets
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
     if Version(datasets.__version__) < Version("5.1"):
         return False
     if dataset._formatting is not None and dataset._formatting.is_table:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import nn
 
 from ..attention.forwards import ModelHooks, PackedForwardGuard
@@ -204,9 +203,10 @@ def agreed(value: Any) -> Any:
 
     Raises RuntimeError on all ranks if values differ.
     """
-    if not (dist.is_available() and dist.is_initialized()):  # accelerate would start a process group by itself
+    if not (dist.is_available() and dist.is_initialized()):
         return value
-    values = gather_object([value])
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     if any(other != value for other in values):
         raise RuntimeError(
             f"the leak probe found {values} on the {len(values)} ranks: with different results, ranks would run "
