@@ -9,7 +9,7 @@ On every GPU of a machine (DeepSpeed ZeRO-3 unless another config is given; FSDP
     deepspeed --num_gpus=8 examples/train.py --use_peft --learning_rate 2e-4 --deepspeed deepspeed_configs/zero2.json
     deepspeed --num_gpus=8 examples/train.py --deepspeed deepspeed_configs/zero2.json
     accelerate launch examples/train.py
-    accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/train.py
+    accelerate launch --config_file trl_packfix/cli/recipe_files/accelerate-fsdp2.yaml examples/train.py
 On several nodes: examples/launch.
 
 Documents longer than one GPU holds, each shared by several GPUs (docs/long_context.md):

@@ -8,12 +8,12 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
 from support.launch import small
 from support.models import build_tiny_model, build_tokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-JOBS = sorted(file for file in (EXAMPLES / "configs").glob("*.yaml") if not file.name.startswith("accelerate_"))
+JOBS = sorted((EXAMPLES / "configs").glob("*.yaml"))
 DEEPSPEED = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 NUM_ROWS = 12
 # As for `make demo`: glibc would return every large buffer to the kernel, a third of the CPU seconds
@@ -218,13 +218,15 @@ def test_without_a_hub_train_falls_back(monkeypatch):
     assert train["hub_answers"]() is False  # HF_HUB_OFFLINE is set by conftest.py
 
 
-def execute(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, **replaced: str) -> dict:
+def execute(
+    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, source: str | None = None, **replaced: str
+) -> dict:
     """The variables of an example after it ran in `workplace`, where the hub's names are folders.
 
     `replaced` are texts of the example, each found exactly once, and what stands there instead (a CPU has to be asked
     for, and tests are in a hurry).
     """
-    source = (EXAMPLES / name).read_text()
+    source = source or (EXAMPLES / name).read_text()
     for old, new in replaced.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
@@ -242,6 +244,31 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
     quick = "packing=True, use_cpu=True, bf16=False, max_steps=1, max_length=64"
     variables = execute("minimal.py", workplace, monkeypatch, **{"packing=True": quick})
     assert variables["trainer"].state.global_step == 1
+
+
+def test_the_notebook_for_colab_trains(workplace, monkeypatch):
+    """Its cells in order, on a tiny model. It is stored without outputs, because no GPU has run it."""
+    cells = json.loads((EXAMPLES / "colab.ipynb").read_text())["cells"]
+    assert "Not run on a GPU yet" in "".join(cells[0]["source"])
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    install, *texts = ["".join(cell["source"]) for cell in code]
+    assert install.startswith("%pip install")
+    quick = {"max_steps=50": "max_steps=1, use_cpu=True", "max_length=1024": "max_length=64", "tokens=100": "tokens=2"}
+    variables = execute("colab.ipynb", workplace, monkeypatch, source="\n".join(texts), **quick)
+    assert variables["trainer"].state.global_step == 1
+    assert (workplace / "qwen3-0.6b-packed" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_dockerfile_copies_what_it_installs():
+    """Docker itself is not here. All that the build reads must pass .dockerignore, and be enough for the wheel."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    passing = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], *project["license-files"], "pyproject.toml", "trl_packfix"} <= copied == passing
+    assert all((ROOT / name).exists() for name in copied)
+    assert 'ENTRYPOINT ["trl-packfix"]' in lines and "trl-packfix" in project["scripts"]
 
 
 def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypatch):
@@ -284,7 +311,7 @@ def test_zero3_prefetches_beside_a_large_lm_head(file):
 
 def test_there_are_configs():
     assert {file.stem for file in DEEPSPEED} == {"zero2", "zero3", "zero3_offload"}
-    assert {file.stem for file in JOBS} >= {"full_zero3", "lora", "qlora", "cpu_demo"}
+    assert {file.stem for file in JOBS} >= {"lora", "qlora", "cpu_demo"}
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda file: file.stem)
@@ -299,8 +326,3 @@ def test_job_is_accepted(file):
     assert training_args.use_cpu or not training_args.logging_nan_inf_filter  # it waits for the GPU
     if "deepspeed" in job:
         assert (ROOT / job["deepspeed"]).is_file()
-
-
-def test_accelerate_fsdp2_is_accepted():
-    config = load_config_from_file(str(EXAMPLES / "configs" / "accelerate_fsdp2.yaml"))
-    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ZeRO-3 on the nodes of a hostfile, started once, from any of them (password-less ssh and pdsh are needed):
-#   examples/launch/deepspeed.sh --config examples/configs/full_zero3.yaml
+#   examples/launch/deepspeed.sh --config trl_packfix/cli/recipe_files/qwen3-8b.yaml
 #
 # HOSTFILE  one line per node, `NAME slots=GPUS` (default: examples/launch/hostfile)
 # HEAD      a name of the first node that all others reach (default: the first of the hostfile)

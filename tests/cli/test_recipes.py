@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
 from support import vision
 from support.models import build_tiny_model, build_tokenizer
@@ -28,6 +29,7 @@ MODELS = {
 CHATS = Dataset.from_list(
     [{"messages": [{"role": role, "content": f"{i} {role}"} for role in ("user", "assistant")] * 2} for i in range(6)]
 )
+FOR_ACCELERATE = "accelerate-fsdp2"
 # On several GPUs, or as another recipe here
 NOT_RUN = {"qwen3-8b", "long-128k", "qwen3-8b-lora", "llama-3.1-8b-lora"}
 
@@ -48,10 +50,15 @@ def test_a_wrong_name_says_what_there_is(capsys):
 
 
 def test_every_recipe_is_run_or_named_as_not_run():
-    assert set(NAMES) == MODELS.keys() | NOT_RUN
+    assert set(NAMES) == MODELS.keys() | NOT_RUN | {FOR_ACCELERATE}
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_the_file_for_accelerate_is_accepted():
+    config = load_config_from_file(str(recipes.FOLDER / f"{FOR_ACCELERATE}.yaml"))
+    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
 def test_a_recipe_is_accepted(name):
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
