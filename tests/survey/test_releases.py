@@ -1,0 +1,42 @@
+"""docs/leaks_by_release: the page is that of the table, and the table that of the judge."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from sweep import page as compatibility
+from sweep import releases
+
+DOCS = Path(__file__).parents[2] / "docs"
+TABLE = releases.read(DOCS / releases.TABLE)
+
+
+def test_the_page_is_made_of_the_table():
+    assert (DOCS / releases.PAGE).read_text() == releases.page(TABLE)
+    assert {"5.16.0", "5.20.0", "5.23.0"} <= set(releases.releases_of(TABLE))
+
+
+def test_both_surveys_agree_on_the_release_that_they_share():
+    """The other one is docs/compatibility.csv, made with the probe and the repair."""
+    stock = {(row.model_type, row.kind): row.stock_trl or "not judged" for row in compatibility.read(DOCS)}
+    column = {key: row["5.23.0"] for key, row in TABLE.items() if row["5.23.0"]}
+    assert len(column) > 250 and column == stock
+
+
+def test_a_change_is_between_two_verdicts():
+    table = {
+        ("one", "causal"): {"5.9.0": "leaks", "5.16.0": "isolated"},
+        ("two", "causal"): {"5.9.0": "not judged", "5.16.0": "isolated"},
+        ("new", "causal"): {"5.9.0": "", "5.16.0": "leaks"},
+    }
+    assert releases.changes(table, "causal") == {("5.9.0", "5.16.0", "leaks", "isolated"): ["one"]}
+    assert "Leaks in 5.16.0: new." in releases.page(table)
+
+
+@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the column is that of transformers 5.23.0")
+@pytest.mark.parametrize("model_type", ["llama", "opt", "bamba"])
+def test_the_verdict_of_a_type_is_that_of_the_table(model_type, tmp_path):
+    file = tmp_path / releases.TABLE
+    releases.judge_types([(model_type, "causal")], file, time_limit=60)
+    wanted = TABLE[model_type, "causal"]["5.23.0"]
+    assert releases.read(file) == {(model_type, "causal"): {"5.23.0": wanted}}

@@ -1,0 +1,178 @@
+"""Since when does a model type leak? TRL's own packs on the installed transformers: docs/leaks_by_release.csv and .md.
+
+PYTHONPATH=tests python -m sweep.releases --output docs   # adds the column of this release: 3 CPU minutes
+
+For another release, install it beside the environment of the tests, e.g. into the folder `old`:
+
+pip install --no-deps --target old transformers==5.16.0 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.0 \\
+    fsspec==2024.5.0 huggingface_hub==1.17.0 httpx httpcore h11 anyio sniffio idna certifi   # 5.0: tokenizers==0.22.1
+PYTHONPATH=old:tests python -m sweep.releases --output docs
+
+No probe and no repair takes part: the model is as transformers builds it, and batches are those of the installed TRL.
+"""
+
+import argparse
+import csv
+import resource
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import transformers
+
+from trl_packfix.survey import zoo
+
+from .judge import Judge, packed_by_trl
+
+PAGE, TABLE = "leaks_by_release.md", "leaks_by_release.csv"
+VERDICTS = {
+    "isolated": "logits and every gradient of packed documents are those of unpacked training",
+    "leaks": "they differ, and there is no error",
+    "refuses": "the model raises an error on a pack; mixers of hybrid models do on a CPU, without their kernels",
+    "not judged": "it cannot be built tiny here, or does not accept text alone",
+}
+KEY = ("model_type", "kind")
+MEMORY = 16 * 2**30  # bytes of data
+Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> verdict
+
+
+def stock_verdict(model_type: str, kind: str = "causal") -> str:
+    """What TRL's packs do on this type: one of VERDICTS."""
+    try:
+        model = zoo.build_model(model_type, kind)
+        judge = Judge(model, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    except TimeoutError:
+        raise
+    except Exception:  # any error of the model's own code
+        return "not judged"
+    judgement = judge.judge(model, packed_by_trl)
+    return "refuses" if judgement.refusal else "isolated" if judgement.right else "leaks"
+
+
+def types_here() -> list[tuple[str, str]]:
+    """Every model type of the installed transformers, with its kind."""
+    causal = [(name, "causal") for name in zoo.causal_types()]
+    return causal + [(name, "image-text") for name in zoo.image_text_types()]
+
+
+def read(file: Path) -> Table:
+    """The table in a file; empty without one."""
+    if not file.exists():
+        return {}
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return {(row["model_type"], row["kind"]): {k: v for k, v in row.items() if k not in KEY} for row in rows}
+
+
+def releases_of(table: Table) -> list[str]:
+    """The releases in a table, from old to new."""
+    found = {release for row in table.values() for release, verdict in row.items() if verdict}
+    return sorted(found, key=lambda text: [int(part) for part in text.split(".")])
+
+
+def write(table: Table, file: Path) -> None:
+    """Write a table, releases from old to new. A cell is empty if the release has no such type, or it did not run."""
+    releases = releases_of(table)
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow([*KEY, *releases])
+        for key in sorted(table, key=lambda key: (key[1], key[0])):
+            writer.writerow([*key, *(table[key].get(release, "") for release in releases)])
+
+
+def changes(table: Table, kind: str) -> dict[tuple[str, str, str, str], list[str]]:
+    """(Release, next release, verdict, next verdict) -> the types whose verdict changed there."""
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for old, new in pairwise(releases_of(table)):
+        for (name, its_kind), row in sorted(table.items()):
+            pair = row.get(old, ""), row.get(new, "")
+            if its_kind == kind and pair[0] != pair[1] and not {"", "not judged"} & set(pair):
+                found.setdefault((old, new, *pair), []).append(name)
+    return found
+
+
+def page(table: Table) -> str:
+    """The page of a table."""
+    releases = releases_of(table)
+    lines = [
+        "# Since when does it leak?",
+        "",
+        "What packing did without trl_packfix, by release of transformers: TRL's packs on a tiny random model of each "
+        "type, by the judge of [compatibility](compatibility.md). Made by `python -m sweep.releases`, whose head has "
+        "the versions beside each release.",
+        "",
+        "| verdict | meaning |",
+        "|---|---|",
+        *[f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items()],
+    ]
+    for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models, on text alone")):
+        rows = [row for (_, its_kind), row in table.items() if its_kind == kind]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            f"| transformers | {' | '.join(VERDICTS)} |",
+            f"|{'---|' * (1 + len(VERDICTS))}",
+        ]
+        for release in releases:
+            counts = Counter(row.get(release) for row in rows)
+            lines.append(f"| {release} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+        lines += ["", "| between | change | types |", "|---|---|---|"]
+        for (old, new, before, after), names in changes(table, kind).items():
+            lines.append(f"| {old} and {new} | {before} -> {after} | {', '.join(names)} |")
+        last = sorted(
+            name for (name, its_kind), row in table.items() if (its_kind, row[releases[-1]]) == (kind, "leaks")
+        )
+        lines += ["", f"Leaks in {releases[-1]}: {', '.join(last)}."]
+    lines += ["", "## Every type", "", f"The table is [{TABLE}]({TABLE}). An empty cell is a type that was not there."]
+    columns = ",".join([*KEY, *releases])
+    lines += ["", f'<div data-table="../{TABLE}" data-columns="{columns}" data-choices="kind,{releases[-1]}"></div>']
+    return "\n".join(lines) + "\n"
+
+
+def judge_types(types: Iterable[tuple[str, str]], file: Path, time_limit: int) -> None:
+    """Judge `types` and write each verdict into the table in `file`. A cell that has a verdict is not judged again."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    release = transformers.__version__
+    for key in types:
+        table = read(file)
+        if table.get(key, {}).get(release):
+            continue
+        signal.alarm(time_limit)
+        try:
+            verdict = stock_verdict(*key)
+        except TimeoutError:
+            verdict = "not judged"
+        signal.alarm(0)
+        print(release, *key, verdict, flush=True)
+        table.setdefault(key, {})[release] = verdict
+        write(table, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sweep.releases", description=__doc__)
+    parser.add_argument("--only", metavar="TYPES", help="these model types only, separated by commas")
+    parser.add_argument("--output", metavar="DIR", required=True, help=f"the folder of {TABLE}")
+    parser.add_argument("--time-limit", type=int, default=60, help="seconds per model type")
+    args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    names = args.only.split(",") if args.only else None
+    chosen = [key for key in types_here() if names is None or key[0] in names]
+    file = Path(args.output) / TABLE
+    judge_types(chosen, file, args.time_limit)
+    (file.parent / PAGE).write_text(page(read(file)))
+
+
+if __name__ == "__main__":
+    main()
