@@ -12,6 +12,7 @@
 # make logged   docs/logging.md: every key of the log, from the code
 # make kernels the real Triton kernels of hybrid models on packs, by Triton's interpreter on the CPU (4 minutes)
 # make docs    the pages of docs/ as a site in site/, with the API reference
+# make upstream   the defects of docs/upstream.md, without and with their patches (8 minutes)
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
 # make wheel   dist/, and a test that installs it into an empty environment and imports every module
@@ -41,7 +42,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs upstream clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -110,6 +111,9 @@ gpu: $(INSTALLED)
 
 sweep: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m sweep --all --output docs $(ARGS)
+
+upstream: $(INSTALLED)
+	$(BIN)/python upstream/verify.py $(ARGS)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures.py $(DATA_FLAG)

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
-from support.versions import TRL
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
@@ -58,8 +56,6 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("page, code", SNIPPETS, ids=[f"{page}-{code.split()[1]}" for page, code in SNIPPETS])
 def test_snippets_run(page, code, capsys):
-    if page == "upstream.md" and Version("1.16") > TRL:
-        pytest.skip("docs/upstream.md shows defects of the versions in constraints.txt")
     exec(compile(code, page, "exec"), {})
     printed = capsys.readouterr().out
     expected = re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
