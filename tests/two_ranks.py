@@ -377,6 +377,30 @@ def restart(folder: Path, name: str, **settings) -> dict:
     return outcome(resumed, whole=outcome(whole), per_epoch=per_epoch, stop=stop)
 
 
+class StopsAt(TrainerCallback):
+    """Saves and ends the run after a step, as if it had been killed behind its checkpoint."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+# A run on one rank, on two and on one again; each stops in the second epoch.
+LEGS = {"one": {"gradient_accumulation_steps": 3}, "two": {}, "one_again": {"per_device_train_batch_size": 1}}
+STOPS = {"one": 7, "two": 9}
+
+
+def elastic(folder: Path, name: str, before: str | None = None, **settings) -> dict:
+    """Leg `name` of a run of three epochs, from the checkpoint in which leg `before` ended."""
+    trainer = make_trainer(folder, f"elastic/{name}", **THREE_EPOCHS | LEGS[name] | settings)
+    if name in STOPS:
+        trainer.add_callback(StopsAt(STOPS[name]))
+    trainer.train(before and str(folder / "elastic" / before / f"checkpoint-{STOPS[before]}"))
+    return outcome(trainer, accumulation=trainer.args.gradient_accumulation_steps, total=trainer.state.max_steps)
+
+
 class Watched(TrainerCallback):
     """Notes the state of the engine before and after each probe: the trainer's own, one more, and one in training.
 
@@ -532,6 +556,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         found["rounded"] = partial(rounded, engine=engine)
         found["leaking_bf16"] = partial(alternating, name=f"{engine}/leaking_bf16", **leaking)
     if engine == "ddp":
+        found["elastic"] = partial(elastic, name="two", before="one", engine=engine)
         found["five_padded"] = partial(five_steps, name="ddp/five_padded", engine=engine, **PADDED)
         for name, settings in {"full_evaluated": {}, "padded_evaluated": PADDED}.items():
             settings = {"evaluates_first": True, "engine": engine} | settings

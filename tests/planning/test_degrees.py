@@ -43,7 +43,7 @@ from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Given
 from trl_packfix.training.planner import make_planner
-from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
+from trl_packfix.training.restart import continued, settings_of, step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 8, 2, 64, 64),))
@@ -441,12 +441,12 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
     lengths = np.random.default_rng(0).integers(1, 12, 200).tolist()
     before = state_of(planner(lengths, 4, 16, accumulation=2))
     same, other = planner(lengths, 4, 16, accumulation=2), planner(lengths, 4, 32, accumulation=2)
-    check_same_batches("there", before, state_of(same)["settings"], same)
+    continued("there", before, state_of(same)["settings"], same)
     with pytest.raises(ValueError, match="`tokens_per_rank` was 16 and is 32"):
-        check_same_batches("there", before, state_of(other)["settings"], other)
+        continued("there", before, state_of(other)["settings"], other)
     # 8 ranks with half the accumulation: every optimizer step keeps its documents, only the degrees may differ
     more = planner(lengths, 8, 16, accumulation=1)
-    check_same_batches("there", before, state_of(more)["settings"], more)
+    continued("there", before, state_of(more)["settings"], more)
 
 
 # Settings

@@ -44,7 +44,7 @@ from trl_packfix.planning.families import (
 from trl_packfix.planning.imbalance import imbalance, imbalance_bound
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
-from trl_packfix.training.restart import check_same_batches, settings_of, step_hash
+from trl_packfix.training.restart import continued, settings_of, step_hash
 
 COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16, 0.25),))
 
@@ -679,9 +679,9 @@ def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path
         del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
     if refused:
         with pytest.raises(ValueError, match=f"`share_prefixes` was '{before}' and is '{now}'.*Set them back"):
-            check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
+            continued("checkpoint-2", state, settings_with(now), plans[now])
     else:
-        check_same_batches("checkpoint-2", state, settings_with(now), plans[now])
+        continued("checkpoint-2", state, settings_with(now), plans[now])
         assert f"`share_prefixes` was '{before}' and is '{now}'" in caplog.text
 
 

@@ -71,7 +71,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pairs(folder) -> Pairs:
+def first_leg(folder) -> dict:
+    """A run on one rank that two ranks continue."""
+    return two_ranks.elastic(folder, "one")
+
+
+@pytest.fixture(scope="module")
+def pairs(folder, first_leg) -> Pairs:
     for engine in chain.from_iterable(two_ranks.LAUNCHES.values()):
         (folder / engine).mkdir()
     return Pairs(folder, "log", [sys.executable, str(ROOT / "tests" / "two_ranks.py"), str(folder)])
@@ -491,8 +497,6 @@ def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents
     found = result(f"restart_{strategy}_0")
     checkpoint = str(folder / name / "whole" / f"checkpoint-{found['stop']}")
     settings = two_ranks.THREE_EPOCHS | {"packing_strategy": strategy}
-    with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*number of ranks is 4 again"):
-        two_ranks.make_trainer(folder, f"{name}/refused", **settings).train(checkpoint)
     for run, cls in (("one", two_ranks.Packed), ("reversed", two_ranks.Reversed)):
         one = two_ranks.make_trainer(folder, f"{name}/{run}", cls, gradient_accumulation_steps=4, **settings)
         one.train(checkpoint)
@@ -500,6 +504,28 @@ def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents
         assert step_documents({"seen": [one.seen]}, accumulation=4) == step_documents(found["whole"])[found["stop"] :]
     rounding = relative_difference(folder, f"{name}/reversed", f"{name}/one", start="model")
     assert relative_difference(folder, f"{name}/one", f"{name}/whole", start="model") <= tolerance(rounding)
+
+
+@pytest.mark.parametrize("engine", ["ddp"])
+def test_every_document_once_per_epoch_on_one_rank_then_two_then_one(result, first_leg, folder):
+    """Each resumes within the second epoch, of which a part was trained, and plans the rest of it anew."""
+    last = two_ranks.elastic(folder, "one_again", before="two")
+    legs = [first_leg, result("elastic"), last]
+    assert [leg["world_size"] for leg in legs] == [1, 2, 1] and [leg["num_steps"] for leg in legs[:2]] == [7, 9]
+    steps = [step for leg in legs for step in step_documents(leg, leg["accumulation"])]
+    assert len(steps) == last["num_steps"] == last["total"] and len({leg["total"] for leg in legs}) == 3
+    epochs, ends = [[]], []
+    for number, step in enumerate(steps, 1):
+        epochs[-1] += step
+        if len(epochs[-1]) >= 60:
+            epochs.append([])
+            ends.append(number)
+    assert [sorted(epoch) for epoch in epochs] == [list(range(60))] * 3 + [[]]
+    assert ends[0] < 7 and ends[1] > 9, "a checkpoint is not in the second epoch"
+    losses = last["losses"]  # of all three: the log is in the checkpoint
+    assert len(losses) == len(steps) and all(0 < loss < 10 for loss in losses) and losses[-1] < losses[0] - 1
+    tokens = sum(len(text) + 1 for text in two_ranks.documents(60)["text"])
+    assert last["num_tokens"][-1] == 3 * tokens
 
 
 @pytest.mark.parametrize("engine", ["zero3"])

@@ -1,19 +1,23 @@
 """Restarts on one process: exact or refused, from whole checkpoints only. Those on two ranks: test_distributed.py."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from support.planners import make_epochs
 from support.rounding import tolerance, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 
+from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.training import restart
-from trl_packfix.training.checkpoints import FILE, begin, choose_checkpoint, damage
-from trl_packfix.training.restart import check_same_batches
+from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
+from trl_packfix.training.restart import continued
 
 SOURCES = texts(60).add_column("source", ["a", "b"] * 30)
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
@@ -95,6 +99,21 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     assert anew.restart.resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
+def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
+    again = resume(folder, "checkpoint-10", gradient_accumulation_steps=1, include_num_input_tokens_seen="all")
+    planner, total = again.data.planner, again.state.max_steps
+    before = run.state.max_steps // 3
+    epochs, rates, tokens = (logged(again, name) for name in ("epoch", "learning_rate", "num_tokens"))
+    assert planner.num_steps > before and planner.steps_of(1) > before
+    assert again.state.global_step == total == before + planner.steps_of(1) + planner.num_steps
+    later = [epochs[step] for step in range(11, total + 1)]
+    assert later == sorted(later) and epochs[before + planner.steps_of(1)] == 2 and epochs[total] == 3
+    assert rates[total] == pytest.approx(1e-2 / total) and rates[12] == pytest.approx(1e-2 * (1 - 11 / total))
+    assert tokens[total] == logged(run, "num_tokens")[3 * before]  # of three epochs
+    said = f"`gradient_accumulation_steps` was 2 and is 1.*{total - 10} of {total} steps remain.*with {3 * before}\\)"
+    assert re.search(said, caplog.text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after",
@@ -131,8 +150,10 @@ CHANGES = {
     "data_seed": ({"data_seed": 7}, "`seed` was 42 and is 7"),
     "order kept": ({"train_sampling_strategy": "sequential"}, "`shuffle` was True and is False"),
     "drop_last": ({"dataloader_drop_last": True}, "`dataloader_drop_last` was False and is True"),
-    "batch size": ({"per_device_train_batch_size": 4}, "`per_device_train_batch_size` was 2 and is 4"),
-    "accumulation": ({"gradient_accumulation_steps": 1}, "`gradient_accumulation_steps` was 2 and is 1"),
+    "batch size, too": (
+        {"per_device_train_batch_size": 4, "seed": 7},
+        "`seed` was 42 and is 7, `per_device_train_batch_size` was 2 and is 4",
+    ),
 }
 
 
@@ -140,11 +161,20 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_documents_or_batches_are_refused(change, folder):
     settings, named = CHANGES[change]
-    with pytest.raises(ValueError, match=f"{named}.*repeated and others left out.*`ignore_data_skip=True`") as error:
+    with pytest.raises(ValueError, match=f"{named}.*left out. Set them back, or set `ignore_data_skip=True`"):
         resume(folder, "checkpoint-10", **settings)
-    adjustable = change in ("batch size", "accumulation")
-    assert ("number of ranks is 2 again" in str(error.value)) is adjustable
-    assert ("Set them back" in str(error.value)) is not adjustable
+
+
+def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):
+    file = folder / "checkpoint-10" / FILE
+    state = json.loads(file.read_text())
+    del state["files"][TRAINED], state["first_step"], state["planned_at"], state["steps_left"]
+    file.write_text(json.dumps(state))
+    (folder / "checkpoint-10" / TRAINED).unlink()
+    message = "`gradient_accumulation_steps` was 2 and is 1.*has no `trained_documents.npy`.*number of ranks is 2 again"
+    with pytest.raises(ValueError, match=message):
+        resume(folder, "checkpoint-10", gradient_accumulation_steps=1)
+    assert resume(folder, "checkpoint-10", max_steps=11).state.global_step == 11
 
 
 def test_the_same_lengths_with_other_tokens_are_another_dataset(tmp_path):
@@ -166,14 +196,22 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
         resume(folder, "checkpoint-10")
 
 
-def test_zero_refuses_another_number_of_ranks_whatever_the_documents(run):
-    planner, checkpoint = run.data.planner, Path(run.args.output_dir) / "checkpoint-10"
-    state = json.loads((checkpoint / FILE).read_text())
+def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_path):
+    state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    check_same_batches("checkpoint-10", state, run.restart.settings, planner)
+    assert continued("checkpoint-10", state, run.restart.settings, run.data.planner) == {}
+    config = {}
+    plugin = SimpleNamespace(deepspeed_config=config)
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    restarted = restart.Restart(SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator))
     state["engine"] = "deepspeed"
-    with pytest.raises(ValueError, match="`world_size` was 2 and is 1.*Set them back"):
-        check_same_batches("checkpoint-10", state, run.restart.settings, planner)
+    with pytest.raises(ValueError, match="on 1 ranks, and `world_size` was 2.*ds_to_universal --input.*or launch 2"):
+        restarted._check_shards(str(tmp_path), state)
+    (tmp_path / "latest_universal").write_text("global_step10_universal")
+    with pytest.raises(ValueError, match='only a universal checkpoint. Set `"checkpoint": {"load_universal": true}`'):
+        restarted._check_shards(str(tmp_path), state)
+    config["checkpoint"] = {"load_universal": True}
+    restarted._check_shards(str(tmp_path), state)
 
 
 @pytest.mark.slow
@@ -382,21 +420,23 @@ def test_another_weighting_of_documents_is_refused(is_stream, tmp_path):
 @pytest.mark.parametrize("saves", [True, False])
 def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch):
     hashed, saved = [], []
+    planner = make_epochs(Documents(*[np.array([0, 1])] * 2, np.array([3, 4]), np.array([1, 1]), Ledger()), "bfd")
     monkeypatch.setattr(restart, "step_hash", lambda planner, epoch: hashed.append(epoch) or "hash")
     monkeypatch.setattr(restart.checkpoints, "save_state", lambda folder, state, earlier: saved.append(state))
     rank = SimpleNamespace(
         args=SimpleNamespace(should_save=saves),
         settings={},
         trainer=SimpleNamespace(
-            state=SimpleNamespace(global_step=5),
+            state=SimpleNamespace(global_step=2, max_steps=2),
             _total_train_tokens=1,
             callback_handler=SimpleNamespace(train_dataloader=None),
             accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
         ),
-        _planner=SimpleNamespace(num_steps=4),
+        _planner=planner,
         _engine="none",
         _loss_settings=dict,
         _earlier_files=(),
     )
     restart.Restart.end_checkpoint(rank, str(tmp_path))
     assert hashed == [1] * saves and [state["step_hash"] for state in saved] == ["hash"] * saves
+    assert (tmp_path / TRAINED).exists() is saves

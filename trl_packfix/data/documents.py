@@ -1,12 +1,14 @@
 """Documents as spans of a table, and the ledger that counts what was cut, split and dropped. numpy only."""
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..planning.arrays import Int64Array
 from ..planning.families import TokenOrder
@@ -117,6 +119,19 @@ class Documents:
     def lengths(self) -> Int64Array:
         """Tokens of each document, shape (N,)."""
         return self.stop - self.start
+
+    def taken(self, chosen: npt.NDArray[np.bool_]) -> "Documents":
+        """The documents that are `chosen`, shape (N,), numbered anew from 0. The ledger stays that of all."""
+        number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file
+        if tokens is not None:
+            tokens = tokens.within(np.where(chosen, 0, -1))
+            tokens = TokenOrder(number[tokens.order], tokens.common)
+        if file is not None:  # it is not written: plans are cached under a name of its own
+            digest = hashlib.sha256(np.packbits(chosen).data).hexdigest()
+            file = file.with_name(f"{file.stem}-{digest[:16]}{file.suffix}")
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        taken: dict[str, Any] = {name: None if values is None else values[chosen] for name, values in columns.items()}
+        return replace(self, **taken, tokens=tokens, file=file)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""

@@ -8,10 +8,12 @@ itself, so no process waits.
 import hashlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ..planning.arrays import Float64Array, Int64Array
 from ..planning.costs import LLAMA_7B, CostModel
@@ -26,10 +28,32 @@ from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
 
+REST = -1  # in place of the number of an epoch, for the schedule of the rest of one
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """The epoch in which a run resumes, and what was trained of it under other plans.
+
+    Attributes:
+        epoch: its number.
+        first_step: optimizer steps of the run before this epoch.
+        num_steps: optimizer steps of this epoch under other plans; 0 if this run plans the whole epoch.
+        trained: whether each document was trained in them, shape (N,); None if `num_steps` is 0.
+    """
+
+    epoch: int = 0
+    first_step: int = 0
+    num_steps: int = 0
+    trained: npt.NDArray[np.bool_] | None = None
+
 
 @dataclass
 class EpochPlanner:
     """Documents -> plan -> schedule, for any epoch. All epochs have the number of optimizer steps of the first.
+
+    A run that resumes with other ranks has trained a part of an epoch under another plan. `begin` plans the rest of
+    that epoch anew, and only this epoch has another number of steps.
 
     With sequence parallelism the later epochs have the degrees of the first, since the model is proved at each of them
     before the first step.
@@ -41,9 +65,11 @@ class EpochPlanner:
         share_prefixes: "family" plans documents that begin alike as one; they must be sorted by their tokens. Plans are
             the same for "off" and "pack".
         writes_cache: cache plans and schedules of many documents; one rank of a node is enough.
+        may_be_empty: allow an epoch of zero steps.
 
     Attributes:
-        num_steps: optimizer steps of each epoch.
+        num_steps: optimizer steps of each epoch that is planned whole.
+        start: where the run resumes.
         first_plan: the packs of the first epoch; None for a strategy that keeps steps.
     """
 
@@ -52,10 +78,13 @@ class EpochPlanner:
     cost_model: CostModel = LLAMA_7B
     share_prefixes: SharePrefixes = "off"
     writes_cache: bool = True
+    may_be_empty: bool = False
     num_steps: int = field(init=False)
+    start: Start = field(init=False, default=Start(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
     _first_plans: RunPlans = field(init=False, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
+    _rest: "EpochPlanner | None" = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._latest = None
@@ -75,6 +104,8 @@ class EpochPlanner:
             self.num_steps = plans.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
+            if self.may_be_empty:
+                return
             raise ValueError(
                 f"The epoch has {unit}, and one optimizer step needs more of them ({plans.bins.accumulation} "
                 f"accumulation steps x {plans.bins.world_size} ranks). With `dataloader_drop_last=True` the only step "
@@ -145,8 +176,78 @@ class EpochPlanner:
         of_steps = self.documents.tokens.within(self.plans.kept_steps(self._unpacked_order(epoch)))
         return self.pieces(of_steps, splits_copies=False)
 
+    # The steps of a run
+
+    def begin(self, start: Start) -> None:
+        """Continue a run: plan anew what `start` has not trained of its epoch, with the settings of this planner."""
+        self.start, self._latest, self._rest = start, None, None
+        if start.trained is None:
+            return
+        remaining = ~start.trained
+        if remaining.any():
+            self._rest = EpochPlanner(
+                self.documents.taken(remaining),
+                replace(self.plans, seed=self.plans.seed + start.epoch),
+                self.cost_model,
+                self.share_prefixes,
+                self.writes_cache,
+                may_be_empty=True,
+            )
+        if self._rest is None or not self._rest.num_steps:
+            self._rest = None
+            self.start = Start(start.epoch + 1, start.first_step + start.num_steps)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all epochs of the run have the same number of optimizer steps."""
+        return self.start.num_steps == 0 and self.start.first_step == self.start.epoch * self.num_steps
+
+    def steps_of(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        if self._rest is None or epoch != self.start.epoch:
+            return self.num_steps
+        return self.start.num_steps + self._rest.num_steps
+
+    def first_step(self, epoch: int) -> int:
+        """Optimizer steps of the run before an epoch, which is not before that of `start`."""
+        start = self.start
+        later = epoch - start.epoch
+        return start.first_step + (self.steps_of(start.epoch) + (later - 1) * self.num_steps if later else 0)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """The epoch that the run is in after `step` optimizer steps, and how many of them are of this epoch."""
+        start = self.start
+        inside, length = step - start.first_step, self.steps_of(start.epoch)
+        if inside < length:
+            return start.epoch, inside
+        later, inside = divmod(inside - length, self.num_steps)
+        return start.epoch + 1 + later, inside
+
+    def total_steps(self, num_epochs: float) -> int:
+        """Optimizer steps of a run of so many epochs, or of the steps that were trained already."""
+        epoch = max(int(num_epochs), self.start.epoch)
+        part = max(num_epochs - epoch, 0.0)
+        return max(ceil(self.first_step(epoch) + part * self.steps_of(epoch)), 1)
+
+    def trained(self, epoch: int, num_steps: int) -> npt.NDArray[np.bool_]:
+        """Whether each document is trained in the first `num_steps` optimizer steps of an epoch, shape (N,)."""
+        before = self.start.trained if epoch == self.start.epoch else None
+        trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()
+        schedule = self.schedule(epoch)
+        trained[schedule.order[: schedule.offsets[num_steps * self.bins.num_slots]]] = True
+        return trained
+
+    # Epochs
+
     def schedule(self, epoch: int) -> Schedule:
-        """Documents of every step, micro-batch and rank of one epoch."""
+        """Documents of every step, micro-batch and rank of one epoch.
+
+        In an epoch of which a part was trained under other plans, the steps of that part are empty.
+        """
+        if self._rest is not None and epoch == self.start.epoch:
+            if self._latest is None or self._latest[0] != REST:
+                self._latest = (REST, self._schedule_rest(self._rest))
+            return self._latest[1]
         if not self.plans.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
@@ -190,6 +291,19 @@ class EpochPlanner:
             schedule = plans.schedule(units, epoch, self.first_plan, num_steps=self.num_steps)
         order, offsets = units.documents(schedule.order, schedule.offsets, plans.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
+
+    def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
+        found, trained = rest.schedule(0), self.start.trained
+        assert trained is not None
+        empty, degrees = np.zeros(self.start.num_steps * self.bins.num_slots, np.int64), found.degrees
+        if degrees is not None:
+            degrees = np.concatenate([np.ones(self.start.num_steps * self.bins.accumulation, np.int64), degrees])
+        return replace(
+            found,
+            order=np.flatnonzero(~trained)[found.order],
+            offsets=np.concatenate([empty, found.offsets]),
+            degrees=degrees,
+        )
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         """Families of these documents as units of this plan."""

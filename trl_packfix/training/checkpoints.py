@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
@@ -17,6 +19,9 @@ from ..version import __version__
 
 VERSION = 2
 FILE = "packing_state.json"
+TRAINED = "trained_documents.npy"
+
+Trained = npt.NDArray[np.bool_]
 
 
 # What is written
@@ -83,6 +88,23 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """What `save_state` wrote, or None if the checkpoint is not from a packed run of this package."""
     file = checkpoint / FILE
     return json.loads(file.read_text()) if file.is_file() else None
+
+
+# Which documents of the running epoch were trained: a bit for each, in a file of its own
+
+
+def save_trained(checkpoint: Path, now: Trained, before: Trained | None) -> None:
+    """Write which documents of the epoch were trained, and which before the running plan was made; both (N,)."""
+    np.save(checkpoint / TRAINED, np.packbits([now] if before is None else [now, before], axis=1))
+
+
+def read_trained(checkpoint: Path, num_documents: int) -> tuple[Trained | None, Trained | None]:
+    """The inverse of `save_trained`; None for what was not saved, as by earlier versions."""
+    file = checkpoint / TRAINED
+    if not file.is_file():
+        return None, None
+    rows = np.unpackbits(np.load(file), axis=1, count=num_documents).astype(bool)
+    return rows[0], rows[1] if len(rows) > 1 else None
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:

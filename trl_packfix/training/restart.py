@@ -1,9 +1,10 @@
 """Exact restarts: the state saved in every checkpoint, and the checks of it on resume.
 
-For a table the state holds the settings, a fingerprint of the documents, and a hash of the documents of every optimizer
-step. On resume, the batches of the old and of the new run are compared before the first step. For a stream it holds the
-position of every rank in reading and packing. Both hold the number of tokens seen. A run continues exactly, or it is
-refused.
+For a table the state holds the settings, a fingerprint of the documents, a hash of the documents of every optimizer
+step, and which documents of the epoch were trained. On resume, the batches of the old and of the new run are compared
+before the first step. If only ranks, accumulation or batch size changed, the documents that remain of the epoch are
+planned anew. For a stream the state holds the position of every rank in reading and packing. Both hold the number of
+tokens seen. Every document of the epoch is trained once, or the run is refused.
 """
 
 import hashlib
@@ -20,19 +21,21 @@ from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
 from ..compat import load_renamed_weights
-from ..data.epochs import EpochPlanner
+from ..data.epochs import EpochPlanner, Start
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream import PackedStream, resume, stream_file
 from ..version import __version__
 from . import checkpoints
-from .checkpoints import FILE, VERSION, choose_checkpoint, read_state
+from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
 from .config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
 # Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
 ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "share_prefixes")
+# For other values of these, the rest of the epoch can be planned anew.
+ELASTIC = set(ADJUSTABLE) - {"share_prefixes"}
 # Settings that checkpoints of earlier versions do not have, with what those did
 EARLIER = {"share_prefixes": "off"}
 WEIGHTS = "weights of the rows"
@@ -48,6 +51,21 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
         documents = np.sort(schedule.step_documents(step))
         digest.update(np.array([len(documents), *documents], dtype="<i8").data)
     return digest.hexdigest()
+
+
+def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Trained, Trained | None]]:
+    """The running epoch after `step` optimizer steps of the run, and its trained documents for `save_trained`."""
+    epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
+    done += 1
+    is_start = epoch == planner.start.epoch
+    state = {
+        "epoch": epoch,
+        "first_step": step - done,
+        "planned_at": planner.start.num_steps if is_start else 0,
+        "steps_left": planner.steps_of(epoch) - done,
+        "step_hash": step_hash(planner, epoch),
+    }
+    return state, (planner.trained(epoch, done), planner.start.trained if is_start else None)
 
 
 def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
@@ -76,29 +94,45 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | Im
 # What is compared
 
 
-def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], planner: EpochPlanner) -> None:
-    """Compare the batches of the run that saved `state` with those of this run.
+def continued(
+    checkpoint: str, state: dict[str, Any], settings: dict[str, Any], planner: EpochPlanner
+) -> dict[str, tuple[Any, Any]]:
+    """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
+
+    Args:
+        state: what `read_state` returns, with `trained`, what `read_trained` returns.
+
+    Returns:
+        The settings for which the rest of the epoch is planned anew, with their values before and now.
 
     Raises:
-        ValueError: they differ; the message names the settings that changed.
+        ValueError: documents would be repeated or left out; the message names the settings that changed.
     """
     before = EARLIER | state["settings"]
     changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
-    if state["engine"] == "deepspeed" and "world_size" in changed:
-        fixed["world_size"] = changed["world_size"]  # ZeRO saves one shard per rank
-    if not fixed and step_hash(planner, state["epoch"]) == state["step_hash"]:
-        if changed:
-            logger.warning(
-                f"Resuming with {_listed(changed)}. Every optimizer step has the same documents as before; "
-                "random numbers (dropout) and rounding differ."
-            )
-        return
+    epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
+    if not fixed:
+        first_step = state.get("first_step", epoch * planner.num_steps)
+        planner.begin(Start(epoch, first_step, state.get("planned_at", 0), trained_before))
+        if step_hash(planner, epoch) == state["step_hash"]:
+            if changed:
+                logger.warning(
+                    f"Resuming with {_listed(changed)}. Every optimizer step has the same documents as before; "
+                    "random numbers (dropout) and rounding differ."
+                )
+            return {}
+        if trained is not None and changed.keys() & ELASTIC and "family" not in changed.get("share_prefixes", ()):
+            step = state["global_step"]
+            is_whole = not state["steps_left"]
+            planner.begin(Start(epoch + 1, step) if is_whole else Start(epoch, first_step, step - first_step, trained))
+            return changed
     if fixed or "family" in changed.get("share_prefixes", ()):
         remedy = "Set them back"
     elif changed.keys() - {"share_prefixes"}:  # "off" and "pack" plan the same steps
         slots = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
+            f"The checkpoint has no `{checkpoints.TRAINED}`, from which the rest could be planned anew. "
             f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "
             f"`gradient_accumulation_steps` so that its product with the number of ranks is {slots} again"
         )
@@ -110,6 +144,13 @@ def check_same_batches(checkpoint: str, state: dict[str, Any], settings: dict[st
         f"After step {state['global_step']} documents of the epoch would be repeated and others left out. {remedy}, "
         "or set `ignore_data_skip=True` to start the epoch's documents anew on purpose."
     )
+
+
+def _read(checkpoint: Path) -> dict[str, Any] | None:
+    state = read_state(checkpoint)
+    if state is not None and "settings" in state:
+        state["trained"] = checkpoints.read_trained(checkpoint, state["settings"]["documents"])
+    return state
 
 
 def _listed(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -128,11 +169,13 @@ class Restart:
 
     Attributes:
         resumed: the checkpoint from which this training resumes, and its state; None for a new one.
+        replanned_for: see `continued`.
         settings: all settings that decide which documents are in which batch.
     """
 
     resumed: tuple[str, dict[str, Any]] | None = None
     settings: dict[str, Any]
+    replanned_for: dict[str, tuple[Any, Any]]
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -157,7 +200,7 @@ class Restart:
         if self.trainer.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
-                found = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
+                found = [checkpoint, checkpoint and _read(Path(checkpoint)), warning, None]
             except (ValueError, OSError) as error:  # raised on all ranks, which wait for the broadcast
                 found[3] = str(error)
         checkpoint, state, warning, problem = broadcast_object_list(found)
@@ -197,6 +240,24 @@ class Restart:
                 f"{self._engine!r}. An engine does not read the optimizer state of another, and raises no error. "
                 "Launch the run as before, or pass the checkpoint as `model` to start a new run with its weights."
             )
+
+    def _check_shards(self, checkpoint: str, state: dict[str, Any]) -> None:
+        before, now = state["settings"]["world_size"], self.args.world_size
+        if state["engine"] != "deepspeed" or before == now:
+            return
+        config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        is_universal = (Path(checkpoint) / "latest_universal").is_file()
+        if is_universal and config.get("checkpoint", {}).get("load_universal"):
+            return
+        folder, remedy = f"{checkpoint}/global_step{state['global_step']}", "Set"
+        if not is_universal:
+            convert = "python -m deepspeed.checkpoint.ds_to_universal"
+            remedy = f"Run `{convert} --input_folder {folder} --output_folder {folder}_universal`, set"
+        raise ValueError(
+            f"`resume_from_checkpoint={checkpoint!r}` was given on {now} ranks, and `world_size` was {before}. "
+            "DeepSpeed saves one shard per rank, and another number of ranks reads only a universal checkpoint. "
+            f'{remedy} `"checkpoint": {{"load_universal": true}}` in the DeepSpeed config, or launch {before} ranks.'
+        )
 
     def _loss_settings(self) -> dict[str, Any]:
         """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
@@ -251,10 +312,56 @@ class Restart:
         """
         if self._planner is not None:
             self.settings = settings_of(self.args, self._planner, self.trainer.data.reader)
+            self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
-                check_same_batches(*self.resumed, self.settings, self._planner)
+                self._check_shards(*self.resumed)
+                self.replanned_for = continued(*self.resumed, self.settings, self._planner)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
+
+    # The steps of a run whose epochs differ in steps
+
+    @property
+    def _uneven(self) -> EpochPlanner | None:
+        """The planner, if a part of an epoch was trained under another plan."""
+        planner = self._planner
+        return None if planner is None or planner.is_even else planner
+
+    def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What `Trainer.set_initial_training_values` returns, with the epochs and steps of this run."""
+        planner = self._uneven
+        if planner is None:
+            return values
+        epochs, *others, max_steps = values
+        if self.args.max_steps > 0:
+            return planner.position(max_steps - 1)[0] + 1, *others, max_steps
+        return epochs, *others, planner.total_steps(self.args.num_train_epochs)
+
+    def position(self, values: tuple[int, int]) -> tuple[int, int]:
+        """The epoch of a table's run, and the micro-batches of it that were trained; for others, `values`."""
+        if self._planner is None or self.resumed is None or self.args.ignore_data_skip:
+            return values
+        epoch, done = self._planner.position(self.trainer.state.global_step)
+        if self.replanned_for and self.trainer.is_world_process_zero():
+            self._say_what_is_planned_anew(self._planner, epoch, done)
+        return epoch, done * self.args.gradient_accumulation_steps
+
+    def _say_what_is_planned_anew(self, planner: EpochPlanner, epoch: int, done: int) -> None:
+        assert self.resumed is not None
+        step, total, before = self.trainer.state.global_step, self.trainer.state.max_steps, self.resumed[1]["max_steps"]
+        rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
+        logger.warning(
+            f"Resuming with {_listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
+            f"trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
+            f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
+            f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
+        )
+
+    def steps_of(self, epoch: int) -> int | None:
+        """Optimizer steps of an epoch; None if all epochs have the same number."""
+        return None if self._uneven is None else self._uneven.steps_of(epoch)
+
+    # Streams
 
     def resume_stream(self, checkpoint: str | None, loader: DataLoader[Any], max_steps: int) -> None:
         """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
@@ -286,10 +393,11 @@ class Restart:
         if isinstance(stream, PackedStream):
             torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
         elif planner is not None:
-            epoch = (step - 1) // planner.num_steps
-            state |= {"epoch": epoch, "settings": self.settings}
+            state |= {"max_steps": self.trainer.state.max_steps, "settings": self.settings}
             if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
-                state["step_hash"] = step_hash(planner, epoch)
+                epoch_state, trained = progress(planner, step)
+                state |= epoch_state
+                checkpoints.save_trained(Path(folder), *trained)
         else:
             return  # without packing, or with a loader that the user made
         # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that

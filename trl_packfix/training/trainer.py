@@ -315,6 +315,21 @@ class SFTTrainer(trl.SFTTrainer):
         self.restart.resume_stream(resume_from_checkpoint, train_dataloader, max_steps)
         return model, loader
 
+    # The Trainer assumes that all epochs have the same number of steps.
+
+    def set_initial_training_values(self, *given: Any) -> tuple[Any, ...]:
+        return self.restart.training_values(super().set_initial_training_values(*given))
+
+    def _init_training_state(self, *given: Any) -> tuple[int, int]:
+        return self.restart.position(super()._init_training_state(*given))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        num_steps = self.restart.steps_of(kwargs["epoch"])
+        if num_steps is not None:
+            micro_batches = num_steps * self.args.gradient_accumulation_steps
+            kwargs |= {"num_update_steps_per_epoch": num_steps, "steps_in_epoch": micro_batches}
+        super()._run_epoch(*args, **kwargs)
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         self.training_objective.take_values(inputs)
         return super()._prepare_inputs(inputs)

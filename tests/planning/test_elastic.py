@@ -1,0 +1,178 @@
+"""A run that resumes with other ranks: every document of every epoch still once, over any sequence of restarts."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planners import make_epochs
+from support.prefixes import forest
+
+from trl_packfix.data.cache import cached_documents
+from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.reader import TokenReader
+from trl_packfix.data.spans import make_documents
+from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.planning.strategies import STRATEGIES
+from trl_packfix.training.checkpoints import read_trained, save_trained
+from trl_packfix.training.restart import continued, progress
+
+LENGTHS = np.random.default_rng(0).integers(2, 40, 150).tolist()
+NAMES = {"batch_size": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps"}
+EPOCHS = 3
+
+
+def documents_for(strategy, max_length=16):
+    traits = STRATEGIES[strategy]
+    data = Dataset.from_dict({"input_ids": [list(range(n)) for n in LENGTHS]})
+    return make_documents(TokenReader(data), max_length, traits.overlong, wrapped=traits.cuts_blocks)
+
+
+DOCUMENTS = {strategy: documents_for(strategy) for strategy in STRATEGIES}
+READER = TokenReader(forest(60))
+FOREST = cached_documents(READER, 96, sorts_tokens=True)
+
+# What is planned, by the name of a feature
+PLANS = {strategy: (DOCUMENTS[strategy], {"strategy": strategy, "max_length": 16}) for strategy in STRATEGIES} | {
+    "family": (FOREST, {"strategy": "stream", "max_length": 96, "share_prefixes": "family"}),
+    "minibatch family": (FOREST, {"strategy": "minibatch", "max_length": 96, "share_prefixes": "family"}),
+    "tokens_per_rank": (DOCUMENTS["stream"], {"strategy": "stream", "max_length": 16, "tokens_per_rank": 8}),
+}
+
+
+class Saved:
+    """What a checkpoint after `step` holds, written and read as the trainer does."""
+
+    def __init__(self, run, launch, step, folder):
+        epoch, trained = progress(run, step)
+        save_trained(folder, *trained)
+        read = read_trained(folder, len(run.documents))
+        for kept, found in zip(trained, read, strict=True):
+            assert np.array_equal(kept, found)
+        self.step, self.launch = step, launch
+        self.state = epoch | {"settings": named(launch), "engine": "none", "global_step": step, "trained": read}
+
+
+def named(launch):
+    return {NAMES.get(name, name): value for name, value in launch.items()}
+
+
+def resumed(plan, launch, saved):
+    documents, how = PLANS[plan]
+    run = make_epochs(documents, **how, **launch)
+    if saved is not None:
+        continued("there", saved.state, named(launch), run)
+    return run
+
+
+def documents_of(run, step):
+    """The documents of an optimizer step of the run, from the micro-batches of all ranks."""
+    epoch, inside = run.position(step)
+    schedule, found = run.schedule(epoch), []
+    first = inside * run.bins.accumulation
+    for rank in range(run.bins.world_size):
+        batches = list(schedule.micro_batches(rank))[first : first + run.bins.accumulation]
+        parts = list(schedule.parts(rank))[first : first + run.bins.accumulation]
+        for batch, (_, index) in zip(batches, parts, strict=True):
+            found += [i for i in batch.tolist() if i != EMPTY and not index]
+    return epoch, found
+
+
+launches = st.fixed_dictionaries(
+    {"batch_size": st.integers(1, 3), "accumulation": st.integers(1, 4), "world_size": st.integers(1, 5)}
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    plan=st.sampled_from([*PLANS]),
+    attempts=st.lists(st.tuples(launches, st.floats(0, 0.9)), min_size=2, max_size=4),
+    shuffle=st.booleans(),
+)
+def test_every_document_once_per_epoch_over_any_sequence_of_launches(plan, attempts, shuffle, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    trained = [[] for _ in range(EPOCHS)]
+    saved, step = None, 0
+    for number, (launch, share) in enumerate(attempts):
+        launch = launch | {"shuffle": shuffle}
+        if plan == "tokens_per_rank":  # one pack holds one longest document, on an even number of ranks
+            launch |= {"batch_size": 1, "world_size": 2 * launch["world_size"]}
+        run = resumed(plan, launch, saved)
+        assert run.position(step)[0] <= EPOCHS
+        total = run.total_steps(EPOCHS)
+        assert total == step if step and run.position(step)[0] == EPOCHS else total > step
+        is_last = number == len(attempts) - 1
+        stop = total if is_last else min(step + 1 + int(share * (total - step)), total)
+        for now in range(step, stop):
+            epoch, documents = documents_of(run, now)
+            assert documents, "a step without a document"
+            trained[epoch] += documents
+        if stop > step:
+            saved = Saved(run, launch, stop, folder)
+        step = stop
+    expected = list(range(len(PLANS[plan][0])))
+    assert [sorted(epoch) for epoch in trained] == [expected] * EPOCHS
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp_path):
+    """Also from a checkpoint within an epoch of which a part was planned for other ranks."""
+    first, second = ({"accumulation": a, "world_size": 2, "batch_size": 1} for a in (1, 2))
+    saved = Saved(resumed(plan, first, None), first, 3, tmp_path)
+    run = resumed(plan, second, saved)
+    assert not run.is_even and run.position(3) == (0, 3)
+    later = 5
+    assert run.steps_of(0) > later, "the epoch ends before the second checkpoint"
+    again = resumed(plan, second, Saved(run, second, later, tmp_path))
+    assert again.start.num_steps == 3 and again.total_steps(EPOCHS) == run.total_steps(EPOCHS)
+    for step in range(later, run.total_steps(EPOCHS)):
+        assert documents_of(again, step) == documents_of(run, step)
+    in_next_epoch = run.first_step(1) + 1
+    again = resumed(plan, second, Saved(run, second, in_next_epoch, tmp_path))
+    assert not again.is_even and again.position(in_next_epoch) == (1, 1)
+    for step in range(in_next_epoch, run.total_steps(EPOCHS)):
+        assert documents_of(again, step) == documents_of(run, step)
+
+
+def test_nothing_is_planned_anew_without_a_change(tmp_path):
+    launch = {"accumulation": 2, "world_size": 2, "batch_size": 1}
+    run = resumed("stream", launch, None)
+    again = resumed("stream", launch, Saved(run, launch, run.num_steps + 2, tmp_path))
+    assert again.is_even and again.position(run.num_steps + 2) == (1, 2)
+    assert np.array_equal(again.schedule(1).order, run.schedule(1).order)
+
+
+def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
+    """Documents that no step reached are not trained in the next run, if the epoch was complete."""
+    launch = {"accumulation": 3, "world_size": 2, "batch_size": 1, "drop_last": True}
+    run = resumed("stream", launch, None)
+    assert run.schedule(0).num_skipped, "nothing is dropped"
+    fewer = launch | {"world_size": 1, "accumulation": 1}
+    again = resumed("stream", fewer, Saved(run, launch, run.num_steps, tmp_path))
+    assert again.position(run.num_steps) == (1, 0) and again.steps_of(1) == again.num_steps
+    # Before, the rest of the epoch has them, too; a rest of less than one step is dropped
+    again = resumed("stream", fewer, Saved(run, launch, run.num_steps - 1, tmp_path))
+    assert again.position(run.num_steps - 1)[0] == 0
+    more = launch | {"world_size": 5, "accumulation": 8}
+    again = resumed("stream", more, Saved(run, launch, run.num_steps - 1, tmp_path))
+    assert again.position(run.num_steps - 1) == (1, 0)
+
+
+def test_documents_that_are_taken_keep_what_belongs_to_them():
+    """Images, trained tokens, blocks and the order by tokens; the cache of their plans has a name of its own."""
+    num = len(FOREST)
+    chosen = np.random.default_rng(1).random(num) < 0.5
+    documents = replace(FOREST, block=np.arange(num), image_values=np.arange(num) * 2, image_squares=np.arange(num) * 3)
+    taken = documents.taken(chosen)
+    numbers = np.flatnonzero(chosen)
+    for name in ("row", "start", "stop", "trained", "block", "image_values", "image_squares"):
+        assert np.array_equal(getattr(taken, name), getattr(documents, name)[numbers])
+    tokens = [READER.read(*span)["input_ids"] for span in zip(taken.row, taken.start, taken.stop, strict=True)]
+    assert sorted(taken.tokens.order) == list(range(len(numbers)))
+    for (before, own), common in zip(pairwise(taken.tokens.order), taken.tokens.common[1:], strict=True):
+        same = [a == b for a, b in zip(tokens[before], tokens[own], strict=False)]
+        assert common == [*same, False].index(False)
+    assert Documents(*[np.zeros(2, np.int64)] * 4, Ledger()).taken(np.array([True, False])).file is None
