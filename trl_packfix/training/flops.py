@@ -17,7 +17,8 @@ from ..planning.costs import CostModel
 # whitepapers. Many sheets give the rate with sparsity, which is twice this one. A name that fits none (a laptop's, a
 # MIG slice) has no peak. From other pages: B300 and GB300 (glennklockwood.com/garden/processors/B300,
 # verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, by llmperf.net), RTX PRO 6000 (hmc-tech.com).
-# No page with the dense rate was found for RTX 5090 and RTX 6000 Ada: set `peak_tflops`.
+# RTX 5090: nanochat's table and zeroband's tests, after NVIDIA's whitepaper on RTX Blackwell. For RTX 6000 Ada other
+# tables have 181 and 364, and no page of NVIDIA's was found: set `peak_tflops`.
 PEAK_TFLOPS = (
     (r"NVIDIA GB300", 2500.0),
     (r"NVIDIA B300( SXM6 AC)?", 2250.0),
@@ -38,6 +39,7 @@ PEAK_TFLOPS = (
     (r"NVIDIA L40S", 362.0),
     (r"NVIDIA L40", 181.0),
     (r"NVIDIA L4", 121.0),
+    (r"NVIDIA GeForce RTX 5090", 209.5),
     (r"NVIDIA GeForce RTX 4090", 165.2),
     (r"NVIDIA GeForce RTX 3090", 71.0),
 )
