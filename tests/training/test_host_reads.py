@@ -1,0 +1,68 @@
+"""What the host reads from tensors in each micro-batch, through the whole trainer; on a GPU it waits for each."""
+
+import pytest
+import torch
+import trl
+from support.host_reads import HostReads, ReadsOfSteps
+from support.runs import texts, trainer
+from support.strict_varlen import StrictVarlen
+
+from trl_packfix import SFTTrainer
+from trl_packfix.attention import choice, varlen
+
+# transformers compares positions to find documents, although no mask is made for packs
+OF_TRANSFORMERS = "transformers/masking_utils.py:find_packed_sequence_indices"
+OURS = {
+    "minibatch": {"packing_strategy": "minibatch"},
+    "stream": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "prefixes": {"share_prefixes": "family"},
+}
+
+
+def reads(folder, trainer_class, **settings):
+    """(reads by place, all of them) per micro-batch, and the trainer."""
+    watch = ReadsOfSteps()
+    settings |= {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
+    run = trainer(folder, texts(120), trainer_class=trainer_class, trainer_kwargs={"callbacks": [watch]}, **settings)
+    run.train()
+    assert watch.micro_batches == 8
+    return watch.per_micro_batch, sum(watch.per_micro_batch.values()), run
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """Those of TRL on padded batches."""
+    return reads(
+        tmp_path_factory.mktemp("stock"), trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, max_length=64
+    )[:2]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_path, monkeypatch):
+    """On the path of CUDA, with a stand-in for the kernels; TRL's loss runs without its Triton kernels here."""
+    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    with StrictVarlen() as kernels:
+        places, total, run = reads(tmp_path, SFTTrainer, **OURS[name])
+    assert len(kernels.backwards) >= 7 * 2 and not run.packed_model.is_unpacked and not run.packed_model.repaired
+    assert set(places) <= {OF_TRANSFORMERS}, places
+    of_stock, total_of_stock = stock
+    assert total == 1 < total_of_stock
+    assert any("compute_loss" in place for place in of_stock), of_stock  # so the counter sees what is there
+
+
+def test_each_kind_of_read_is_counted_where_it_is():
+    x = torch.arange(4.0)
+    kinds = [
+        lambda: x.sum().item(), lambda: bool(x.any()), lambda: float(x[0]), lambda: torch.equal(x, x),
+        lambda: x.tolist(), lambda: x.numpy(), lambda: x.cpu(), lambda: x.nonzero(), lambda: x[x > 1],
+        lambda: x.unique(), lambda: x.masked_select(x > 1), lambda: torch.repeat_interleave(torch.tensor([1, 2])),
+    ]  # fmt: skip
+    with HostReads() as counter:
+        for number, kind in enumerate(kinds, 1):
+            kind()
+            assert sum(counter.places.values()) == number, number
+        x.sum(), x.cumsum(0), x[:2], x.to(torch.bfloat16)
+    assert sum(counter.places.values()) == len(kinds)
+    assert all(place.startswith("training/test_host_reads.py:") for place in counter.places), counter.places
