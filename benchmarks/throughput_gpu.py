@@ -96,6 +96,12 @@ CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL bfd flash": (trl, {"packing": True}),
     "ours stream": (trl_packfix, {"packing": True, "packing_report": False}),
 }
+OURS = CONTENDERS["ours stream"]
+# Only in `evidence.py`
+WITH_KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ours stream, static shapes": (OURS[0], OURS[1] | {"pad_documents_to_multiple_of": 128}),
+    "ours stream, liger": (OURS[0], OURS[1] | {"use_liger_kernel": True}),
+}
 LENGTHS = {"t0_p3_sample": (114, 1.27, 2048), "gsm8k_train": (165, 0.38, 1024)}  # median, sigma, max_length
 
 
@@ -283,7 +289,7 @@ def watch(packed: PackedModel) -> Callable[[], Row]:
 def train(
     machine: Machine, name: str, config: Any, lora: bool, table: Dataset, batch_size: int, max_length: int
 ) -> Row:
-    package, settings = CONTENDERS[name]
+    package, settings = (CONTENDERS | WITH_KERNELS)[name]
     model = machine.build(machine.config(config))
     if name == "TRL bfd flash":
         select_attention(model)

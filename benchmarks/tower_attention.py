@@ -13,6 +13,7 @@ that attention layers read.
 import sys
 import traceback
 from collections import Counter
+from typing import Any
 
 import torch
 from common import describe, make_parser, tell, write_csv
@@ -86,6 +87,13 @@ def build(kind: str) -> torch.nn.Module:
     raise AssertionError(f"no tower of {kind}")
 
 
+def inputs_of(config: Any, sizes: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(grids, pixels) of images with these heights and widths."""
+    side = config.patch_size * 2
+    grid = torch.tensor([[1, 2 * round(h / side), 2 * round(w / side)] for h, w in sizes])
+    return grid, torch.randn(int(grid.prod(1).sum()), 3 * config.temporal_patch_size * config.patch_size**2)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--families", nargs="+", default=[*TOWERS], choices=TOWERS)
@@ -97,9 +105,7 @@ def main() -> None:
         tower = build(kind).to(torch.bfloat16)
         config = tower.config
         for images, sizes in IMAGES.items():
-            side = config.patch_size * 2
-            grid = torch.tensor([[1, 2 * round(h / side), 2 * round(w / side)] for h, w in sizes])
-            pixels = torch.randn(int(grid.prod(1).sum()), 3 * config.temporal_patch_size * config.patch_size**2)
+            grid, pixels = inputs_of(config, sizes)
             for name, device in ((REPLACED, ""), (TOWER_ATTENTION, "rows"), (TOWER_ATTENTION, "kernel")):
                 config._attn_implementation = name
                 varlen.FLASH_DEVICES = {"cpu"} if device == "kernel" else {"cuda"}

@@ -31,20 +31,20 @@ def log(folder, name):
 
 @pytest.mark.slow
 def test_steps_run_in_order_and_say_that_there_is_no_gpu(tmp_path):
-    done, rows = run(tmp_path, "--quick", "--steps", "0 1 2 3 7 8", "--limit", "800")
+    done, rows = run(tmp_path, "--quick", "--steps", "0 1 3 7 8", "--limit", "800")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(row["step"], row["state"]) for row in rows] == [
-        ("0", "passed"), ("1", "skipped"), ("2", "passed"), ("3", "passed"), ("7", "passed"), ("8", "skipped")
+        ("0", "passed"), ("1", "skipped"), ("3", "passed"), ("7", "passed"), ("8", "skipped")
     ]  # fmt: skip
     assert {row["device"] for row in rows} == {"CPU (proves nothing about CUDA)"}
     assert done.stdout.startswith("NO GPU") and "nothing was shown about CUDA" in done.stdout
-    assert rows[2]["reason"] == "12 rows 0 without figures" and "2 passed" in rows[3]["reason"], rows
+    assert "2 passed" in rows[2]["reason"], rows
     shapes = list(csv.DictReader((tmp_path / "shapes.csv").open()))
     assert len(shapes) == 6 and {row["finite"] for row in shapes} == {"True"}
     assert {row["torch"] for row in shapes} == {torch.__version__}
     assert "torch " in log(tmp_path, "0_environment")
     # a remote machine may give back 8 files and no folders of folders: models and checkpoints are elsewhere
-    names = ["logs.tar.gz", "shapes.csv", "steps.csv", "throughput_gpu.csv"]
+    names = ["logs.tar.gz", "shapes.csv", "steps.csv"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == names
 
 

@@ -4,6 +4,10 @@
 # row per step, shapes.csv, throughput_gpu.csv and logs.tar.gz; models and checkpoints go to a temporary folder.
 #
 #   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
+#   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS]
+#
+# With --evidence none of the steps runs. The parts of benchmarks/evidence.py do, which go on after a failure and give
+# as many figures as 10 minutes allow, in one archive, evidence.tar.gz, with a table at its top.
 #
 #   0 environment   versions, the card, and why torch's FlashAttention-2 kernels cannot run, if they cannot; the model of 3, 4,
 #                   6 and 8
@@ -26,14 +30,15 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 out="$PWD/gpu_results"
-quick=0 limit="" steps="0 1 2 3 4 5 6 7 8"
+quick=0 evidence=0 limit="" steps="0 1 2 3 4 5 6 7 8"
 while [ $# -gt 0 ]; do
     case "$1" in
     --quick) quick=1 ;;
+    --evidence) evidence=1 ;;
     --out) out=$2 && shift ;;
     --steps) steps=$2 && shift ;;
     --limit) limit=$2 && shift ;;
-    *) sed -n '6p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    *) sed -n '6,7p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
     esac
     shift
 done
@@ -60,6 +65,13 @@ else
     gpu=0
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     echo "NO GPU: tiny sizes on a CPU. This tests the script itself and shows nothing about CUDA."
+fi
+
+if [ $evidence = 1 ]; then
+    rm -rf "$work"
+    size=()
+    [ $gpu = 1 ] || size=(--smoke)
+    exec "$python" benchmarks/evidence.py --out "$out" --limit "$limit" "${size[@]}"
 fi
 
 csv="$out/steps.csv"

@@ -15,7 +15,8 @@ LENGTHS = [37, 5, 64, 1, 20]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "falcon", "bloom", "mamba", "mamba2", "qwen3_next", "bart"])
-def test_documents_are_what_they_are_alone(model_type, device="cuda"):
+def test_documents_are_what_they_are_alone(model_type):
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the latter with GPU_TESTS_ON_CPU=1
     model = zoo.build_model(model_type).to(device, torch.bfloat16)
     alone = copy.deepcopy(model).float()
     packed = PackedModel(model, torch.bfloat16, device, max_length=64)

@@ -75,6 +75,7 @@ class ReadsOfSteps(TrainerCallback):
 
     def __init__(self):
         self.counter, self.micro_batches = HostReads(), 0
+        self.switch = lambda is_on: None  # called when counting begins and when it ends
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.micro_batches += self.first <= state.global_step < self.last
@@ -83,7 +84,9 @@ class ReadsOfSteps(TrainerCallback):
         self.micro_batches += self.first < state.global_step <= self.last
         if state.global_step == self.first:
             self.counter.__enter__()
+            self.switch(True)
         elif state.global_step == self.last:
+            self.switch(False)
             self.counter.__exit__(None, None, None)
 
     @property
