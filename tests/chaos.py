@@ -206,7 +206,7 @@ def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, work
     """
     # The process that all others are forked from finds this module, and this package, there.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     os.environ["DS_ACCELERATOR"] = "cpu"
     runs = Chaos(folder, ranks, engine, workers, seed)
     while runs.kills < rounds:

@@ -3,6 +3,7 @@
 import support  # noqa: F401 # isort: skip - sets the environment before torch is imported
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,17 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", metavar="DIR", help="folder of real JSONL datasets; tests that need it skip without")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for what DeepSpeed compiles, a minute of CPU time, in all tests of this run.
+
+    Not the common one of the user: after a build that was killed its lock is left, and DeepSpeed waits for ever.
+    """
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        folder = tempfile.TemporaryDirectory(prefix="extensions")
+        os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 # The files that take longest begin, so that no worker waits for one at the end

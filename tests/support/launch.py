@@ -22,8 +22,7 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     # One thread each: two ranks that take every core wait for each other. No GPU: gloo and the CPU are meant.
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     settings |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DS_ACCELERATOR": "cpu"}
-    # Private: a stale lock in the common folder makes DeepSpeed wait for ever.
-    settings |= {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    settings |= {"TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))}
     return os.environ | settings | env
 
 
