@@ -1,7 +1,7 @@
 """Rows and calls of mixers in packs: modules repaired on padded documents, beside what runs now.
 
     python benchmarks/mixer_rows.py --csv mixer_rows.csv    # 2 minutes
-    PYTHONPATH=tests/support/kernel_site python benchmarks/mixer_rows.py --csv mixer_rows_kernels.csv --models qwen3_5_text kimi_linear lfm2
+    PYTHONPATH=tests/support/kernel_site python benchmarks/mixer_rows.py --models qwen3_5_text kimi_linear lfm2
 
 Packs of 8,192 tokens with documents of lognormal lengths, on tiny random models, forward only. Per layer with a mixer:
 
