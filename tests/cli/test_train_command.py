@@ -51,6 +51,23 @@ def train(workplace: Path, monkeypatch, *flags: str, **settings) -> None:
 # Flags and files
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+
+
+def test_positions_are_those_that_model_init_kwargs_give(workplace, monkeypatch, capsys):
+    build_tiny_model(max_position_embeddings=128).save_pretrained(workplace / "short")
+    build_tokenizer().save_pretrained(workplace / "short")
+    given = {"model_name_or_path": "short", "dataset_name": "one.jsonl", "packing": True, "max_steps": 1}
+    words = ("--max_length", "256", "--per_device_train_batch_size", "1")
+    with pytest.raises(AssertionError):
+        train(workplace, monkeypatch, *words, **given)
+    assert "`max_length=256` was given and the model has 128 positions" in capsys.readouterr().err
+    longer = {"max_position_embeddings": 256, "rope_parameters": YARN}
+    train(workplace, monkeypatch, *words, "--output_dir", "longer", **given, model_init_kwargs=longer)
+    saved = json.loads((workplace / "longer" / "config.json").read_text())
+    assert saved["max_position_embeddings"] == 256 and saved["rope_parameters"]["rope_type"] == "yarn"
+
+
 SFT_FILE = {
     "model_name_or_path": "model",
     "dataset_name": "one.jsonl",

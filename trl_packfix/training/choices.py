@@ -67,12 +67,10 @@ class Choice:
 
 
 def text_config(model: Any, args: "SFTConfig") -> PretrainedConfig:
-    """The text config of a model, given as an object or by name."""
+    """The text config of a model, given as an object or by name; by name with the fields of `model_init_kwargs`."""
     if isinstance(model, str):
         init: Any = args.model_init_kwargs or {}
-        config = AutoConfig.from_pretrained(
-            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code} | init)
     else:
         config = model.config
     return config.get_text_config()
