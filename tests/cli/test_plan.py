@@ -387,6 +387,23 @@ def test_memory_without_data(workplace, capsys):
     assert "Modelled: gathered" in shown and "Not measured on a GPU" in shown
 
 
+def test_offloaded_activations_lie_on_the_host(workplace, capsys):
+    """All inputs of layers but one: layers x tokens x hidden values of 2 bytes, as transformers documents it."""
+    words = ["--model", workplace / "model", "--gpus", 8, "--batch-size", 1, "--max-length", 64, "--memory", 1.1]
+    kept, freed = (
+        {(row["method"], row["checkpointing"]): row for row in plan(capsys, *words, *more)["memory"]}
+        for more in ([], ["--offload"])
+    )
+    config = build_tiny_model().config
+    layers, size = config.num_hidden_layers, 64 * config.hidden_size * 2 / 2**30
+    one, other = kept["full, ZeRO-3", True], freed["full, ZeRO-3", True]
+    assert layers > 1 and one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
+    assert other["host"] == pytest.approx(layers * size) and one["host"] == 0 and other["largest"] > one["largest"]
+    assert kept["full, ZeRO-3", False] == freed["full, ZeRO-3", False]
+    assert main(["plan", *map(str, words), "--offload"]) == 0
+    assert "activations lie on the host" in capsys.readouterr().out
+
+
 def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
     words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
     found = plan(capsys, *words)
@@ -399,6 +416,7 @@ def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
         ([], "without DATA and without `--memory`"),
         (["--memory", "80"], "`--memory 80` was given without `--model`"),
         (["--memory", "1", "--model", "M"], "1 GiB are set aside"),
+        (["--offload"], "`--offload` was given without `--memory`"),
     ],
 )
 def test_memory_needs_a_model_and_a_card(words, message, capsys):

@@ -33,6 +33,11 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         help="memory of one GPU. Adds the predicted peak for full training and LoRA under DDP, ZeRO-2 and ZeRO-3, and "
         "the largest max_length that fits; needs --model, and no DATA",
     )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help='with --memory: gradient_checkpointing_kwargs={"offload": true}; what checkpointing saves is on the host',
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -42,6 +47,10 @@ def check(args: argparse.Namespace) -> None:
         ValueError: neither data nor memory; memory without a model, or not above the share that is set aside.
     """
     if args.memory is None:
+        if args.offload:
+            raise ValueError(
+                "`--offload` was given without `--memory`. It changes the predicted memory only. Give `--memory` too."
+            )
         if not args.data:
             raise ValueError(
                 "`plan` was given without DATA and without `--memory`. Packs are planned from documents, and memory is "
@@ -82,9 +91,11 @@ def predictions(args: argparse.Namespace, max_length: int, documents: int, *, co
             checkpointing=checkpointing,
             documents=documents,
             copied_keys=copied,
+            offload=args.offload,
         )
         found = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
+        row["host"] = sum(of_model.saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(found, "total" if name == "peak" else name) / GIB for name in PARTS}
         row["modelled_activations"] = of_model.saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
@@ -114,4 +125,8 @@ def tables(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> "tuple
         found.append(table)
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
     copied = "" if args.share_prefixes == "off" else ", with copied keys of shared prefixes"
-    return found, NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"the largest {unit}")
+    notes = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"the largest {unit}")
+    if args.offload:
+        most = max(row["host"] for row in rows)
+        notes += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."
+    return found, notes

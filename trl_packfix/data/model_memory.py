@@ -273,6 +273,7 @@ def predict_peak(
     fused_loss: bool = True,
     documents: int = 1,
     copied_keys: float = 0.0,
+    offload: bool = False,
 ) -> Peak:
     """The peak of a step on one GPU.
 
@@ -282,14 +283,16 @@ def predict_peak(
         fused_loss: TRL's loss in tiles, else one with all logits.
         documents: of a micro-batch.
         copied_keys: bytes of copied keys of shared prefixes, with their gradients.
+        offload: the inputs of layers that checkpointing saves lie on the host, except that of the layer in work.
     """
     saved = sizes.saved
+    inputs = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
     casts = saved.casts if checkpointing else 0.0
     longest = max(saved.layers, default=0.0) * tokens
     layer = (checkpointing + TEMPORARY) * longest + casts / max(len(saved.layers), 1)
     return Peak(
         **_states(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
-        activations=(saved.others + sum(saved.inputs if checkpointing else saved.layers)) * tokens,
+        activations=(saved.others + (inputs if checkpointing else sum(saved.layers))) * tokens,
         head=_head(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
         attention=_attention(sizes.attention, tokens, documents) + copied_keys,
