@@ -102,6 +102,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/throughput_gpu.py --smoke
 	$(BIN)/python benchmarks/static_shapes.py --num 1000
 	$(BIN)/python benchmarks/mixer_levels.py --turns 16
+	$(BIN)/python benchmarks/million_tokens.py
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/per_turn.py --num 15 $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/pack_forward.py --quick $(DATA_FLAG))

@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import two_ranks
+import yaml
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from support import engine_state
@@ -44,6 +45,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import trl_packfix
 from trl_packfix import PackingLeakError
@@ -59,6 +61,7 @@ from trl_packfix.attention.forwards import (
 )
 from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.cli import recipes
 from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -471,6 +474,7 @@ def mixed_difference(kind: str, degree: int) -> float:
 TOKENS_PER_RANK = 32
 TOKENS_OF_ALIKE = {"pack": 64, "family": 48}
 ACCUMULATION = 3
+MILLION = yaml.safe_load(recipes.read("qwen3-8b-1m"))
 NUM_STEPS = 3
 
 
@@ -597,6 +601,14 @@ MODELS = {
     "sinks": ("gpt_oss", {}),
     "odd_heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "experts": ("mixtral", {}),
+    "yarn": (
+        "qwen3",
+        {
+            "max_position_embeddings": NUM_RANKS * TOKENS_PER_RANK,
+            "rope_parameters": MILLION["model_init_kwargs"]["rope_parameters"]
+            | {"factor": float(NUM_RANKS), "original_max_position_embeddings": TOKENS_PER_RANK},
+        },
+    ),
 }
 
 
@@ -689,18 +701,40 @@ LOGGED = ("loss", "entropy", "mean_token_accuracy", "trained_tokens", "num_token
 LOGGED += ("loss/a", "trained_tokens/a", "computed_share")
 
 
+@contextmanager
+def in_little_memory(tiles: int):
+    """The MLP in tiles, and a count of what is offloaded.
+
+    Under ZeRO-3 all ranks must call a layer equally often, so tiles have a number, not a size. transformers pins what
+    is offloaded, which torch cannot do without an accelerator, so say that there is none.
+    """
+    whole = Qwen3MLP.forward
+
+    def tiled(self, x):
+        return torch.cat([whole(self, tile) for tile in x.tensor_split(tiles, dim=1)], dim=1)
+
+    with (
+        mock.patch.object(Qwen3MLP, "forward", tiled),
+        mock.patch.object(torch.cpu, "is_available", return_value=False) as asked,
+    ):
+        yield asked
+
+
 def train(
     folder: Path, name: str, engine: str | None = None, evaluates: bool = False, finds_faults: bool = False, **settings
 ) -> dict:
     """The weights before and after training, and what is logged."""
     trainer = make_trainer(folder, name, engine, **settings)
     start = torch.cat([p.detach().double().flatten() for _, p in sorted(trainer.model.state_dict().items())])
-    trainer.train()
+    offloads = (trainer.args.gradient_checkpointing_kwargs or {}).get("offload")
+    with in_little_memory(tiles=3 if engine else 1) if offloads else nullcontext() as offloaded:
+        trainer.train()
     logged = [[entry.get(key) for key in LOGGED] for entry in trainer.state.log_history if "loss" in entry]
     report = trainer.packing_report
     return {
         "verdicts": verdicts_of_engine(trainer) if finds_faults else None,
         "engine": trainer.engine,
+        "offloaded": offloaded.call_count if offloads else 0,
         "start": start,
         "end": weights(trainer),
         "logged": logged,
@@ -1178,6 +1212,13 @@ KINDS: dict[str, dict] = {
     "full": {"evaluates": True},
     "full_checkpointed": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "full_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    # The recipe of a million tokens, in small
+    "million": {
+        "model": "yarn",
+        "max_length": NUM_RANKS * TOKENS_PER_RANK,
+        "gradient_checkpointing": MILLION["gradient_checkpointing"],
+        "gradient_checkpointing_kwargs": MILLION["gradient_checkpointing_kwargs"],
+    },
     "lora": {"peft_config": LORA},
     "lora_checkpointed": {"peft_config": LORA, "gradient_checkpointing": True} | UNPROVED,
     "dora": {"peft_config": replace(LORA, use_dora=True)},
@@ -1250,6 +1291,7 @@ OF_ENGINES = {
     "zero2": ["full_reentrant"],
     "zero3": [
         "full",
+        "million",
         "lora_checkpointed",
         "experts",
         "alike_experts",

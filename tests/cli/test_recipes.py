@@ -31,7 +31,7 @@ CHATS = Dataset.from_list(
 )
 FOR_ACCELERATE = "accelerate-fsdp2"
 # On several GPUs, or as another recipe here
-NOT_RUN = {"qwen3-8b", "long-128k", "qwen3-8b-lora", "llama-3.1-8b-lora"}
+NOT_RUN = {"qwen3-8b", "long-128k", "qwen3-8b-lora", "llama-3.1-8b-lora", "qwen3-8b-1m"}
 
 
 def test_every_recipe_is_listed_and_printed(capsys):
@@ -68,8 +68,9 @@ def test_a_recipe_is_accepted(name):
     assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
-def test_the_memory_in_a_header_is_what_plan_predicts(data_dir, tmp_path, capsys):
-    text = recipes.read("qwen3-8b")
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-8b-1m"])
+def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, capsys):
+    text = recipes.read(name)
     peak, command = re.search(r"# (\d+) GiB on each GPU.*\n#   trl-packfix (plan .*)", text).groups()
     config = data_dir / "configs" / "full" / "qwen3-8b.json"
     (tmp_path / "config.json").write_text(config.read_text())
@@ -78,6 +79,8 @@ def test_the_memory_in_a_header_is_what_plan_predicts(data_dir, tmp_path, capsys
     found = json.loads(capsys.readouterr().out)
     (row,) = [row for row in found["memory"] if (row["method"], row["checkpointing"]) == ("full, ZeRO-3", True)]
     assert round(row["peak"]) == int(peak)
+    host = re.search(r"(\d+) GiB of the host", text)
+    assert round(row["host"]) == (int(host[1]) if host else 0)
 
 
 @pytest.mark.parametrize("name", MODELS)

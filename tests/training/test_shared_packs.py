@@ -209,6 +209,7 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
         assert degrees == special.get(kind, {1, 4} if "family" in kind else {1, 2, 4})
         proved = [2] if kind == "stream_shards" else [2, 4]
     assert found["proved"] == (proved if shared_packs.KINDS[kind].get("is_proved", True) else [])
+    assert (found["offloaded"] > 2 * shared_packs.NUM_STEPS) is (kind == "million")
     limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
     assert difference(found, expected) <= limit
     for name in shared_packs.LOGGED:
