@@ -413,13 +413,98 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
 
 @pytest.mark.parametrize(
     "changed",
-    [{"max_length": 65}, {"accumulation": 3}, {"buffer_size": 61}, {"world_size": 2}, {"tokens_per_rank": 64}],
+    [{"max_length": 65}, {"buffer_size": 61}, {"tokens_per_rank": 64}, {"overlong": "drop", "world_size": 2}],
 )
 def test_a_restart_under_other_settings_is_refused(changed):
     given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
+    state, now = (
+        PackedStream(SOURCES["table"](), **given).state_dict(0),
+        PackedStream(SOURCES["table"](), **given | changed),
+    )
+    message = r"(?s)other settings: .* is now .*Set them back.*`ignore_data_skip=True`"
+    assert not now.continues(state)
+    with pytest.raises(ValueError, match=message):
+        now.load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
+        now.merged([state])
+
+
+def test_ranks_of_a_checkpoint_of_an_earlier_version_cannot_be_changed():
+    given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
     state = PackedStream(SOURCES["table"](), **given).state_dict(0)
-    with pytest.raises(ValueError, match=r"(?s)other settings: .* is now .*Set them back.*`ignore_data_skip=True`"):
-        PackedStream(SOURCES["table"](), **given | changed).load_state_dict(state)
+    earlier = {name: value for name, value in state.items() if name not in ("parts", "share", "rest", "count")}
+    PackedStream(SOURCES["table"](), **given).load_state_dict(earlier)
+    with pytest.raises(ValueError, match="world_size 1 is now 2"):
+        PackedStream(SOURCES["table"](), rank=1, world_size=2, **given).merged([earlier])
+
+
+LAUNCH = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 25))  # ranks, accumulation, steps
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=30, max_size=300),
+    num_shards=st.integers(1, 8),
+    launches=st.lists(LAUNCH, min_size=2, max_size=4),
+    source=st.sampled_from(["plain", "shuffled", "filtered"]),
+    tokens_per_rank=st.sampled_from([None, None, 16]),
+)
+def test_every_document_once_per_pass_over_any_sequence_of_launches(
+    lengths, num_shards, launches, source, tokens_per_rank
+):
+    """Ranks come and go within a pass, and own their shards or share the stream."""
+    table, seen, states, step = numbered(lengths), Counter(), None, 0
+    dataset = table.to_iterable_dataset(num_shards)
+    if source == "shuffled":
+        dataset = dataset.shuffle(seed=1, buffer_size=20)
+    elif source == "filtered":
+        dataset = dataset.filter(lambda row: True)
+    for number, (num_ranks, accumulation, num_steps) in enumerate(launches):
+        size = {"batch_size": 2} if tokens_per_rank is None else {"batch_size": 1, "tokens_per_rank": tokens_per_rank}
+        size |= {"max_length": 30, "buffer_size": 20, "accumulation": accumulation}
+        world_size = num_ranks * (1 if tokens_per_rank is None else 2)
+        ranks = [PackedStream(dataset, rank=i, world_size=world_size, **size) for i in range(world_size)]
+        if states is not None:
+            for rank in ranks:
+                rank.load_state_dict(rank.merged(states))
+        last = max(rank.num_passes for rank in ranks) + 2  # the rest of the pass, and one of these ranks
+        for rank in ranks:
+            batches, step_of_rank = iter(rank), step
+            while number == len(launches) - 1 or step_of_rank < step + num_steps:
+                micro_batches = list(islice(batches, accumulation))
+                if number == len(launches) - 1 and rank.num_passes >= last:
+                    break
+                step_of_rank += 1
+                once = [batch for batch in micro_batches if not (isinstance(batch, PartOf) and batch.index)]
+                seen.update(chain.from_iterable(map(numbers, once)))
+        step += num_steps
+        if number < len(launches) - 1:
+            states = [saved_and_loaded(rank.state_dict(step)) for rank in ranks]
+    assert seen == dict.fromkeys(range(len(lengths)), last)
+
+
+@pytest.mark.processes
+def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
+    dataset, size = TABLE.to_iterable_dataset(4), {"batch_size": 2, "max_length": 64, "buffer_size": 60}
+    ranks = [PackedStream(dataset, rank=rank, world_size=2, num_workers=2, **size) for rank in range(2)]
+    seen = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
+    states = [saved_and_loaded(rank.state_dict(5)) for rank in ranks]
+    one = PackedStream(dataset, num_workers=2, **size)
+    one.load_state_dict(one.merged(states))
+    batches, expected = iter(one), []
+    for batch in batches:
+        if one.num_passes:
+            break
+        expected.append(numbers(batch))
+        if one.num_steps == 9:
+            state = saved_and_loaded(one.state_dict(9))
+    assert len(state["parts"]) == 4 and len(expected) > 10
+    seen.update(chain.from_iterable(expected))
+    assert seen == dict.fromkeys(range(len(TABLE)), 1)
+    again = PackedStream(dataset, num_workers=2, **size)
+    assert again.continues(state)
+    again.load_state_dict(state)
+    assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
 
 
 # In the trainer
@@ -517,10 +602,11 @@ def test_a_damaged_checkpoint_of_a_stream_is_reported_and_not_loaded(tmp_path):
             trainer(tmp_path, stream, **common).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}"))
 
 
-def test_a_stream_of_more_ranks_than_before_is_refused(tmp_path):
+def test_other_ranks_need_the_positions_of_all(tmp_path):
     trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1).train()
     stream = PackedStream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
-    with pytest.raises(ValueError, match=r"no `packed_stream_1.pt`.*rank 1 of 2\. .*Launch as many ranks as before"):
+    stream_file(tmp_path / "checkpoint-1", 0).unlink()
+    with pytest.raises(ValueError, match=r"on 2 ranks and has no `packed_stream_0.pt`.* of rank 0\. .*Copy all of it"):
         resume(stream, str(tmp_path / "checkpoint-1"), 1, num_skipped=1, ignore_data_skip=False)
 
 

@@ -9,9 +9,10 @@ ends the run.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +34,15 @@ from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
 from .row_values import SOURCES, WEIGHTS
 from .spans import Overlong, refuse_no_documents
-from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, share_of_rank
+from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
 STATE_VERSION = 3  # raise it when the contents of the state change
+# With other values of these, the rest of a pass is divided anew. `num_shards` is that of a rank.
+ELASTIC = ("batch_size", "accumulation", "rank", "world_size", "num_workers", "num_shards")
 Pack = list[DocumentTokens]
 
 
@@ -90,6 +93,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     Raises:
         ValueError: a pass over the stream has no document to train on; what `StreamReader` and `possible_degrees`
             refuse.
+
+    A run that resumes with other ranks, see `merged`, first reads the rest of the pass: the parts of the stream that
+    the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
     """
 
     num_steps: int
@@ -98,6 +104,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     _ledger: Ledger
     _packed: np.ndarray  # packs, documents, tokens and trained tokens so far
     _readers: list[ReaderState]
+    _rest: dict[str, Any] | None  # `parts` in the rest of a pass of other ranks, and whether all ranks read all of it
     _micro_steps: dict[int, int]  # number of them so far by degree
     _snapshots: dict[int, dict[str, Any]]
 
@@ -125,6 +132,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         tokens_per_rank: int | None = None,
         speeds: Speeds | None = None,
     ):
+        self.dataset = dataset
         self.parallel: SequenceParallel | None = None
         if tokens_per_rank is None:
             self.share = share_of_rank(dataset, rank, world_size)
@@ -171,11 +179,23 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     @property
     def _packs_per_step(self) -> int:
-        return self.accumulation * self.share.count // (1 if self.parallel is None else self.parallel.smallest)
+        return self.accumulation * self._count // (1 if self.parallel is None else self.parallel.smallest)
+
+    @property
+    def _count(self) -> int:
+        """Ranks that read the same in the current pass."""
+        return self.world_size if self._rest is not None and self._rest["is_shared"] else self.share.count
 
     def counts(self, num_steps: int) -> "StreamCounts":
-        """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it."""
+        """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it.
+
+        They are those of the ranks that read the same, see `readers_alike`.
+        """
         return self._snapshots[num_steps]["counts"]
+
+    def readers_alike(self, num_steps: int) -> int:
+        """Ranks, neighbours, that had read the same after so many steps, see `counts`."""
+        return self._snapshots[num_steps]["count"]
 
     def micro_steps(self, num_steps: int) -> dict[int, int]:
         """Number of micro-steps by degree after so many steps, see `counts`; empty without sequence parallelism."""
@@ -201,11 +221,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 before = self._snapshots[self.num_steps - 1]
                 self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
                 yield from step
-            if not self._num_arrived:
+            if not self._num_arrived and self._rest is None:
                 refuse_no_documents(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
             self.num_passes += 1
             self._num_arrived = 0
-            self._readers = [ReaderState()] * len(self._readers)
+            self._readers = [ReaderState()] * max(self.num_workers, 1)
+            if self._count > self.share.count and self.rank >= self.share.count:
+                self._ledger, self._packed = Ledger(), np.zeros_like(self._packed)  # those of the first ranks go on
+            self._rest = None
 
     def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
@@ -244,10 +267,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._has_ended = True
 
     def _chunks(self) -> Iterator[Chunk]:
-        dataset, num = self.share.dataset, len(self._readers)
-        parts = [dataset.shard(num, reader, contiguous=False) for reader in range(num)]
-        for part in parts:
-            part.set_epoch(self.num_passes)  # a shuffled dataset gets a new order
+        parts = []
+        for path, epoch in self._parts(self._rest, self.num_passes):
+            part = part_of(self.dataset, path)
+            part.set_epoch(epoch)  # a shuffled dataset gets a new order
+            parts.append(part)
+        if not parts:
+            return
         reader = StreamReader(
             parts,
             list(self._readers),
@@ -269,6 +295,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             **self.worker_kwargs,
         )
 
+    def _parts(self, rest: dict[str, Any] | None, num_passes: int) -> list[tuple[list[tuple[int, int]], int]]:
+        """The path and the epoch of what each reader reads in a pass."""
+        if rest is not None:
+            return rest["parts"]
+        num = max(self.num_workers, 1)
+        return [([*self.share.path, (num, reader)], num_passes) for reader in range(num)]
+
     def _micro_batches(self, packs: list[Pack]) -> list[Pack | PartOf]:
         """Packs of one optimizer step, for all ranks that share the stream -> micro-batches of this rank."""
         documents = [document for pack in packs for document in pack]
@@ -280,7 +313,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             Bins(
                 capacity=self.capacity,
                 accumulation=self.accumulation,
-                world_size=self.share.count,
+                world_size=self._count,
                 balance=self.balance,
                 synchronisation=self.synchronisation,
             ),
@@ -292,7 +325,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             assert schedule.degrees is not None
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
-        rank, found = self.share.index, []
+        rank, found = self.rank % self._count, []
         for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True):
             micro_batch = [dummy if i == EMPTY else documents[i] for i in indices.tolist()]
             found.append(micro_batch if degree == 1 else PartOf(micro_batch, degree, index))
@@ -311,6 +344,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "num_steps": self.num_steps,
             "num_passes": self.num_passes,
             "num_arrived": self._num_arrived,
+            "rest": self._rest,
+            "count": self._count,
         }
 
     def begin(self, num_steps: int = 0) -> None:
@@ -324,6 +359,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "num_steps": num_steps,
             "num_passes": 0,
             "num_arrived": 0,
+            "rest": None,
+            "count": self.share.count,
         }
         self._restore(self._start)
 
@@ -336,7 +373,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         packed = (counts.packs, counts.documents, counts.tokens, counts.trained_tokens)
         self._ledger, self._packed, self._micro_steps = counts.ledger, np.array(packed), state["micro_steps"]
         self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
-        self._snapshots = {self.num_steps: state}
+        self._rest = state.get("rest")
+        self._snapshots = {self.num_steps: {"count": self._count} | state}
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
         """The state after `num_steps` optimizer steps, the latest step that was yielded or the one before it.
@@ -364,10 +402,75 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
                 "readers": [asdict(reader) for reader in state["readers"]],
                 "counts": asdict(state["counts"]),
+                "parts": self._parts(state["rest"], state["num_passes"]),
+                "share": self.share.path,
                 "settings": self.settings,
                 "version": STATE_VERSION,
             }
         )
+
+    def _changed(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """The settings that differ from those that the state was saved with, with the values before and now."""
+        given, before = self.settings | {"version": STATE_VERSION}, state["settings"] | {"version": state["version"]}
+        return {name: (before.get(name), now) for name, now in given.items() if now != before.get(name)}
+
+    def continues(self, state: dict[str, Any]) -> bool:
+        """Whether this rank goes on from `state` alone: it was saved by the same rank with the same settings."""
+        return not self._changed(state)
+
+    def merged(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state of this rank in place of those of all ranks of a run with other ranks, for `load_state_dict`.
+
+        Ranks may be in different passes. Those that are behind read the passes up to the last one, too. So every
+        document is in each pass once.
+
+        Args:
+            states: the `state_dict()` of every rank after the same step, as saved.
+
+        Raises:
+            ValueError: settings differ that decide which documents there are.
+        """
+        first = states[0]
+        changed, num_shards = self._changed(first), _all_shards(self.share.dataset.num_shards, self.share.path)
+        fixed = {name: values for name, values in changed.items() if name not in ELASTIC}
+        if "parts" not in first:
+            fixed = changed  # saved by an earlier version
+        elif _all_shards(first["settings"]["num_shards"], first["share"]) != num_shards:
+            fixed["num_shards"] = (_all_shards(first["settings"]["num_shards"], first["share"]), num_shards)
+        if fixed:
+            _refuse_other_settings(fixed)
+        readers = states[:: first["count"]]
+        last, parts = max(state["num_passes"] for state in readers), []
+        for state in readers:
+            unread = zip(state["parts"], state["readers"], strict=True)
+            parts += [(part, reader | {"chunks": 0}) for part, reader in unread if not reader["done"]]
+            passes = range(state["num_passes"] + 1, last + 1)
+            parts += [(([*state["share"]], epoch), asdict(ReaderState())) for epoch in passes]
+        num_groups = self.world_size // self.share.count
+        is_shared = num_groups > 1 and len(parts) % num_groups > 0
+        if num_groups > 1 and not is_shared:
+            group = self.rank // self.share.count
+            parts, readers = parts[group::num_groups], readers[group::num_groups]
+        ledgers = [Ledger.from_dict(state["counts"]["ledger"]) for state in readers]
+        totals = [
+            StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(readers, ledgers, strict=True)
+        ]
+        tensors = ["lengths"] + ["weights"] * ("weights" in first)
+        return first | {
+            **{name: torch.cat([state[name] for state in readers] or [first[name][:0]]) for name in tensors},
+            "documents": {
+                name: torch.cat([state["documents"][name] for state in readers] or [flat[:0]])
+                for name, flat in first["documents"].items()
+            },
+            "closed": [],
+            "readers": [reader for _, reader in parts],
+            "rest": {"parts": [part for part, _ in parts], "is_shared": is_shared},
+            "count": self.world_size if is_shared else self.share.count,
+            "counts": asdict(sum(totals, StreamCounts())),
+            "num_passes": last,
+            "num_arrived": 0,
+            "settings": self.settings,
+        }
 
     def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
         """Continue from `state_dict()`.
@@ -379,17 +482,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         Raises:
             ValueError: the settings differ from those that the state was saved with.
         """
-        given = self.settings | {"version": STATE_VERSION}
-        saved = state["settings"] | {"version": state["version"]}
-        changed = [
-            f"{name} {saved.get(name)!r} is now {given[name]!r}" for name in given if given[name] != saved.get(name)
-        ]
+        changed = self._changed(state)
         if changed:
-            raise ValueError(
-                f"The checkpoint's stream was packed with other settings: {', '.join(changed)}. The new settings give "
-                "other packs, so the documents not trained yet are unknown. Set them back, or set "
-                "`ignore_data_skip=True` to start the stream from its beginning."
-            )
+            _refuse_other_settings(changed)
         lengths, counts = state["lengths"].tolist(), state["counts"]
         columns = {
             name: [part.numpy().copy() for part in flat.split(lengths)] for name, flat in state["documents"].items()
@@ -408,6 +503,20 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         }
         self._num_skipped = num_skipped
         self._restore(self._start)
+
+
+def _refuse_other_settings(changed: dict[str, tuple[Any, Any]]) -> None:
+    listed = ", ".join(f"{name} {before!r} is now {now!r}" for name, (before, now) in changed.items())
+    raise ValueError(
+        f"The checkpoint's stream was packed with other settings: {listed}. The new settings give other packs, so the "
+        "documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to start the stream from "
+        "its beginning."
+    )
+
+
+def _all_shards(num_shards: int, path: Sequence[tuple[int, int]]) -> int:
+    """Shards of a stream of which the part at `path` has so many."""
+    return num_shards * prod(num for num, _ in path)
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
@@ -435,15 +544,32 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped
     Raises:
         ValueError: the checkpoint has no state of this rank; what `PackedStream.load_state_dict` refuses.
     """
-    file = stream_file(checkpoint, stream.rank)
     if ignore_data_skip:
         stream.begin(num_steps)
         return
+    state = _saved(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
+    if state is None or not stream.continues(state):
+        first = _saved(checkpoint, 0, stream)
+        states = [_saved(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
+        state = stream.merged(states)
+        if stream.rank == 0:
+            waiting = sum(len(one["lengths"]) for one in states[:: first["count"]])
+            how = "every rank reads all of it" if state["rest"]["is_shared"] else "divided between the ranks"
+            logger.warning(
+                f"Resuming a stream of {len(states)} ranks on {stream.world_size}: {waiting:,} documents that wait for "
+                f"a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random numbers "
+                "(dropout) differ."
+            )
+    stream.load_state_dict(state, num_skipped)
+
+
+def _saved(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
+    file = stream_file(checkpoint, rank)
     if not file.is_file():
         raise ValueError(
-            f"`resume_from_checkpoint={checkpoint!r}` was given and has no `{file.name}`, the position in the stream "
-            f"of rank {stream.rank} of {stream.world_size}. The run was saved with fewer ranks, or the checkpoint is "
-            "on another node. Launch as many ranks as before and copy the checkpoint to every node, or set "
-            "`ignore_data_skip=True` to start the stream from its beginning."
+            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.world_size} ranks and has no `{file.name}`, "
+            f"the position in the stream of rank {rank}. It is on another node, and another number of ranks needs "
+            "the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start the "
+            "stream from its beginning."
         )
-    stream.load_state_dict(torch.load(file, weights_only=True), num_skipped)
+    return torch.load(file, weights_only=True)

@@ -6,7 +6,7 @@ reader after it. Chunks that workers have read ahead are in no saved state; a re
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -43,11 +43,13 @@ class Share:
     Attributes:
         dataset: the rank's own shards, or the whole stream.
         index, count: this rank, and the number of ranks, among those that read the same. With its own shards: (0, 1).
+        path: see `part_of`; () for the whole stream.
     """
 
     dataset: IterableDataset
     index: int
     count: int
+    path: tuple[tuple[int, int], ...] = ()
 
 
 def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> Share:
@@ -68,7 +70,8 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
     if dataset.num_shards % num_groups == 0:
         # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
         # different times.
-        return Share(dataset.shard(num_groups, rank // degree, contiguous=False), rank % degree, degree)
+        path = ((num_groups, rank // degree),)
+        return Share(part_of(dataset, path), rank % degree, degree, path)
     if world_size > MANY_RANKS and rank == 0:
         logger.warning(
             "The stream has %d shards, which %d %s cannot share evenly: every rank reads and tokenises all "
@@ -81,14 +84,21 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
     return Share(dataset, rank, world_size)
 
 
+def part_of(dataset: IterableDataset, path: Iterable[tuple[int, int]]) -> IterableDataset:
+    """Shards of shards: `path` has (number of parts, index of the part) for each division."""
+    for num, index in path:
+        dataset = dataset.shard(num, index, contiguous=False)
+    return dataset
+
+
 @dataclass(frozen=True)
 class ReaderState:
-    """The position of one reader in a pass over its shards.
+    """The position of one reader in a pass over its part of the stream.
 
     Attributes:
         position: `IterableDataset.state_dict()` after the last chunk; None at the start or if that state is not exact.
         examples: examples read so far.
-        chunks: chunks yielded so far.
+        chunks: chunks yielded so far by this run, or by those before it with the same readers.
         done: whether the pass has ended.
     """
 
@@ -110,12 +120,13 @@ class Chunk:
 
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset[Any]):
-    """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own part.
+    """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own parts.
 
     Args:
-        parts: the dataset of each reader: examples with `input_ids`, optionally `labels`, `seq_lengths`,
-            `attention_mask`. There is one reader per worker, or one without workers.
-        states: the state from which each reader continues.
+        parts: of the stream: examples with `input_ids`, optionally `labels`, `seq_lengths`, `attention_mask`. There is
+            one for each worker, or one without workers. For the rest of a pass of other ranks there may be more or
+            fewer; each worker reads several in turn.
+        states: the state from which each part continues.
         max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
         vocab_size: token ids must be below it; None: not checked.
         weight_column, source_column: columns with the weight and the source of each row, which its documents get;
@@ -133,24 +144,32 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
-        number = worker.id if worker else 0
-        state, dataset = self.states[number], self.parts[number]
-        if state.done:
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        unread = [number for number in range(first, len(self.parts), step) if not self.states[number].done]
+        if not unread:
             return
         if worker:
             fsspec.asyn.reset_lock()  # inherited from the parent process; reading remote files would wait for it
-        if state.chunks > min(other.chunks for other in self.states if not other.done):
-            # Readers take turns, and this one was one turn ahead when the state was saved.
-            yield Chunk([], Ledger(), number, state)
+        by_worker = [self.states[i::step] for i in range(step)]
+        turns = [sum(state.chunks for state in states) for states in by_worker]
+        reading = [i for i, states in enumerate(by_worker) if not all(state.done for state in states)]
+        if turns[first] > min(turns[i] for i in reading):
+            # Workers take turns, and this one was one turn ahead when the state was saved.
+            yield Chunk([], Ledger(), unread[0], self.states[unread[0]])
+        for number in unread:
+            yield from self._part(number)
+
+    def _part(self, number: int) -> Iterator[Chunk]:
+        state, dataset = self.states[number], self.parts[number]
         is_exact = state_is_exact(dataset)
         position = state.position if is_exact else None
         dataset.load_state_dict(position)
         # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
         batches = dataset.iter(batch_size=CHUNK)
-        if position is None and state.chunks:
+        if position is None and state.examples:
             # The dataset's state is not exact, or was not where the run was saved: read the earlier examples of this
             # pass again.
-            next(islice(batches, state.chunks - 1, None), None)
+            next(islice(batches, -(-state.examples // CHUNK) - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
             table = as_table(batch, self.weight_column, self.source_column)

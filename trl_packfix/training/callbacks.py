@@ -199,8 +199,9 @@ class StreamCallback(TrainerCallback):
     def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
         """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
         counts, before = stream.counts(num_steps), self.trainer.packing_report
-        if stream.share.count < stream.world_size:  # each group has counted its own shards only
-            counts = sum(gather_object([counts])[:: stream.share.count], StreamCounts())
+        alike = stream.readers_alike(num_steps)
+        if alike < stream.world_size:  # each group has counted its own shards only
+            counts = sum(gather_object([counts])[::alike], StreamCounts())
         report = make_stream_report(stream, args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(
             report,

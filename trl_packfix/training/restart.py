@@ -242,7 +242,8 @@ class Restart:
             )
 
     def _check_shards(self, checkpoint: str, state: dict[str, Any]) -> None:
-        before, now = state["settings"]["world_size"], self.args.world_size
+        now = self.args.world_size
+        before = state.get("world_size", state.get("settings", {}).get("world_size", now))
         if state["engine"] != "deepspeed" or before == now:
             return
         config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -252,7 +253,8 @@ class Restart:
         folder, remedy = f"{checkpoint}/global_step{state['global_step']}", "Set"
         if not is_universal:
             convert = "python -m deepspeed.checkpoint.ds_to_universal"
-            remedy = f"Run `{convert} --input_folder {folder} --output_folder {folder}_universal`, set"
+            remedy = f"Run `{convert} --input_folder {folder} --output_folder {folder}_universal "
+            remedy += "--inject_missing_state`, set"
         raise ValueError(
             f"`resume_from_checkpoint={checkpoint!r}` was given on {now} ranks, and `world_size` was {before}. "
             "DeepSpeed saves one shard per rank, and another number of ranks reads only a universal checkpoint. "
@@ -310,11 +312,12 @@ class Restart:
         Raises:
             ValueError: they differ.
         """
+        if self.resumed is not None:
+            self._check_shards(*self.resumed)
         if self._planner is not None:
             self.settings = settings_of(self.args, self._planner, self.trainer.data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
-                self._check_shards(*self.resumed)
                 self.replanned_for = continued(*self.resumed, self.settings, self._planner)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
@@ -387,6 +390,7 @@ class Restart:
             "global_step": step,
             "num_tokens": self.trainer._total_train_tokens,
             "engine": self._engine,
+            "world_size": self.args.world_size,
             **self._loss_settings(),
         }
         stream = getattr(self.trainer.callback_handler.train_dataloader, "dataset", None)
