@@ -10,7 +10,7 @@
 # make combinations   docs/combinations.md, from the records by which settings are refused
 # make messages   docs/messages.csv: every error message, from the source
 # make logged   docs/logging.md: every key of the log, from the code
-# make kernels the real Triton kernels of hybrid models on packs, by Triton's interpreter on the CPU (4 minutes)
+# make kernels the real Triton kernels of hybrid models and of Liger on packs, by Triton's interpreter (6 CPU minutes)
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make upstream   the defects of docs/upstream.md, without and with their patches (8 minutes)
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
@@ -139,6 +139,7 @@ PACKAGES_OF = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path(
 
 kernels: $(KERNELS)/.installed
 	$(KERNELS)/bin/python benchmarks/triton_kernels.py $(ARGS)
+	$(KERNELS)/bin/python -m pytest -q tests/training/test_liger.py -k triton
 
 $(KERNELS)/.installed: $(INSTALLED) constraints-kernels.txt
 	$(BIN)/python -m venv $(KERNELS)

@@ -193,6 +193,16 @@ def test_every_module_of_the_wheel_imports_where_only_its_requirements_are_insta
     assert str(python.parent.parent) in run.stdout.splitlines()[-1]
 
 
+REPAIR = """
+
+def test_it_can_be_repaired():
+    from trl_packfix import prepare_for_packing
+
+    model = FalconForCausalLM(FalconConfig(**SIZES, vocab_size=300))
+    assert "repaired: 2 FalconAttention" in prepare_for_packing(model, max_length=64).reason
+"""
+
+
 @pytest.mark.processes
 def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, tmp_path):
     """The example for other projects: it passes on Llama and names the module of a type that leaks."""
@@ -202,10 +212,10 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     assert not [name for name in ("trl", "peft", "datasets", "accelerate", "pyarrow") if (libraries / name).exists()]
     example = (ROOT / "examples" / "test_isolation.py").read_text()
     (tmp_path / "test_llama.py").write_text(example)
-    (tmp_path / "test_falcon.py").write_text(example.replace("Llama", "Falcon"))
+    (tmp_path / "test_falcon.py").write_text(example.replace("Llama", "Falcon") + REPAIR)
     run = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_falcon.py")
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "2 failed, 2 passed" in run.stdout
+    assert "2 failed, 3 passed" in run.stdout
     assert "PackingLeakError" in run.stdout and "self_attention (FalconAttention)" in run.stdout
 
 

@@ -1,9 +1,10 @@
-"""Imported before flash-linear-attention and mamba_ssm: their Triton kernels run on the CPU, in Triton's interpreter.
+"""Imported before flash-linear-attention, mamba_ssm and Liger: their Triton kernels run on the CPU, in its interpreter.
 
-Four things keep them from it (triton 3.9), none of them in what the kernels compute:
+Five things keep them from it (triton 3.9), none of them in what the kernels compute:
 
 - Autotuners measure their configurations on a device. Here they take the smallest.
-- The interpreter has Python ints for counters of loops, which have no `.to`.
+- The interpreter has Python numbers for counters of loops and scalar arguments, which have no `.to`.
+- The functions of libdevice are CUDA code, and return None.
 - mamba_ssm enters `torch.cuda.device(...)` around each kernel, and flash-linear-attention asks for the processors of
   the device.
 - `import mamba_ssm` imports a CUDA extension. Its files of Triton code are imported without it.
@@ -20,6 +21,9 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import autotuner, interpreter
 
 
@@ -35,19 +39,27 @@ def _run_the_smallest(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+@triton.jit
+def _rsqrt(x):  # type: ignore[no-untyped-def]
+    return tl.rsqrt(x)
+
+
 _source = interpreter.FunctionRewriter._prepare_source
 
 
-def _with_cast_counters(self: Any, lines: list[str]) -> str:
-    return re.sub(r"\bi_t\.to\((tl\.int\d+)\)", r"(tl.full([], 0, \1) + i_t)", _source(self, lines))
+def _with_cast_numbers(self: Any, lines: list[str]) -> str:
+    return re.sub(
+        r"\b(i_t|eps|offset|gate_multiplier)\.to\(([\w.]+)\)", r"(tl.full([], 0, \2) + \1)", _source(self, lines)
+    )
 
 
 def interpret() -> None:
     """Replace what keeps the kernels from the CPU; for the life of the process."""
     autotuner.Autotuner.run = _run_the_smallest
-    interpreter.FunctionRewriter._prepare_source = _with_cast_counters
+    libdevice.rsqrt = _rsqrt
+    interpreter.FunctionRewriter._prepare_source = _with_cast_numbers
     torch.cuda.device = lambda index: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1)
     spec = importlib.util.find_spec("mamba_ssm")
-    assert spec is not None, "mamba_ssm is not installed"
-    sys.modules["mamba_ssm"] = importlib.util.module_from_spec(spec)
+    if spec is not None:
+        sys.modules["mamba_ssm"] = importlib.util.module_from_spec(spec)

@@ -88,6 +88,8 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.NO_EMPTY_THINKING: {"train_empty_thinking": False, "assistant_only_loss": True},
     of.HISTORY_TRAINED: {"completion_only_loss": False},
     of.CHUNKED: {"config_class": Chunked},
+    of.LIGER: {"use_liger_kernel": True},
+    of.LIGER_LOSS: {"liger_kernel_config": {"cross_entropy": True}},
     of.NO_END: {"max_steps": -1},
     of.SPLIT: {"overlong": "split"},
     of.UNPREPARED: {"dataset_kwargs": {"skip_prepare_dataset": True}},

@@ -121,6 +121,7 @@ EVERY_TURN = Choice(
 )
 HISTORY_TRAINED = _setting("completion_only_loss", None, (False,))
 CHUNKED = _setting("loss_type", "nll", ("chunked_nll",))
+LIGER = _setting("use_liger_kernel", False)
 NO_END = Choice(
     "no `max_steps`",
     lambda given: f"`max_steps={given.args.max_steps}`" if given.args.max_steps <= 0 else None,
@@ -138,6 +139,19 @@ SPLIT = Choice(
     '`overlong="split"`, `bfd_split`, `wrapped`',
     _split,
     'set `packing_strategy` to "stream" or "bfd", unset `overlong`',
+)
+
+
+def _liger_loss(given: Given) -> str | None:
+    kernels = given.args.liger_kernel_config or {}
+    name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
+    return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
+
+
+LIGER_LOSS = Choice(
+    "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
+    _liger_loss,
+    "leave the losses out of `liger_kernel_config`",
 )
 
 

@@ -242,6 +242,13 @@ FEATURES = (
         page="packing.md",
     ),
     Feature(
+        choice=of.LIGER,
+        conflicts={
+            of.LIGER_LOSS: "It replaces the forward of the model or the cross entropy of torch, and this trainer "
+            "weights the loss of each token, which that loss does not return"
+        },
+    ),
+    Feature(
         choice=of.LOSS_FUNCTION,
         conflicts={
             of.CHUNKED: "That loss, the default of TRL below 1.15, computes no logits, which the function needs"

@@ -136,6 +136,8 @@ class SFTTrainer(trl.SFTTrainer):
             peft_config=peft_config,
         )
         checks.check_before_loading(given, processing_class)
+        if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
+            args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         per_turn.check_per_turn(args, train_dataset, eval_dataset)
         if formatting_func is None:
             assistant_only.check_messages(args, train_dataset, eval_dataset)

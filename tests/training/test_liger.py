@@ -1,0 +1,119 @@
+"""Liger's kernels on packs: those that work row by row are accepted and proved, its losses are refused.
+
+Without Liger its entry point is played, and changes the model as it does. Where it is installed, `on_liger.py` runs its
+Triton kernels by Triton's interpreter.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from support.runs import texts, trainer, weights
+from transformers import TrainerCallback
+from transformers.integrations import liger
+
+from trl_packfix import PackingLeakError
+
+SETTINGS = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+pytestmark = pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated")
+
+
+class Played:
+    """`_apply_liger_kernel_to_instance`: norms of its own, and by default a forward of the model with its loss."""
+
+    def __init__(self):
+        self.calls, self.given, self.mixes = 0, None, False
+
+    def apply(self, model, **kernels):
+        self.given = kernels
+        for norm in [each for each in model.modules() if type(each).__name__ == "LlamaRMSNorm"]:
+            norm.forward = types.MethodType(self._norm, norm)
+        if kernels.get("fused_linear_cross_entropy", True):
+            model.forward = lambda *args, **kwargs: pytest.fail("the loss of Liger was called")
+
+    def _norm(self, norm, states):
+        self.calls += 1
+        out = torch.nn.functional.rms_norm(states, states.shape[-1:], norm.weight, norm.variance_epsilon)
+        return out + 0.1 * states.mean(1, keepdim=True) if self.mixes else out
+
+
+@pytest.fixture
+def played(monkeypatch):
+    entry, kernels = Played(), types.ModuleType("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance = entry.apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", kernels)
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    return entry
+
+
+class FirstStep(TrainerCallback):
+    """What was called before the first step."""
+
+    def __init__(self, played):
+        self.played, self.calls = played, None
+
+    def on_step_begin(self, *args, **kwargs):
+        self.calls = self.played.calls if self.calls is None else self.calls
+
+
+def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
+    stock = trainer(
+        tmp_path, texts(24), trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **SETTINGS
+    )
+    start = weights(stock)
+    stock.train()
+    first = FirstStep(played)
+    settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
+    kernels = {"rope": True, "swiglu": False}
+    run = trainer(tmp_path, texts(24), trainer_kwargs={"callbacks": [first]}, liger_kernel_config=kernels, **settings)
+    run.train()
+    assert played.given == kernels | {"fused_linear_cross_entropy": False}
+    assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
+    assert first.calls > 0 and run.packed_model.isolation.isolated and not run.packed_model.repaired
+    change = weights(stock) - start
+    assert (weights(run) - weights(stock)).norm() < 1e-5 * change.norm() and change.norm() > 1e-3
+
+
+def test_evaluation_is_as_without(played, tmp_path):
+    rows = {"trainer_kwargs": {"eval_dataset": texts(12, seed=1)}, "max_steps": 1, "learning_rate": 0.0}
+    losses = []
+    for settings in ({}, {"use_liger_kernel": True}, {"use_liger_kernel": True, "eval_packing": False}):
+        run = trainer(tmp_path, texts(12), **rows, **settings)
+        run.train()
+        losses.append(run.evaluate()["eval_loss"])
+    assert played.calls > 0 and losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+
+
+def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
+    played.mixes = True
+    run = trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
+    with pytest.raises(PackingLeakError, match="norm"):
+        run.train()
+
+
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
+def test_its_losses_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"`{name}=True` in `liger_kernel_config` was given with `use_liger_kernel"):
+        trainer(tmp_path, texts(4), use_liger_kernel=True, liger_kernel_config={name: True})
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_the_triton_kernels_train_packs_as_unpacked(model_type):
+    missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: `make kernels` has an environment with them")
+    command = [sys.executable, Path(__file__).parents[1] / "on_liger.py", model_type]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["isolated"] and found["equal"] and not found["repaired"] and found["kernels"]
+    assert found["error"] < 2e-6 < found["change"]
