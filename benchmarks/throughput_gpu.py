@@ -58,6 +58,7 @@ from peft import LoraConfig
 from support.models import build_tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import trl_packfix
 from trl_packfix.attention.choice import select_attention
@@ -286,6 +287,15 @@ def watch(packed: PackedModel) -> Callable[[], Row]:
     return verdict
 
 
+def add_boundaries(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Older versions of TRL leave them to transformers' flash attention, which reads them from the positions."""
+    if kwargs.get("cu_seq_lens_q") is None:
+        bounds, longest = prepare_fa_kwargs_from_position_ids(kwargs["position_ids"])
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        kwargs |= dict(zip(names, (*bounds, *map(int, longest)), strict=True))
+    return args, kwargs
+
+
 def train(
     machine: Machine, name: str, config: Any, lora: bool, table: Dataset, batch_size: int, max_length: int
 ) -> Row:
@@ -293,7 +303,6 @@ def train(
     model = machine.build(machine.config(config))
     if name == "TRL bfd flash":
         select_attention(model)
-        mark_packed_forwards(model)
     clock = Clock(machine)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -321,6 +330,9 @@ def train(
             peft_config=adapter,
             callbacks=[clock],
         )
+        if name == "TRL bfd flash":
+            model.register_forward_pre_hook(add_boundaries, with_kwargs=True)
+            mark_packed_forwards(trainer.model)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)
         verdict = watch(trainer.packed_model) if package is trl_packfix and trainer.args.packing else dict

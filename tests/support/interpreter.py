@@ -44,6 +44,11 @@ def _rsqrt(x):  # type: ignore[no-untyped-def]
     return tl.rsqrt(x)
 
 
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
 _source = interpreter.FunctionRewriter._prepare_source
 
 
@@ -56,7 +61,7 @@ def _with_cast_numbers(self: Any, lines: list[str]) -> str:
 def interpret() -> None:
     """Replace what keeps the kernels from the CPU; for the life of the process."""
     autotuner.Autotuner.run = _run_the_smallest
-    libdevice.rsqrt = _rsqrt
+    libdevice.rsqrt, libdevice.tanh = _rsqrt, _tanh
     interpreter.FunctionRewriter._prepare_source = _with_cast_numbers
     torch.cuda.device = lambda index: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1)
