@@ -7,6 +7,7 @@
 # make pictures DATA=DIR   docs/images/*.png, drawn from real data
 # make notebook   examples/tour.ipynb, run and stored with its outputs
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
+#              with ARGS=--evidence as many figures as 10 minutes allow, in one archive
 # make combinations   docs/combinations.md, from the records by which settings are refused
 # make messages   docs/messages.csv: every error message, from the source
 # make logged   docs/logging.md: every key of the log, from the code
@@ -103,6 +104,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/static_shapes.py --num 1000
 	$(BIN)/python benchmarks/mixer_levels.py --turns 16
 	$(BIN)/python benchmarks/million_tokens.py
+	$(BIN)/python benchmarks/launches.py
+	$(BIN)/python benchmarks/tower_attention.py --families qwen2_5_vl
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/per_turn.py --num 15 $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/pack_forward.py --quick $(DATA_FLAG))
