@@ -260,7 +260,8 @@ def training(machine: Machine, config: Any, lora: bool, lengths: str, extra: tup
     table = Dataset.from_dict({"input_ids": [np.random.default_rng(0).integers(3, 300, n) for n in sizes]})
     batch_size = machine.batch_sizes[0]
     rows: list[Row] = []
-    for method in (*CONTENDERS, *extra):
+    slowest = "TRL bfd"  # its mask covers all pairs of 32,768 tokens: it may exceed the limit, and so it comes last
+    for method in (*(name for name in CONTENDERS if name != slowest), *extra, slowest):
         row: Row = {"part": "train", "case": method, "method": method, "model": type(config).model_type}
         row |= {"lengths": lengths, "batch_size": batch_size}
         if method == "ours stream, liger" and importlib.util.find_spec("liger_kernel") is None:
@@ -492,5 +493,5 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         here = Machine("cpu", torch.float32, True, 0.0, 60.0)
     else:
-        here = Machine("cuda", torch.bfloat16, False, 3.0, 25.0)
+        here = Machine("cuda", torch.bfloat16, False, 3.0, 40.0)
     main(Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--parts") + 1 :], here)
