@@ -322,7 +322,7 @@ def wrong_parent_on_one_rank():
         for level in found.levels:
             others = (level.parents + 1) % num_before if num_before > 1 else None
             levels.append(replace(level, parents=others))
-            num_before += sum(len(batch.source) for batch in level.batches)
+            num_before += sum(len(rows) for rows in level.batches)
         return replace(found, levels=levels)
 
     with mock.patch.object(mixer_prefixes, "levels_of", wrong):

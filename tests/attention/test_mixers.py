@@ -334,7 +334,7 @@ def test_deep_branches_need_few_calls(num_turns):
     assert len(levels) == num_turns or num_turns > mixer_prefixes.MAX_LEVELS
     assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS and len(calls) <= 2 * len(levels)
     assert (out - alone).abs().max() < 1e-13 and (found - expected).abs().max() < 1e-12 < expected.abs().max()
-    scanned = sum(batch.source.numel() for level in levels for batch in level.batches)
+    scanned = sum(rows.numel() for level in levels for rows in level.batches)
     assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
     for level in levels:
         if level.parents is not None:

@@ -36,27 +36,17 @@ With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 l
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Paths of one level that share a call.
-
-    Attributes:
-        source: for each place of the batch its row in the pack, or the number of rows for padding, (paths, longest).
-    """
-
-    source: Tensor
-
-
-@dataclass(frozen=True)
 class Level:
     """All pieces of one level.
 
     Attributes:
-        batches: the calls of this level.
+        batches: the calls of this level: of each place its row in the pack, or the number of rows for padding, (paths,
+            longest).
         parents: for each path, in the order of the batches, the number of the path before it among all paths of the
             levels before, or -1. None at the first level.
     """
 
-    batches: list[Batch]
+    batches: list[Tensor]
     parents: Tensor | None
 
 
@@ -81,7 +71,7 @@ def pieces_of(running: "PackedForward") -> list[tuple[int, int, int]]:
 
 def batches_of(
     paths: list[list[tuple[int, int]]], num_rows: int, place: Tensor, end: int, device: torch.device
-) -> tuple[list[Batch], list[int]]:
+) -> tuple[list[Tensor], list[int]]:
     """Batches of paths, each the rows (start, stop) of its pieces, and the order in which they have them.
 
     Fills in the places of their rows, in the outputs of all batches, of which the first is at `end`.
@@ -90,16 +80,16 @@ def batches_of(
     batches, order = [], []
     for group in group_by_length(lengths, num_rows):
         longest = lengths[group[0]]
-        source = torch.full((len(group), longest), num_rows)
-        for row, path in enumerate(paths[i] for i in group):
+        rows = torch.full((len(group), longest), num_rows)
+        for number, path in enumerate(paths[i] for i in group):
             first = 0
             for start, stop in path:
-                source[row, first : first + stop - start] = torch.arange(start, stop)
-                place[start:stop] = torch.arange(stop - start) + end + row * longest + first
+                rows[number, first : first + stop - start] = torch.arange(start, stop)
+                place[start:stop] = torch.arange(stop - start) + end + number * longest + first
                 first += stop - start
-        end += source.numel()
+        end += rows.numel()
         order += group
-        batches.append(Batch(source.to(device)))
+        batches.append(rows.to(device))
     return batches, order
 
 
@@ -115,7 +105,7 @@ def levels_of(running: "PackedForward") -> Levels:
     for depth, paths in enumerate(_paths(pieces)):
         batches, order = batches_of([[pieces[i][:2] for i in path] for path in paths], num_rows, place, end, device)
         parents = [number.get(pieces[paths[i][0]][2], -1) for i in order]
-        end += sum(batch.source.numel() for batch in batches)
+        end += sum(rows.numel() for rows in batches)
         for i in order:
             number[paths[i][-1]] = len(number)
         levels.append(Level(batches, torch.tensor(parents, device=device) if depth else None))
@@ -176,19 +166,19 @@ def padded_by_zeros(scan: "Scan") -> list[Tensor]:
 
 
 def run_batches(
-    scan: "Scan", padded: list[Tensor], batches: list[Batch], starts: Tensor | None
+    scan: "Scan", padded: list[Tensor], batches: list[Tensor], starts: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """Run batches from these states: the outputs of each, (places, H, D), and the states after all pieces."""
     assert scan.from_states is not None
     num_values = len(scan.values)
     outs, ends, done = [], [], 0
-    for batch in batches:
-        rows = [x[0].index_select(0, batch.source.flatten()).unflatten(0, batch.source.shape) for x in padded]
-        start = None if starts is None else starts[done : done + len(batch.source)]
-        out, end = scan.from_states(rows[:num_values], rows[num_values:], scan.parameters, start)
+    for rows in batches:
+        inputs = [x[0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in padded]
+        start = None if starts is None else starts[done : done + len(rows)]
+        out, end = scan.from_states(inputs[:num_values], inputs[num_values:], scan.parameters, start)
         outs.append(out.flatten(0, 1))
         ends.append(end)
-        done += len(batch.source)
+        done += len(rows)
     return outs, torch.cat(ends)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .exchange import exchange_pieces, group_of
-from .mixer_prefixes import Batch, batches_of, padded_by_zeros, run_batches
+from .mixer_prefixes import batches_of, padded_by_zeros, run_batches
 
 if TYPE_CHECKING:
     from .forwards import PackedForward
@@ -96,7 +96,7 @@ class OwnDocuments:
     """
 
     came_in: int
-    batches: list[Batch]
+    batches: list[Tensor]
     place: Tensor
     last: int | None
     goes_on: bool
