@@ -510,7 +510,7 @@ def test_the_log_counts_tokens_and_trackers_get_it():
     for rows, tokens, computed in logged:  # twice: policy and reference
         assert rows % (2 * len(batch["input_ids"])) == 0 and computed < tokens < rows
     record.remove()
-    assert not any(type(callback).__name__ == "_PackForward" for callback in trainer.callback_handler.callbacks)
+    assert not any(type(callback).__name__ == "_LogAndProve" for callback in trainer.callback_handler.callbacks)
     trainer.train()
     assert record.tokens == totals
 

@@ -37,10 +37,13 @@ class RowPacking:
         rows: of each model, by the name of its attribute, how its rows are packed.
     """
 
-    def __init__(self, rows: dict[str, PackedRows]):
-        self.rows = rows
-        self._trainer: Trainer | None = None
+    def __init__(self, rows: dict[str, PackedRows], of: Trainer | nn.Module):
+        self.rows, self._of = rows, of
         self._callback: TrainerCallback | None = None
+        if isinstance(of, Trainer):
+            self._callback = _LogAndProve(of, self)
+            # The first: what it adds to the log must be there before a tracker gets it
+            of.callback_handler.callbacks.insert(0, self._callback)
 
     @property
     def tokens(self) -> Tokens:
@@ -61,13 +64,28 @@ class RowPacking:
             [f"Forwards on packed rows: {numbers}", *(f"{name}: {_state(self.rows[name])}" for name in self.rows)]
         )
 
+    def prove(self) -> None:
+        """Prove the packs of all models that are not proved yet. All ranks must call it."""
+        if not isinstance(self._of, Trainer):
+            self.rows["model"].prove(self._of)
+            return
+        trainer = self._of
+        wrapped: dict[str, Any] = {
+            "model": getattr(trainer, "model_wrapped", trainer.model),
+            "ref_model": getattr(trainer, "ref_model", None),
+        }
+        for name, rows in self.rows.items():
+            if not rows.is_proved:
+                with trainer.compute_loss_context_manager(), shown_proof(trainer.args, rows.packed_model):
+                    rows.prove(wrapped[name])
+
     def remove(self) -> None:
         """Leave the trainer and its models as they were."""
         for rows in self.rows.values():
             rows.take_away()
-        if self._trainer is not None and self._callback is not None:
-            self._trainer.remove_callback(self._callback)
-            self._trainer = self._callback = None
+        if isinstance(self._of, Trainer) and self._callback is not None:
+            self._of.remove_callback(self._callback)
+            self._callback = None
 
 
 def pack_forward(
@@ -122,42 +140,40 @@ def pack_forward(
         "shares": share_prefixes,
         "enforce_flash_attention": enforce_flash_attention,
     }
-    if not isinstance(trainer_or_model, Trainer):
-        model = base_model(trainer_or_model)
-        rows = PackedRows(trainer_or_model, _dtype(model), model.device.type, max_length, **options)
-        _prove_or_remove(rows, trainer_or_model)
-        return RowPacking({"model": rows})
-    trainer = trainer_or_model
-    _check(trainer, share_prefixes)
-    args = trainer.args
-    max_length = getattr(args, "max_length", None) if max_length is None else max_length
-    models = {name: getattr(trainer, name, None) for name in MODELS}
-    found = {
-        name: trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-        for name, model in models.items()
-        if model is not None
-    }
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    packing = RowPacking(
-        {
-            name: PackedRows(model, dtype or base_model(model).dtype, args.device.type, max_length, **options)
-            for name, model in found.items()
-        }
-    )
-    callback = _PackForward(trainer, packing)
-    # The first: what it adds to the log must be there before a tracker gets it
-    trainer.callback_handler.callbacks.insert(0, callback)
-    packing._trainer, packing._callback = trainer, callback
-    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+    if isinstance(trainer_or_model, Trainer):
+        rows = _rows_of_trainer(trainer_or_model, max_length, options)
+        is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
+    else:
+        model, is_sharded = base_model(trainer_or_model), False
+        rows = {"model": PackedRows(trainer_or_model, _dtype(model), model.device.type, max_length, **options)}
+    packing = RowPacking(rows, trainer_or_model)
+    if not is_sharded:  # else when training begins
         try:
-            callback.prove()
+            packing.prove()
         except Exception:
             packing.remove()
             raise
     return packing
 
 
-class _PackForward(TrainerCallback):
+def _rows_of_trainer(trainer: Trainer, max_length: int | None, options: dict[str, Any]) -> dict[str, PackedRows]:
+    _check(trainer)
+    args = trainer.args
+    max_length = getattr(args, "max_length", None) if max_length is None else max_length
+    wrapped = {name: getattr(trainer, name, None) for name in MODELS}
+    models = {
+        name: trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        for name, model in wrapped.items()
+        if model is not None
+    }
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return {
+        name: PackedRows(model, dtype or base_model(model).dtype, args.device.type, max_length, **options)
+        for name, model in models.items()
+    }
+
+
+class _LogAndProve(TrainerCallback):
     """Proves packs before training where an engine shards the model at its start, and logs what was computed."""
 
     def __init__(self, trainer: Trainer, packing: RowPacking):
@@ -165,20 +181,8 @@ class _PackForward(TrainerCallback):
         self.logged = Tokens()
         self.is_unused = False
 
-    def prove(self) -> None:
-        """Prove the packs of all models that are not proved yet. All ranks must call it."""
-        trainer = self.trainer
-        wrapped: dict[str, Any] = {
-            "model": getattr(trainer, "model_wrapped", trainer.model),
-            "ref_model": getattr(trainer, "ref_model", None),
-        }
-        for name, rows in self.packing.rows.items():
-            if not rows.is_proved:
-                with trainer.compute_loss_context_manager(), shown_proof(trainer.args, rows.packed_model):
-                    rows.prove(wrapped[name])
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.prove()
+        self.packing.prove()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         tokens, before = self.packing.tokens, self.logged
@@ -209,14 +213,6 @@ class _PackForward(TrainerCallback):
         )
 
 
-def _prove_or_remove(rows: PackedRows, wrapped: nn.Module) -> None:
-    try:
-        rows.prove(wrapped)
-    except Exception:
-        rows.take_away()
-        raise
-
-
 def _dtype(model: PreTrainedModel) -> torch.dtype:
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
@@ -237,7 +233,7 @@ def _state(rows: PackedRows) -> str:
     return f"packed with {packed.attention.name}, {shares}{repaired}"
 
 
-def _check(trainer: Trainer, share_prefixes: bool) -> None:
+def _check(trainer: Trainer) -> None:
     """Refuse what a pack of rows does not keep."""
     name = type(trainer).__name__
     args: Any = trainer.args
