@@ -512,6 +512,7 @@ class Shared(trl_packfix.SFTTrainer):
         self.engine = two_ranks.engine_of(model)
         layout = layout_of(inputs)
         self.seen.append((layout.degree, layout.index))
+        self.shapes.add((layout.degree, inputs["input_ids"].shape[1], inputs.get("max_length_q")))
         with self.counted_in_tower():
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -683,7 +684,7 @@ def make_trainer(
         peft_config=peft_config,
     )
     trainer.seen, trainer.tokens_per_rank, trainer.shards, trainer.computed = [], tokens_per_rank, shards, []
-    trainer.planned = alike or "off"
+    trainer.planned, trainer.shapes = alike or "off", set()
     if not is_proved:
         trainer.packed_model.prove_degree = lambda wrapped, degree: None
     return trainer
@@ -739,6 +740,7 @@ def train(
         "end": weights(trainer),
         "logged": logged,
         "seen": trainer.seen,
+        "shapes": trainer.shapes,
         "micro_steps": (report.shared or report.groups).micro_steps if engine else None,
         "proved": sorted(trainer.packed_model._proved_degrees),
         "states": sorted(trainer.packed_model._proved_states),
@@ -1225,7 +1227,8 @@ KINDS: dict[str, dict] = {
     "lora_fp64": {"peft_config": LORA, "dtype": torch.float64} | UNPROVED,
     "window": {"model": "window"},
     "sinks": {"model": "sinks"},
-    "odd_heads": {"model": "odd_heads"},
+    # All parts of packs have one shape
+    "odd_heads": {"model": "odd_heads", "pad_documents_to_multiple_of": 8},
     # The packs of one process are padded, too: with this setting the statistic leaves padding out
     "experts": {"model": "experts", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 1},
     "document": {"document_weighting": "document"} | UNPROVED,

@@ -225,6 +225,14 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
         assert sum(logged(found, "computed_share")) < 0.9 * shared_packs.NUM_STEPS, "hardly anything was shared"
 
 
+@on_ranks
+def test_parts_of_constant_shapes_have_one_shape_for_each_degree(launch):
+    """As many tokens as a rank holds. Without the setting there are others."""
+    shapes = launch["ddp", "odd_heads"]["shapes"]
+    assert shapes == {(degree, 32, min(112, 32 * degree)) for degree in (1, 2, 4)}
+    assert len(launch["ddp", "window"]["shapes"]) > 3
+
+
 @pytest.mark.slow
 @on_ranks
 def test_compiled_models_train_what_one_process_trains(tmp_path):

@@ -8,7 +8,9 @@ from sweep.judge import Judge
 
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.layout import layout_of
 from trl_packfix.survey import zoo
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
@@ -31,6 +33,18 @@ def test_every_pack_has_the_same_shapes(lengths):
     assert (batch["labels"][0, T:] == -100).all()
     for name in ("input_ids", "labels", "position_ids", "seq_idx"):
         assert torch.equal(batch[name][:, :T], plain[name])
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_every_part_of_a_pack_has_the_same_shapes(degree):
+    """Also of packs that are nearly empty, and of documents shorter and longer than a part."""
+    collate, shapes = PackedDataCollator(32, pad_documents_to_multiple_of=8, max_length=100), set()
+    for lengths in ((1,), (7, 3), (min(100, 32 * degree),), (16 * degree,) * 2, (5,) * 6):
+        part = cut_part(collate.collate(documents(*lengths), degree)[0], degree, 0)
+        longest = part["max_length_q"]
+        shapes.add((part["input_ids"].shape, part["cu_seq_lens_q"].shape, longest))
+        assert layout_of(part).count == 8 and part["cu_seq_lens_q"][-1] == 32 * degree >= longest
+    assert shapes == {((1, 32), (9,), min(100, 32 * degree))}
 
 
 def test_more_documents_get_the_next_multiple():

@@ -72,7 +72,10 @@ class PackedDataCollator:
         return self.collate(documents)[0]
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
-        """The batch, and its runs: here the documents. T is a multiple of `degree`, too."""
+        """The batch, and its runs: here the documents. T is a multiple of `degree`, too.
+
+        With `max_length` each of `degree` parts has a multiple of `pad_to_multiple_of` tokens.
+        """
         tokens, labels = self._read(documents)
         lengths = [len(ids) for ids in tokens]
         num_tokens = sum(lengths)
@@ -97,7 +100,7 @@ class PackedDataCollator:
             bounds = np.pad(bounds, (0, -len(lengths) % self.pad_documents_to_multiple_of), mode="edge")
 
         cu_seq_lens = torch.from_numpy(bounds)
-        max_length = max(longest, self.max_length or 0)
+        max_length = max(longest, min(self.max_length or 0, num_tokens + padding))
         batch = {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(targets)[None],
@@ -112,7 +115,8 @@ class PackedDataCollator:
         return batch, [Run(i) for i in range(len(documents))]
 
     def _padding(self, num_tokens: int, degree: int) -> int:
-        return -num_tokens % math.lcm(self.pad_to_multiple_of or 1, degree)
+        multiple = self.pad_to_multiple_of or 1
+        return -num_tokens % (math.lcm(multiple, degree) if self.max_length is None else multiple * degree)
 
     @staticmethod
     def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:

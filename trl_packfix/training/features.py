@@ -152,8 +152,6 @@ FEATURES = (
             "of a group",
             of.NOT_BY_LENGTHS: "Packs that several ranks share are planned by the tokens of these ranks together, and "
             "this strategy plans by `max_length` or by the batch size",
-            of.CONSTANT_SHAPES: "It pads every pack to `max_length` tokens, and a rank would hold more of them than "
-            "`tokens_per_rank`",
             of.BATCH_SIZE: "A pack has at most `tokens_per_rank` tokens on each of its ranks, so the batch size would "
             "have no effect",
         },

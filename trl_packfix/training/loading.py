@@ -301,7 +301,8 @@ class TrainingData:
             return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
         assert args.max_length is not None  # `SFTConfig` refuses it without
         multiple = args.pad_to_multiple_of or 1
-        num_tokens = -(-batch_size * args.max_length // multiple) * multiple
+        most = args.tokens_per_rank or batch_size * args.max_length  # of a rank
+        num_tokens = -(-most // multiple) * multiple
         return PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
 
     @property
