@@ -541,7 +541,9 @@ class Whole(Shared):
         config.share_prefixes, documents = self.planned, self.data.documents
         if self.planned == "family":  # as the ranks are planned; here nothing is shared
             documents = replace(documents, tokens=token_order(self.data.reader, documents))
-        planner = make_planner(config, documents, self.data.cost_model, NUM_RANKS, "micro", batch_size=1)
+        planner = make_planner(
+            config, documents, self.data.cost_model, world_size=NUM_RANKS, synchronisation="micro", batch_size=1
+        )
         schedule = planner.schedule(0)
         rows = loaders.DocumentDataset(self.data.reader, self.data.documents, values=self.data.row_values)
         degrees = [degree for degree in schedule.degrees.tolist() for _ in range(NUM_RANKS)]
@@ -1195,7 +1197,7 @@ def image_proofs(folder: Path) -> dict:
         for fault, degree, name in ((None, 2, "images"), (None, 4, "images"), *faults):
             images = None if name == "text" else make_examples(model, built)
             with IMAGE_FAULTS[fault]() if fault else nullcontext():
-                report = checks[name](built, 512, degree, images)
+                report = checks[name](built, 512, degree, images=images)
             size = max(report.max_change, report.max_difference) / report.tolerance
             found[name, model, fault, degree] = (report.isolated and report.equal, size, report.error)
         for name, kind in (("images", ImageProbe), ("shared", ImagePrefixProbe)):

@@ -219,9 +219,9 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     assert "PackingLeakError" in run.stdout and "self_attention (FalconAttention)" in run.stdout
 
 
-# A call with many arguments by position cannot be read. Not in attention, isolation and training yet, where functions
-# take tensors in the order of an operator's, or the arguments of a method of torch or TRL.
-WITH_NAMES = ("planning", "data", "reporting", "cli", "survey")
+# A call with many arguments by position cannot be read. Not in attention, where functions take tensors in the order of
+# an operator's.
+WITH_NAMES = ("planning", "data", "isolation", "reporting", "training", "cli", "survey")
 BY_POSITION = {
     "planning.strategies._bfd": "a `Planner`, which strategies call",
     "planning.strategies._stream": "a `Planner`, which strategies call",
@@ -231,6 +231,24 @@ BY_POSITION = {
     "data.image_rows._measures_of_turns": "called by `Dataset.map`",
     "data.row_values.check_weight": "called by `Dataset.map`",
     "data.model_memory._saved_attention": "an attention of transformers",
+    "isolation.packed_model.__init__": "a model, its dtype, its device and the longest document",
+    "isolation.packed_rows.__init__": "a model, its dtype, its device and the longest row",
+    "isolation.ties._first": "`torch.topk`",
+    "isolation.ties.__torch_dispatch__": "a method of torch",
+    "isolation.tracing._recorded": "called by `partial`",
+    "isolation.tracing.note": "called by hooks",
+    "isolation.tracing.note_repeat": "called by hooks",
+    "isolation.tracing.note_variant": "called by hooks",
+    "training.bad_rows.map": "a method of datasets",
+    "training.evaluation.run": "the loop of TRL",
+    "training.lm_head._scores": "the arguments of a model's head",
+    "training.lm_head.forward": "a method of torch",
+    "training.objective.compute_loss": "a method of TRL",
+    "training.trainer.__init__": "a method of TRL",
+    "training.trainer._prepare_dataset": "a method of TRL",
+    "training.trainer.compute_loss": "a method of TRL",
+    "training.trainer.evaluation_loop": "a method of TRL",
+    "training.trainer.prediction_step": "a method of TRL",
 }
 
 
@@ -246,6 +264,8 @@ def test_at_most_three_arguments_go_by_position():
             for node in owner.body:
                 if isinstance(node, ast.FunctionDef):
                     is_method = isinstance(owner, ast.ClassDef)
-                    found[f"{module}.{node.name}"] = len(node.args.posonlyargs + node.args.args) - is_method
+                    name = f"{module}.{node.name}"  # of several in a module, such as `__init__`, the longest
+                    count = len(node.args.posonlyargs + node.args.args) - is_method
+                    found[name] = max(count, found.get(name, 0))
     assert len(found) > 500, "few functions were found"
     assert {name for name, count in found.items() if count > 3} == set(BY_POSITION)

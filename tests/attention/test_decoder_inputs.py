@@ -67,7 +67,9 @@ def test_what_cannot_be_cut_is_refused(value):
 def test_ranks_do_not_share_packs_of_a_model_that_runs_on_rows():
     """Models that see images in both directions: no part has all tokens of an image."""
     model = build_model("paligemma")
-    packed = PackedModel(model, torch.float32, "cpu", 512, "unpack", shares_packs=True, images=examples_of("paligemma"))
+    packed = PackedModel(
+        model, torch.float32, "cpu", 512, on_leak="unpack", shares_packs=True, images=examples_of("paligemma")
+    )
     packed.prove(model)
     with pytest.raises(PackingLeakError, match=r"shared by 2 ranks, and the model is unpacked.*`tokens_per_rank=None`"):
         packed.prove_degree(model, 2)

@@ -359,7 +359,7 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
         bf16=False,
         report_to=[],
     )
-    run = make_planner(config, documents, LLAMA_7B, 8, "micro", 1)
+    run = make_planner(config, documents, LLAMA_7B, world_size=8, synchronisation="micro", batch_size=1)
     degrees, counts = np.unique(run.schedule(0).degrees, return_counts=True)
     assert eight["shared"]["micro_steps"] == dict(zip(map(str, degrees), counts.tolist(), strict=True))
     # without lengths, only those that the ranks can hold

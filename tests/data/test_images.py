@@ -305,7 +305,9 @@ def test_families_with_masks_or_mixers_are_right(family, unpacks):
     assert packed.is_unpacked == unpacks and packed.repaired == []
     if not unpacks:
         return
-    refused = PackedModel(build_model(family), torch.float32, "cpu", 512, "raise", images=examples_of(family, model))
+    refused = PackedModel(
+        build_model(family), torch.float32, "cpu", 512, on_leak="raise", images=examples_of(family, model)
+    )
     report = refused.prove(refused.model)
     assert not report.isolated
 
@@ -391,7 +393,7 @@ def test_other_families_are_right_in_both_dtypes(family):
     assert leaks > 0.1 if family in AS_ROWS else leaks < 1e-5
     # The search for a repair finds none and takes long on gemma4, with 70 tokens or less per image.
     on_leak = "unpack" if family == "gemma4" else "repair"
-    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak, images=examples)
+    packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, images=examples)
     packed.prove(model)
     assert packed.is_proved and packed.is_unpacked == (family in AS_ROWS) and not packed.repaired
     assert judge.compare(model, torch.float32).error < 1e-5

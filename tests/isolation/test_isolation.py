@@ -481,7 +481,7 @@ def test_a_near_tie_is_no_leak(monkeypatch):
     choice.edge = sum(pairs[0]) / 2
     report = judged(model, max_length=64)
     assert report.isolated and report.equal, "one rounding was taken for a leak"
-    monkeypatch.setattr(isolation, "_explain", lambda *_: None)
+    monkeypatch.setattr(isolation, "_explain", lambda *_, **__: None)
     assert not judged(model, max_length=64).equal, "nothing was near a tie"
     monkeypatch.undo()
     choice.inner = PreviousToken(choice.inner)

@@ -496,7 +496,9 @@ def test_slow_links_get_smaller_degrees(tmp_path):
     used = []
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
         args = SFTConfig(str(tmp_path), **settings, exchange_speeds=speeds)
-        planner = make_planner(args, documents_of(lengths), LLAMA_7B, 8, "micro", batch_size=1)
+        planner = make_planner(
+            args, documents_of(lengths), LLAMA_7B, world_size=8, synchronisation="micro", batch_size=1
+        )
         used.append(planner.schedule(0).degrees.tolist())
     assert used[1] == used[2] and np.mean(used[1]) < np.mean(used[0])
 

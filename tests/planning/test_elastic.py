@@ -64,7 +64,7 @@ def resumed(plan, launch, saved):
     documents, how = PLANS[plan]
     run = make_epochs(documents, **how, **launch)
     if saved is not None:
-        continued("there", saved.state, named(launch), run)
+        continued("there", saved.state, named(launch), planner=run)
     return run
 
 

@@ -679,9 +679,9 @@ def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path
         del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
     if refused:
         with pytest.raises(ValueError, match=f"`share_prefixes` was '{before}' and is '{now}'.*Set them back"):
-            continued("checkpoint-2", state, settings_with(now), plans[now])
+            continued("checkpoint-2", state, settings_with(now), planner=plans[now])
     else:
-        continued("checkpoint-2", state, settings_with(now), plans[now])
+        continued("checkpoint-2", state, settings_with(now), planner=plans[now])
         assert f"`share_prefixes` was '{before}' and is '{now}'" in caplog.text
 
 

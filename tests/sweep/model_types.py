@@ -185,7 +185,7 @@ def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> R
 
 def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[str, float]:
     """Whether documents may share prefixes, and the error of the judge if they may; see `Row`."""
-    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, "raise", shares_prefixes=True)
+    packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH, on_leak="raise", shares_prefixes=True)
     packed.prove(model)
     if packed.prove_prefixes(model) is not None:
         return "no", 0.0

@@ -243,7 +243,7 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
     given = json.dumps(kept)
     stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
-    say_what_is_left_out(stream, "train", build_tokenizer(), None, per_turn=True)
+    say_what_is_left_out(stream, "train", build_tokenizer(), chat_template=None, per_turn=True)
     assert json.dumps(kept) == given
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]

@@ -153,7 +153,7 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:
             kind(model, args, train_dataset=dataset, processing_class=build_tokenizer(), **arguments)
-        check_before_loading(given_to(kind, args, model, dataset, **arguments), None)
+        check_before_loading(given_to(kind, args, model, train_dataset=dataset, **arguments), None)
         refuse(Given(args=args, accelerator=engine))
         refuse(Given(args=args, own_loss=own_loss))
     except ValueError as error:

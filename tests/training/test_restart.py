@@ -199,7 +199,7 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
 def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_path):
     state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    assert continued("checkpoint-10", state, run.restart.settings, run.data.planner) == {}
+    assert continued("checkpoint-10", state, run.restart.settings, planner=run.data.planner) == {}
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))

@@ -438,7 +438,7 @@ def test_faults_in_gradients_are_found_under_engines(launch, engine, kind):
 def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, settings, reason):
     on_leak = settings.get("on_leak", "repair")
     model = build_tiny_model(model_type, **{name: value for name, value in settings.items() if name != "on_leak"})
-    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak)
+    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak=on_leak)
     assert packed_model.prove(model).isolated
     with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):
         packed_model.prove_degree(model, 2)

@@ -139,7 +139,7 @@ def check_model(
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
         packed.rest()
-        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak)
+        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak)
         in_training = packed.prove(model)
     repaired = [str(each) for each in packed.repaired]
     return CheckResult(

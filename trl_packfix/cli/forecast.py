@@ -94,7 +94,9 @@ def forecasts(
         if documents is None or policy != made_for:
             documents, made_for = _documents(reader, config), policy
         batch_size = config.per_device_train_batch_size
-        planner = make_planner(config, documents, cost_model, world_size, synchronisation, batch_size)
+        planner = make_planner(
+            config, documents, cost_model, world_size=world_size, synchronisation=synchronisation, batch_size=batch_size
+        )
         report = make_report(planner, config.effective_overlong, reader)
         if not planner.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
@@ -117,7 +119,14 @@ def forecasts(
 def planner_for(reader: Rows, config: SFTConfig, world_size: int, *, cost_model: CostModel) -> EpochPlanner:
     """The planner of a training run with this config on `world_size` ranks."""
     documents = _documents(reader, config)
-    return make_planner(config, documents, cost_model, world_size, "micro", config.per_device_train_batch_size)
+    return make_planner(
+        config,
+        documents,
+        cost_model,
+        world_size=world_size,
+        synchronisation="micro",
+        batch_size=config.per_device_train_batch_size,
+    )
 
 
 def _documents(reader: Rows, config: SFTConfig) -> Documents:

@@ -59,19 +59,19 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
                 if (size, other) == tuple(totals):
                     numbers.add(place)
                 continue
-            tokens = _growing(name, place, size, other, totals)
+            tokens = _growing(name, place, size, other=other, totals=totals)
             inputs[place] = _axes(tokens, size, [sizes.get(place) for sizes in ins])
         outputs = {}
         for place in set.intersection(*(set(sizes) for sizes in outs)):
             one, longer, double = (sizes[place] for sizes in outs)
             if isinstance(one, tuple) and isinstance(longer, tuple):
-                tokens = _growing(name, place, one, longer, [n for _, n in ROWS[:2]])
+                tokens = _growing(name, place, one, other=longer, totals=[n for _, n in ROWS[:2]])
                 outputs[place] = _axes(tokens, longer, [one, longer, double])
         found[name] = ModuleAxes(inputs, outputs, numbers)
     return found
 
 
-def _growing(name: str, place: str, size: Any, other: Any, totals: list[int]) -> tuple[int, ...]:
+def _growing(name: str, place: str, size: Any, *, other: Any, totals: list[int]) -> tuple[int, ...]:
     if not isinstance(other, tuple) or len(size) != len(other):
         raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
     axes = tuple(i for i, pair in enumerate(zip(size, other, strict=True)) if pair[0] != pair[1])

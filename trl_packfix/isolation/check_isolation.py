@@ -45,6 +45,7 @@ def check_isolation(
     model: nn.Module,
     max_length: int | None = None,
     degree: int = 1,
+    *,
     images: ImageSource | None = None,
     given: str | None = None,
 ) -> IsolationReport:
@@ -80,7 +81,7 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, degree, given)
+    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, degree, given=given)
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
@@ -104,6 +105,7 @@ def check_prefixes(
     model: nn.Module,
     max_length: int | None = None,
     degree: int = 1,
+    *,
     images: ImageSource | None = None,
     given: str | None = None,
 ) -> IsolationReport:
@@ -115,7 +117,9 @@ def check_prefixes(
     relative difference of its gradients. With `images` documents share images, and text in front of other images.
     """
     make_groups((degree,))
-    probe = PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, degree, given)
+    probe = (
+        PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, degree, given=given)
+    )
     with probe.undisturbed(), _marked(probe.inner):
         try:
             return _judge_all(probe, max_length)
@@ -177,15 +181,15 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
 
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     if not probe.on_any_rank(gradient):  # else the result is clear
-        _explain(probe, seen, tolerance, scale)
-        _explain(probe, unequal, tolerance, scale)
+        _explain(probe, seen, tolerance, scale=scale)
+        _explain(probe, unequal, tolerance, scale=scale)
     change = max(gap for gap, _ in seen)
     if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in unequal)) > tolerance):
         far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
         last = probe.packed(far, large=True)[-1:]
         gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
         unequal.append((gap, Evidence(far, alone=len(FAR), large=True)))
-        _explain(probe, unequal, tolerance, scale)
+        _explain(probe, unequal, tolerance, scale=scale)
     # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
     leaking = [pair for pair in seen if pair[0] > tolerance] or seen
     _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
@@ -217,7 +221,7 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
     return report, leak if not report.isolated else odd
 
 
-def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float, scale: float) -> None:
+def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float, *, scale: float) -> None:
     """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and

@@ -87,7 +87,7 @@ class ImageProbe(Probe):
 
     shares = False  # whether documents of a pack share common beginnings
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, given: str | None = None):
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, given: str | None = None):
         super().__init__(model, degree, given)
         self.images = images
 

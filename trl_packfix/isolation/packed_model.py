@@ -69,6 +69,7 @@ class PackedModel:
         dtype: torch.dtype,
         device_type: str,
         max_length: int | None,
+        *,
         on_leak: OnLeak = "repair",
         enforce_flash_attention: bool = True,
         own_hooks: Sequence[ModelHooks] = (),
@@ -284,7 +285,7 @@ class PackedModel:
 
     def _check_degree(self, wrapped: nn.Module, degree: int, sends_states: SendsStates) -> IsolationReport:
         self._guard.sends_states = sends_states
-        found = check_isolation(wrapped, self.max_length, degree, self.images, self.attention.previous)
+        found = check_isolation(wrapped, self.max_length, degree, images=self.images, given=self.attention.previous)
         self._guard.sends_states = self._may_send_states
         agreed((found.isolated, found.equal))
         return found
@@ -311,7 +312,7 @@ class PackedModel:
 
     def _refusal_of_prefixes(self, wrapped: nn.Module, degree: int = 1) -> str | None:
         """What the probe finds where documents share prefixes; None if nothing."""
-        found = check_prefixes(wrapped, self.max_length, degree, self.images, self.attention.previous)
+        found = check_prefixes(wrapped, self.max_length, degree, images=self.images, given=self.attention.previous)
         agreed((found.isolated, found.equal))
         return None if found.isolated and found.equal else found.summary()
 
@@ -480,7 +481,7 @@ def prepare_for_packing(
         dtype or inner.dtype,
         inner.device.type,
         max_length,
-        on_leak,
+        on_leak=on_leak,
         enforce_flash_attention=enforce_flash_attention,
     )
     autocast = nullcontext() if dtype in (None, inner.dtype) else torch.autocast(inner.device.type, dtype)

@@ -94,8 +94,8 @@ class PackedRows(ModelHooks):
             dtype,
             device_type,
             max_length,
-            on_leak,
-            enforce_flash_attention,
+            on_leak=on_leak,
+            enforce_flash_attention=enforce_flash_attention,
             own_hooks=[self],
             shares_prefixes=shares,
         )
@@ -266,12 +266,12 @@ class PackedRows(ModelHooks):
         may come later than that of another, and padded rows give the same gradients.
         """
         wants_gradients = torch.is_grad_enabled()
-        reason = self._difference(module, given, batch, wants_gradients)
+        reason = self._difference(module, given, batch, wants_gradients=wants_gradients)
         if reason is not None and self.collate.shares:
             self._share_nothing(f"on its first batch, {reason}")
             whole = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
             assert whole is not None
-            batch, reason = whole, self._difference(module, given, whole, wants_gradients)
+            batch, reason = whole, self._difference(module, given, whole, wants_gradients=wants_gradients)
         if reason is not None:
             self._refuse(f"on its first batch, {reason}")
             return None
@@ -279,7 +279,7 @@ class PackedRows(ModelHooks):
         return batch
 
     def _difference(
-        self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch, wants_gradients: bool
+        self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
         """What differs between the padded rows and their pack beyond rounding; None if nothing."""
         packed = self.packed_model
@@ -292,7 +292,7 @@ class PackedRows(ModelHooks):
                 self._attend(True)
                 with _outside_of_autocast(self.model.device.type):
                     probe.silence_draws()
-                runs = _Runs(self, probe, module, given, batch)
+                runs = _Runs(self, probe, module, given=given, batch=batch)
                 padded = runs.padded(wants_gradients)
                 first = runs.packed(wants_gradients)
                 gaps = _gaps(padded, first)
@@ -344,7 +344,7 @@ class _Runs:
     """The two ways to compute a padded batch: states and gradients of its tokens, (N, hidden)."""
 
     def __init__(
-        self, rows: PackedRows, probe: Probe, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch
+        self, rows: PackedRows, probe: Probe, module: nn.Module, *, given: dict[str, Any], batch: RowsOfBatch
     ) -> None:
         self.rows, self.probe, self.module, self.given, self.batch = rows, probe, module, given, batch
         self.weights: Tensor | None = None

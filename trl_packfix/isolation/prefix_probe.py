@@ -96,7 +96,7 @@ class PrefixProbe(Probe):
                 wanted = self._embedding_gradient(self.row(ids), torch.arange(first, len(rows), device=self.device))
             if found is None or wanted is None:
                 return None
-            largest = max(largest, wrong_gradient(found, rows, wanted[: len(rows)], limit))
+            largest = max(largest, wrong_gradient(found, rows, wanted[: len(rows)], limit=limit))
         return largest
 
     def _shared(self, documents: list[Tensor], degree: int = 1) -> tuple[dict[str, Any], list[Tensor], list[int]]:
@@ -121,8 +121,8 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     shares = True
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, given: str | None = None):
-        ImageProbe.__init__(self, model, images, degree, given)
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, given: str | None = None):
+        ImageProbe.__init__(self, model, images, degree, given=given)
 
     def image_examples(self) -> Examples:
         """An image that three documents share, another of its size behind the same text, and two images that two share.

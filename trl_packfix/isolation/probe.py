@@ -420,7 +420,7 @@ class Probe:
                 wanted = self._embedding_gradient(self.row(ids), torch.arange(len(ids), device=self.device))
             if found is None or wanted is None:
                 return None
-            largest = max(largest, wrong_gradient(found, own, wanted[: len(ids)], limit, rounding))
+            largest = max(largest, wrong_gradient(found, own, wanted[: len(ids)], limit=limit, rounding=rounding))
         return largest
 
     def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
@@ -595,7 +595,7 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 
-def wrong_gradient(found: Tensor, own: Tensor, wanted: Tensor, limit: float, rounding: float = 0.0) -> float:
+def wrong_gradient(found: Tensor, own: Tensor, wanted: Tensor, *, limit: float, rounding: float = 0.0) -> float:
     """What is wrong with the gradient of a document with respect to the rows of its pack, (T, D); 0 if nothing.
 
     It is the largest one of rows that are not its own (above `rounding` times the largest), or the difference from

@@ -107,7 +107,7 @@ class RepairedModule(ModelHooks):
         self._running.append((documents, args, kwargs))
         first = documents.batches[0]
         packed_forwards.append(first.forward)  # until `_leave`: the module's forward runs between the two hooks
-        return self._inputs(module, args, kwargs, first)
+        return self._inputs(module, args, kwargs, batch=first)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._running.pop() if self._running else None
@@ -120,7 +120,7 @@ class RepairedModule(ModelHooks):
         outputs = [output]
         for batch in documents.batches[1:]:
             with entered(batch.forward):
-                args_here, kwargs_here = self._inputs(module, args, kwargs, batch)
+                args_here, kwargs_here = self._inputs(module, args, kwargs, batch=batch)
                 outputs.append(module.forward(*args_here, **kwargs_here))
         leaves = [output_leaves(each)[0] for each in outputs]
         joined = [
@@ -129,7 +129,7 @@ class RepairedModule(ModelHooks):
         return tree_unflatten(joined, output_leaves(output)[1])
 
     def _inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: DocumentBatch
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: DocumentBatch
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = argument_leaves(module, args, kwargs)
         given = []
@@ -166,7 +166,7 @@ class RestartedPositions(ModelHooks):
     For models that count positions over the whole pack (bart), or from another start than the batch does (roberta).
     """
 
-    def __init__(self, module: nn.Module, place: str, axis: int, first: int):
+    def __init__(self, module: nn.Module, place: str, axis: int, *, first: int):
         super().__init__()
         self.module, self.place, self.axis, self.first = module, place, axis, first
 

@@ -125,7 +125,7 @@ class RepairSearch:
         for each in shifted:
             module = self._modules[each.name]
             repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
-            restarted = RestartedPositions(module, each.place, each.axis, each.first)
+            restarted = RestartedPositions(module, each.place, each.axis, first=each.first)
             restarted.install()
             self._restarted.append((restarted, repair))
         return bool(self._restarted)

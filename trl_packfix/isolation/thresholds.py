@@ -68,12 +68,12 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
             continue
         for name in ROPE_LENGTHS:
             length = parameters.get(name, vars(config).get(name))
-            if _is_length(length) and _depends_on_length(config, parameters, layer_type, length):
+            if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
                 found[name] = length
     return found
 
 
-def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str | None, length: int) -> bool:
+def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str | None, *, length: int) -> bool:
     """Whether a sequence longer than `length` has other angles; assumed for RoPE types that transformers lacks."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:

@@ -59,7 +59,7 @@ Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
 
 
-def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, positions_only: bool = False) -> list[Leak]:
+def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
     """The smallest modules whose inputs for a document agree in both runs and whose outputs do not.
 
     Values are compared relative to the largest of each tensor. `positions_only` restricts the search to modules without
@@ -131,15 +131,15 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
         if change:
             moved[name] = Leak(name, type(modules[name]).__name__, change)
             if evidence.same_length:
-                leaks = change > tolerance or _share_moved(went_out, made, pairs, tolerance / 16) > 0.5
+                leaks = change > tolerance or _share_moved(went_out, made, pairs, minimum=tolerance / 16) > 0.5
             else:  # integers may be positions in the pack
                 leaks = _moved(_numbers(went_out), _numbers(made), pairs) > tolerance
             if leaks:
                 leaking.add(name)
 
-    with _watching(modules, False, num_tokens, note_repeat):
+    with _watching(modules, False, num_tokens, note=note_repeat):
         probe.packed(evidence.documents)
-    with _watching(modules, False, sum(map(len, evidence.variant)), note_variant):
+    with _watching(modules, False, sum(map(len, evidence.variant)), note=note_variant):
         probe.packed(evidence.variant)
     return [leak for leak in _smallest([*moved.values()]) if leak.name in leaking]
 
@@ -259,7 +259,7 @@ def _recorded(
     def note(name: str, call: int, given: Values, made: Values) -> None:
         records.setdefault(name, []).append((given, made))
 
-    with _watching(modules, positions_only, num_tokens, note, on_host):
+    with _watching(modules, positions_only, num_tokens, note=note, on_host=on_host):
         yield records
 
 
@@ -268,6 +268,7 @@ def _watching(
     modules: dict[str, nn.Module],
     positions_only: bool,
     num_tokens: int,
+    *,
     note: Callable[[str, int, Values, Values], None],
     on_host: bool = False,
 ) -> Iterator[None]:
@@ -350,7 +351,7 @@ def _numbers(values: Values) -> Values:
     return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
 
 
-def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], minimum: float) -> float:
+def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], *, minimum: float) -> float:
     """Largest share, over tokens, of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in before.keys() & after.keys():

@@ -76,7 +76,7 @@ class UnpackedForward(ModelHooks):
         self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded
-        return (), _inputs(documents.groups[0], name, tokens, rest)
+        return (), _inputs(documents.groups[0], name, tokens, rest=rest)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._running.pop() if self._running else None
@@ -84,7 +84,7 @@ class UnpackedForward(ModelHooks):
             return output
         documents, name, tokens, rest = state
         outputs = [output]
-        outputs += [module.forward(**_inputs(group, name, tokens, rest)) for group in documents.groups[1:]]
+        outputs += [module.forward(**_inputs(group, name, tokens, rest=rest)) for group in documents.groups[1:]]
         if isinstance(output, tuple):
             return (documents.join([each[0] for each in outputs], TOKENS), *output[1:])
         output["last_hidden_state"] = documents.join([each["last_hidden_state"] for each in outputs], TOKENS)
@@ -94,7 +94,7 @@ class UnpackedForward(ModelHooks):
         return output
 
 
-def _inputs(group: Group, name: str, tokens: Tensor, rest: dict[str, Any]) -> dict[str, Any]:
+def _inputs(group: Group, name: str, tokens: Tensor, *, rest: dict[str, Any]) -> dict[str, Any]:
     lengths = torch.tensor(group.lengths, device=tokens.device)
     mask = torch.arange(group.longest, device=tokens.device) < lengths[:, None]
     return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}

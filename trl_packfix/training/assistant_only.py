@@ -134,6 +134,7 @@ def mask_turns(
     dataset: Dataset | IterableDataset,
     name: str,
     args: SFTConfig,
+    *,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     mask: AssistantMask,
     marks: bool,
@@ -197,7 +198,7 @@ def _columns(counts: MaskCounts) -> dict[str, int]:
     return {COUNTS[name]: count for name, count in asdict(counts).items()}
 
 
-def _row_of_stream(row: Any, index: int, name: str, drops: bool, **kwargs: Any) -> dict[str, Any]:
+def _row_of_stream(row: Any, index: int, name: str, *, drops: bool, **kwargs: Any) -> dict[str, Any]:
     made = {key: value for key, value in _row(row, **kwargs).items() if key not in COUNTS.values()}
     if drops:
         return made
@@ -215,7 +216,7 @@ def _refuse_or_name(found: Dataset, name: str, drops: bool) -> None:
     first = bad[:NUM_SHOWN]
     reasons = list(zip(first.tolist(), found.select(first).with_format(None)[BAD_ROW], strict=True))
     if not drops or len(bad) == len(found):
-        refuse(name, reasons, len(bad), len(found))
+        refuse(name, reasons, len(bad), total=len(found))
     logger.warning(
         "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
         *(len(bad), len(found), name, first.tolist(), *reasons[0]),

@@ -79,13 +79,14 @@ class Preparation:
                 num_good += 1
                 yield made
         if not num_good:
-            refuse(self.name, problems[:NUM_SHOWN], len(problems), number + 1)
+            refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
 
 
 def prepared(
     dataset: Dataset | IterableDataset,
     name: str,
     args: SFTConfig,
+    *,
     prepare: Callable[..., Any],
     marks: bool,
 ) -> Dataset | IterableDataset:
@@ -104,7 +105,7 @@ def prepared(
     if "input_ids" in get_dataset_column_names(dataset):
         return prepare(dataset, args)
     if isinstance(dataset, IterableDataset):
-        steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare)
+        steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare=prepare)
         removed = _removed(get_dataset_column_names(dataset), steps)
         kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
         kwargs["repeats"] = Repeats()
@@ -118,13 +119,13 @@ def prepared(
         except Exception as error:
             failure = error
         if dataset.format["type"] != "custom":  # TRL refuses transforms itself
-            found = _with_tokens(dataset, name, args, prepare, tokens_only=True)
+            found = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=True)
             bad = _bad_rows(found)
             if len(bad):
-                refuse(name, _first(found, bad), len(bad), len(dataset))
+                refuse(name, _first(found, bad), len(bad), total=len(dataset))
         raise failure  # no single row was the cause
     with main_process_first():
-        dataset = _with_tokens(dataset, name, args, prepare, marks)
+        dataset = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=marks)
     bad = _bad_rows(dataset)
     if len(bad):
         row, why = _first(dataset, bad)[0]
@@ -155,9 +156,9 @@ def _first(dataset: Dataset, bad: np.ndarray) -> list[tuple[int, str]]:
 
 
 def _with_tokens(
-    dataset: Dataset, name: str, args: SFTConfig, prepare: Callable[..., Any], tokens_only: bool
+    dataset: Dataset, name: str, args: SFTConfig, *, prepare: Callable[..., Any], tokens_only: bool
 ) -> Dataset:
-    steps = _recorded(dataset, name, args, prepare)
+    steps = _recorded(dataset, name, args, prepare=prepare)
     removed = dataset.column_names if tokens_only else _removed(dataset.column_names, steps)
     removed = [column for column in removed if column not in (args.weight_column, args.source_column)]
     others = {column: feature for column, feature in dataset.features.items() if column not in removed}
@@ -171,7 +172,7 @@ def _with_tokens(
     )
 
 
-def _recorded(rows: Any, name: str, args: SFTConfig, prepare: Callable[..., Any]) -> tuple[Step, ...]:
+def _recorded(rows: Any, name: str, args: SFTConfig, *, prepare: Callable[..., Any]) -> tuple[Step, ...]:
     """The steps from a row to `input_ids` and `labels`."""
     args = copy.copy(args)
     args.max_length, args.shuffle_dataset = None, False
@@ -200,7 +201,14 @@ def _tokens(row: Any, steps: tuple[Step, ...], text_field: str) -> dict[str, Any
 
 
 def _tokens_of_stream(
-    row: dict[str, Any], index: int, steps: tuple[Step, ...], text_field: str, name: str, drops: bool, repeats: Repeats
+    row: dict[str, Any],
+    index: int,
+    steps: tuple[Step, ...],
+    *,
+    text_field: str,
+    name: str,
+    drops: bool,
+    repeats: Repeats,
 ) -> dict[str, Any]:
     with repeats:
         made = _tokens(row, steps, text_field)
@@ -226,7 +234,7 @@ def refuse_row_of_stream(name: str, index: int, why: str) -> NoReturn:
     )
 
 
-def refuse(name: str, first: list[tuple[int, str]], count: int, total: int) -> NoReturn:
+def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
     """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
     row, why = first[0]
     raise ValueError(

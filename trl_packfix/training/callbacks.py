@@ -122,7 +122,7 @@ class AdaptersLearn(TrainerCallback):
         self._ran: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         if self._adapters is not None:
             return
         modules = dict(model.named_modules())
@@ -188,10 +188,10 @@ class StreamCallback(TrainerCallback):
                 "files."
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._report(args, train_dataloader.dataset, state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any) -> None:
         self._report(args, train_dataloader.dataset, state.global_step)
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.show()

@@ -23,7 +23,7 @@ from .config import SFTConfig
 from .features import refuse
 
 
-def given_to(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, train_dataset: Any, **arguments: Any) -> Given:
+def given_to(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Given:
     """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Given`."""
     has_columns = isinstance(train_dataset, Dataset | IterableDataset)
     samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
@@ -88,7 +88,7 @@ def check_weights(args: SFTConfig, train_dataset: Any) -> None:
         )
 
 
-def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, vocab_size: int | None) -> None:
+def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, vocab_size: int | None) -> None:
     """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
     if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
         return

@@ -190,7 +190,7 @@ OWN_MEANS = Choice(
 # The dataset
 
 
-def _column(names: tuple[str, ...], label: str, undo: str, packs: bool = True) -> Choice:
+def _column(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True) -> Choice:
     """A column of the training set, with packing or without."""
 
     def given(given: Given) -> str | None:

@@ -85,6 +85,7 @@ class EvaluationTotals:
         logits: torch.Tensor,
         labels: torch.Tensor,
         shift_labels: torch.Tensor | None = None,
+        *,
         targets: Targets | None = None,
         sources: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -111,7 +112,7 @@ class EvaluationTotals:
         loss, *_, mask = values
         self.sums[:4] += batch
         if sources is not None:
-            self.sums[4:] += sums_by_source(loss, mask, sources, len(self.names)).flatten()
+            self.sums[4:] += sums_by_source(loss, mask, sources, num_sources=len(self.names)).flatten()
         return batch[0] / batch[3].clamp(min=1)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
@@ -446,7 +447,9 @@ class Evaluation:
                     aux_loss = outputs.aux_loss
                     if layout.weighs_rows:
                         # zero on ranks after the first of a group, so the mean over ranks counts it once
-                        aux_loss = layout.degree * objective.aux_loss(outputs, layout, targets.trained, router_logits)
+                        aux_loss = layout.degree * objective.aux_loss(
+                            outputs, layout, targets.trained, router_logits=router_logits
+                        )
                     aux_loss = self.trainer.accelerator.gather(aux_loss).mean().item()
                     self.trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs, targets, sources).float(), None, None
@@ -454,7 +457,7 @@ class Evaluation:
             logits = model(**inputs).logits
             loss = None
             if targets is not None:
-                loss = self._totals.add_logits(logits, labels, shift_labels, targets, sources).float()
+                loss = self._totals.add_logits(logits, labels, shift_labels, targets=targets, sources=sources).float()
         return loss, logits, labels
 
 

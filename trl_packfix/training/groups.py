@@ -22,7 +22,9 @@ class SamePackCheck(TrainerCallback):
     def __init__(self) -> None:
         self.steps_left = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         is_stream = isinstance(getattr(train_dataloader, "dataset", None), PackedStream)
         shares = args.world_size > 1 and args.tokens_per_rank is not None
         self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if shares else 0

@@ -59,7 +59,7 @@ class ImageData:
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
         self.examples = ImageExamples(self.process, collate.dataset_text_field, rope_index)
 
-    def rows(self, dataset: Dataset, name: str, args: SFTConfig, marks: bool) -> ImageRows:
+    def rows(self, dataset: Dataset, name: str, args: SFTConfig, *, marks: bool) -> ImageRows:
         """The documents of a dataset. The main process measures them, the others read the cache.
 
         Args:
@@ -68,7 +68,7 @@ class ImageData:
         """
         drops = marks and args.bad_rows == "drop"
         if args.per_turn:
-            return measure_turns(dataset, self.process, name, args, drops, is_training_set=marks)
+            return measure_turns(dataset, self.process, name, args=args, drops=drops, is_training_set=marks)
         with main_process_first():
             measures = measure(dataset, self.process, name, num_proc=args.dataset_num_proc, drops=drops)
         return ImageRows(dataset, self.process, measures)

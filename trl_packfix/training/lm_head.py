@@ -140,7 +140,7 @@ class _ScoredLabels(torch.autograd.Function):
         ctx.scale, ctx.softcap = scale, softcap
         ctx.save_for_backward(states, weight, bias, labels)
         scores = []
-        for rows, logits in _chunks(ctx, states, weight, bias):
+        for rows, logits in _chunks(ctx, states, weight, bias=bias):
             target = labels[rows, None]
             log_probs = logits.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -159,7 +159,7 @@ class _ScoredLabels(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
             of_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
             cast = weight.to(ctx.dtype)
-            for rows, logits in _chunks(ctx, states, weight, bias):
+            for rows, logits in _chunks(ctx, states, weight, bias=bias):
                 gradient = -logits.softmax(-1)
                 gradient[torch.arange(len(logits), device=logits.device), labels[rows]] += 1
                 gradient *= gradients[0][rows, None] * ctx.scale
@@ -176,7 +176,7 @@ class _ScoredLabels(torch.autograd.Function):
         return of_states, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
 
 
-def _chunks(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(ctx: Any, states: Tensor, weight: Tensor, *, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Logits (CHUNK, V) of successive rows, in fp32 at least."""
     cast = weight.to(ctx.dtype)
     for start in range(0, len(states), CHUNK):

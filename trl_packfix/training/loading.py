@@ -80,7 +80,7 @@ class TrainingData:
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
         self.trainer = trainer
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
-        checks.check_prepared_sets(args, train_dataset, eval_dataset, self.vocab_size)
+        checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
         self.images: ImageData | None = None
         self.turns: TurnCounts | None = None
         self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
@@ -183,7 +183,7 @@ class TrainingData:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
                 self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
-        refuse(checks.given_to(type(self.trainer), args, self.trainer.model, dataset))
+        refuse(checks.given_to(type(self.trainer), args, self.trainer.model, train_dataset=dataset))
         checks.check_weights(args, self.trainer.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
@@ -241,8 +241,8 @@ class TrainingData:
             self.args,
             self.documents,
             self.cost_model,
-            self.args.world_size,
-            checks.synchronisation(self.trainer.accelerator),
+            world_size=self.args.world_size,
+            synchronisation=checks.synchronisation(self.trainer.accelerator),
             batch_size=self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             writes_cache=self.args.local_process_index == 0,
         )
@@ -381,9 +381,9 @@ class TrainingData:
             self.attention_dtype,
             args.device.type,
             args.max_length,
-            args.on_leak,
-            args.enforce_flash_attention,
-            hooks,
+            on_leak=args.on_leak,
+            enforce_flash_attention=args.enforce_flash_attention,
+            own_hooks=hooks,
             shares_packs=args.tokens_per_rank is not None,
             shares_prefixes=args.share_prefixes != "off",
             images=None if self.images is None else self.images.examples,

@@ -75,6 +75,7 @@ def say_what_is_left_out(
     dataset: Dataset | IterableDataset,
     name: str,
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
     chat_template: str | None,
     per_turn: bool,
 ) -> None:
@@ -93,10 +94,10 @@ def say_what_is_left_out(
             for conversation in _conversations(rows, chat_template, fields)
             for i in _places(conversation, fields)
         ]
-        left_out = [each for each in holders if _is_left_out(*each, fields, tokenizer, per_turn)]
+        left_out = [each for each in holders if _is_left_out(*each, fields, tokenizer=tokenizer, per_turn=per_turn)]
         if left_out:
             names = " or ".join(f"`{field}`" for field in fields if _held(rows, field))
-            if per_turn or any(_is_left_out(*each, fields, tokenizer, per_turn=True) for each in left_out):
+            if per_turn or any(_is_left_out(*each, fields, tokenizer=tokenizer, per_turn=True) for each in left_out):
                 advice = "`chat_template_path` to a template that renders it, or write it into `content`"
             else:  # it is left out of earlier turns only
                 advice = "`per_turn=True`, which trains each turn as it is rendered when it is the last"
@@ -125,7 +126,9 @@ def _places(conversation: Conversation, fields: tuple[str, ...]) -> list[int]:
     return sorted({*held[:2], *held[-2:]})
 
 
-def _is_left_out(conversation: Conversation, i: int, fields: tuple[str, ...], tokenizer: Any, per_turn: bool) -> bool:
+def _is_left_out(
+    conversation: Conversation, i: int, fields: tuple[str, ...], *, tokenizer: Any, per_turn: bool
+) -> bool:
     """Whether message `i` is rendered as without the fields, at its own turn or in the whole conversation."""
     messages = conversation.messages[: i + 1] if per_turn else conversation.messages
     without = {key: value for key, value in messages[i].items() if key not in fields}
@@ -179,7 +182,7 @@ def _held(rows: Iterable[dict[str, Any]], key: str, values: Collection[str] | No
 
 
 def rows_with(
-    dataset: Dataset, key: str, columns: Collection[str] = COLUMNS, values: Collection[str] | None = None
+    dataset: Dataset, key: str, columns: Collection[str] = COLUMNS, *, values: Collection[str] | None = None
 ) -> np.ndarray:
     """Whether a message of each row holds a key, and one of the values if they are given. Shape (rows,), in Arrow."""
     has = np.zeros(len(dataset), bool)

@@ -164,7 +164,7 @@ class Objective:
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
         if self.trainer.aux_loss_enabled:
-            aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits)
+            aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
             if not self._is_smoothed and self.trainer.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self.trainer.router_aux_loss_coef * aux_loss / steps
@@ -173,7 +173,7 @@ class Objective:
         self.totals.add_outputs([*sums, outputs.label_mask.new_ones(())])
         if (sources := self.sources_of(targets)) is not None:
             losses, is_trained = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
-            self.totals.add_sources(sums_by_source(losses, is_trained, sources, self.totals.num_sources))
+            self.totals.add_sources(sums_by_source(losses, is_trained, sources, num_sources=self.totals.num_sources))
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
@@ -196,7 +196,7 @@ class Objective:
             per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
             if self.args.loss_type == "dft":
                 per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
-            return self._mean(per_token_loss, targets, outputs.label_mask, num_items), outputs
+            return self._mean(per_token_loss, targets, outputs.label_mask, num_items=num_items), outputs
         # Both need full logits. As in TRL, a second forward computes the metrics.
         with_logits = model(**{key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")})
         with torch.no_grad():
@@ -206,12 +206,12 @@ class Objective:
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
         nll, total = _smoothed(with_logits.logits, inputs)
         share = self.args.label_smoothing_factor
-        mean_nll = self._mean(nll, targets, outputs.label_mask, num_items)
-        mean_total = self._mean(total, targets, outputs.label_mask, num_items, num_classes=num_classes)
+        mean_nll = self._mean(nll, targets, outputs.label_mask, num_items=num_items)
+        mean_total = self._mean(total, targets, outputs.label_mask, num_items=num_items, num_classes=num_classes)
         return (1 - share) * mean_nll + share * mean_total, outputs
 
     def _mean(
-        self, values: Tensor, targets: Targets, mask: Tensor, num_items: Tensor | int | None, num_classes: int = 1
+        self, values: Tensor, targets: Targets, mask: Tensor, *, num_items: Tensor | int | None, num_classes: int = 1
     ) -> Tensor:
         """The share of this batch in the mean of an optimizer step over its targets, with the weights of documents.
 
@@ -323,7 +323,7 @@ class Objective:
         finally:
             handle.remove()
 
-    def aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, router_logits: list[Tensor]) -> Tensor:
+    def aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, *, router_logits: list[Tensor]) -> Tensor:
         """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
 
         Of a part of a pack: the statistic of the whole pack, with the gradient of this part. Ranks after the first of
@@ -335,7 +335,11 @@ class Objective:
         counts = layout.row_counts(trained)
         if layout.degree > 1:
             value = group_load_balancing(
-                router_logits, config.num_experts, config.num_experts_per_tok, counts.flatten(), layout.degree
+                router_logits,
+                config.num_experts,
+                config.num_experts_per_tok,
+                row_counts=counts.flatten(),
+                degree=layout.degree,
             )
             return value if layout.is_first else value - value.detach()
         is_empty = ~counts.any()

@@ -184,7 +184,7 @@ class _LogAndProve(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.packing.prove()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         tokens, before = self.packing.tokens, self.logged
         if tokens.padded == before.padded:
             self._say_unused(tokens, state.global_step)

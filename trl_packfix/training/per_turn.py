@@ -48,6 +48,7 @@ def split_turns(
     dataset: Dataset | IterableDataset,
     name: str,
     args: SFTConfig,
+    *,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     marks: bool,
     is_training_set: bool,
@@ -98,17 +99,17 @@ def split_turns(
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing each assistant turn of {name} dataset",
         )
-    counts = _counted(dataset, found, name, args, drops)
+    counts = _counted(dataset, found, name, args=args, drops=drops)
     if is_training_set:
         _say_if_turns_do_not_end(found, name, processing_class)
         reader = TokenReader(found.select(_first_conversations(found)))
-        _say_if_nothing_is_stripped(found, name, reader.lengths, lambda i: _begins(reader, i))
+        _say_if_nothing_is_stripped(found, name, reader.lengths, begins=lambda i: _begins(reader, i))
     found = found.remove_columns(list(numbers))
     return (found if marks and drops else without_bad_rows(found)), counts
 
 
 def measure_turns(
-    dataset: Dataset, process: RowProcessor, name: str, args: SFTConfig, drops: bool, is_training_set: bool
+    dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, drops: bool, is_training_set: bool
 ) -> ImageRows:
     """The documents of conversations with images, one per assistant turn.
 
@@ -123,14 +124,14 @@ def measure_turns(
     rule = TurnRule.of(args)
     with main_process_first():
         measures = measure(dataset, process, name, num_proc=args.dataset_num_proc, drops=True, rule=rule)
-    counts = _counted(dataset, measures, name, args, drops)
+    counts = _counted(dataset, measures, name, args=args, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if is_training_set:
         trained = np.flatnonzero(measures.with_format("arrow")["trained"].to_numpy())[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
         _say_if_turns_do_not_end(first, name, process.processor)
         grows = measures.with_format("arrow")[GROWS].to_numpy(zero_copy_only=False)
-        _say_if_nothing_is_stripped(measures, name, reader.lengths, lambda i: bool(grows[i + 1]))
+        _say_if_nothing_is_stripped(measures, name, reader.lengths, begins=lambda i: bool(grows[i + 1]))
     return reader
 
 
@@ -138,6 +139,7 @@ def _rows(
     batch: Any,
     indices: list[int],
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
     others: list[str],
     rule: TurnRule,
 ) -> dict[str, list[Any]]:
@@ -179,7 +181,7 @@ def _columns(tokens: list[int], labels: list[int], why: str = "") -> dict[str, A
     return {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64), BAD_ROW: why}
 
 
-def _rows_of_stream(batch: Any, indices: list[int], name: str, drops: bool, **kwargs: Any) -> dict[str, list[Any]]:
+def _rows_of_stream(batch: Any, indices: list[int], name: str, *, drops: bool, **kwargs: Any) -> dict[str, list[Any]]:
     made = _rows(batch, indices, **kwargs)
     for column in NUMBERS:
         del made[column]
@@ -193,7 +195,7 @@ def _rows_of_stream(batch: Any, indices: list[int], name: str, drops: bool, **kw
     return made
 
 
-def _counted(dataset: Dataset, found: Dataset, name: str, args: SFTConfig, drops: bool) -> TurnCounts:
+def _counted(dataset: Dataset, found: Dataset, name: str, *, args: SFTConfig, drops: bool) -> TurnCounts:
     """Count the samples and say how many there are, and refuse or name the turns that cannot be rendered."""
     bad = bad_rows(found)
     assert bad is not None  # `_rows` makes the column
@@ -210,7 +212,7 @@ def _counted(dataset: Dataset, found: Dataset, name: str, args: SFTConfig, drops
         first = np.flatnonzero(bad)[where][:NUM_SHOWN]
         reasons = list(zip(rows[:NUM_SHOWN].tolist(), found.select(first).with_format(None)[BAD_ROW], strict=True))
         if not drops or not counts.samples:
-            refuse(name, reasons, len(rows), len(dataset))
+            refuse(name, reasons, len(rows), total=len(dataset))
         logger.warning(
             "%d turns in %d of %d conversations of the %s dataset cannot be rendered and are dropped; the first are in "
             "rows %s. Row %d: %s.",
@@ -261,7 +263,7 @@ def _begins(reader: TokenReader, i: int) -> bool:
 
 
 def _say_if_nothing_is_stripped(
-    found: Dataset, name: str, lengths: npt.NDArray[np.int64], begins: Callable[[int], bool]
+    found: Dataset, name: str, lengths: npt.NDArray[np.int64], *, begins: Callable[[int], bool]
 ) -> None:
     """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
 

@@ -15,6 +15,7 @@ def make_planner(
     config: SFTConfig,
     documents: Documents,
     cost_model: CostModel,
+    *,
     world_size: int,
     synchronisation: Synchronisation,
     batch_size: int,

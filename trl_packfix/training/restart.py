@@ -95,7 +95,7 @@ def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | Im
 
 
 def continued(
-    checkpoint: str, state: dict[str, Any], settings: dict[str, Any], planner: EpochPlanner
+    checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner
 ) -> dict[str, tuple[Any, Any]]:
     """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
 
@@ -318,7 +318,7 @@ class Restart:
             self.settings = settings_of(self.args, self._planner, self.trainer.data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
-                self.replanned_for = continued(*self.resumed, self.settings, self._planner)
+                self.replanned_for = continued(*self.resumed, self.settings, planner=self._planner)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 

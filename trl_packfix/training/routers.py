@@ -26,7 +26,7 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
 
 
 def group_load_balancing(
-    router_logits: list[Tensor], num_experts: int, num_chosen: int, row_counts: Tensor, degree: int
+    router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, degree: int
 ) -> Tensor:
     """transformers' load-balancing statistic of a pack that `degree` ranks share; all of them must call it.
 

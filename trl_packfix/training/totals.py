@@ -199,7 +199,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
     """Loss and trained tokens of each source, shape (2, S).
 
     Args:

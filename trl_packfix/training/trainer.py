@@ -129,7 +129,7 @@ class SFTTrainer(trl.SFTTrainer):
             type(self),
             args,
             model,
-            train_dataset,
+            train_dataset=train_dataset,
             data_collator=data_collator,
             compute_loss_func=compute_loss_func,
             formatting_func=formatting_func,
@@ -227,19 +227,32 @@ class SFTTrainer(trl.SFTTrainer):
             dataset = messages.with_chat_roles(dataset, dataset_name)
             if is_training_set and args.process_index == 0:
                 template = getattr(self, "chat_template", None)
-                messages.say_what_is_left_out(dataset, dataset_name, processing_class, template, args.per_turn)
+                messages.say_what_is_left_out(
+                    dataset, dataset_name, processing_class, chat_template=template, per_turn=args.per_turn
+                )
         is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         marks = packing and is_training_set
         if is_masked:
             mask = AssistantMask(TurnRule.of(args), self.chat_template, self.completion_only_loss)
             dataset, masked = assistant_only.mask_turns(
-                dataset, dataset_name, args, processing_class, mask, marks, is_training_set
+                dataset,
+                dataset_name,
+                args,
+                processing_class=processing_class,
+                mask=mask,
+                marks=marks,
+                is_training_set=is_training_set,
             )
             if is_training_set:
                 self.data.trained = replace(self.data.trained, counts=masked)
         elif args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
             dataset, counts = per_turn.split_turns(
-                dataset, dataset_name, args, processing_class, marks, is_training_set
+                dataset,
+                dataset_name,
+                args,
+                processing_class=processing_class,
+                marks=marks,
+                is_training_set=is_training_set,
             )
             self.data.turns = counts if is_training_set else self.data.turns
         if packing or is_evaluated_as_documents:
@@ -252,7 +265,7 @@ class SFTTrainer(trl.SFTTrainer):
 
         # With packing, dropped training rows stay as documents without tokens, so that they are counted.
         with Repeats() as repeats:
-            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare, marks)
+            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare=prepare, marks=marks)
         repeats.say(dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
