@@ -242,7 +242,7 @@ def outcome(trainer: Packed | Stock, **further) -> dict:
         "world_size": trainer.args.world_size,
         "process_group": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "engine": trainer.engine,
-        "synchronisation": synchronisation(trainer.accelerator),
+        "synchronisation": synchronisation(trainer.accelerator, trainer.model),
         "seen": gather_object([trainer.seen]),
         "num_steps": trainer.state.global_step,
         "isolation": isolation and (isolation.isolated, isolation.equal, isolation.attention),

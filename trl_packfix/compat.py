@@ -5,6 +5,7 @@ that uses it.
 """
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTuner
 
 TRL_FLOOR = "1.9.0"
+SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
 # What accelerate wraps in DistributedDataParallel: values of its `DistributedType`, which are strings
 DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 
@@ -199,6 +201,46 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
             head.unshard()
 
     return below.register_forward_hook(unshard)
+
+
+def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters whose gradients transformers sums over ranks in a hook, under tensor parallelism."""
+    plan = getattr(model, "tp_plan", None) or {}
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return []
+    names = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == SUMMED_BY_RANKS]
+    is_one = re.compile(rf"(?:{'|'.join(names)})\.[^.]+").fullmatch
+    return [p for name, p in model.named_parameters() if names and p.requires_grad and is_one(name)]
+
+
+@contextmanager
+def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within this context one backward adds its gradient to those of `parameters_summed_by_ranks`.
+
+    The norms of query and key heads are on all ranks, each of which has the gradient of its own heads. transformers
+    sums them over the R ranks after each backward. What it sums is the gradient accumulated so far, so the first of n
+    micro-batches counts R^(n - 1) times. Here each backward begins without a gradient. Can be removed when transformers
+    sums them once per optimizer step; see docs/upstream.md.
+    """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+def declare_whole_sizes(model: nn.Module) -> None:
+    """Set `in_features` and `out_features` of divided adapters to those of the whole matrix.
+
+    peft 0.21 makes adapters on layers that are divided by their input (`o_proj`, `down_proj`) in the size that this
+    rank has, and transformers takes these numbers for those of the whole: the first forward fails. Can be removed when
+    peft sets them; see docs/upstream.md.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            module.out_features, module.in_features = module.weight.shape
 
 
 def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:

@@ -441,12 +441,12 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
     lengths = np.random.default_rng(0).integers(1, 12, 200).tolist()
     before = state_of(planner(lengths, 4, 16, accumulation=2))
     same, other = planner(lengths, 4, 16, accumulation=2), planner(lengths, 4, 32, accumulation=2)
-    continued("there", before, state_of(same)["settings"], same)
+    continued("there", before, state_of(same)["settings"], planner=same)
     with pytest.raises(ValueError, match="`tokens_per_rank` was 16 and is 32"):
-        continued("there", before, state_of(other)["settings"], other)
+        continued("there", before, state_of(other)["settings"], planner=other)
     # 8 ranks with half the accumulation: every optimizer step keeps its documents, only the degrees may differ
     more = planner(lengths, 8, 16, accumulation=1)
-    continued("there", before, state_of(more)["settings"], more)
+    continued("there", before, state_of(more)["settings"], planner=more)
 
 
 # Settings

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from peft import PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import ANSWER, PROMPT, config
 from torch.utils.data import SequentialSampler
@@ -55,6 +55,14 @@ def engine(**parts):
     """What the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
     sizes = SimpleNamespace(tp_size=1, cp_size=1, sp_size=1)
     return SimpleNamespace(**{"distributed_type": DistributedType.NO, "parallelism_config": sizes} | parts)
+
+
+def divided(**sizes):
+    """A model as transformers loads it on several ranks; on real ranks it is in `test_model_parallelism.py`."""
+    model = build_tiny_model("llama")
+    model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | sizes)
+    model._is_distributed_loading_by_transformers = True
+    return model
 
 
 MODEL = build_tiny_model("llama")
@@ -112,7 +120,17 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     },
     of.VIRTUAL_TOKENS: {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
     of.DROPPED_WEIGHTS: {"model": build_tiny_model("llama", attention_dropout=0.1)},
-    of.OTHER_PARALLELISM: {"accelerator": engine(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))},
+    of.CONTEXT_PARALLELISM: {"accelerator": engine(parallelism_config=SimpleNamespace(cp_size=2, sp_size=1))},
+    of.DEEPSPEED_TENSORS: {
+        "accelerator": engine(
+            distributed_type=DistributedType.DEEPSPEED,
+            deepspeed_plugin=SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}}),
+        )
+    },
+    of.TENSOR_PARALLELISM: {"model": divided(tp_size=2)},
+    of.TENSORS_AND_SHARDS: {"model": divided(tp_size=2, dp_size=2)},
+    of.ADAPTERS: {"peft_config": LoraConfig(target_modules=["q_proj"])},
+    of.PIPELINE: {"model": divided(pp_size=2)},
     of.UNPACKED_SEQUENCES: {
         "packing": False,
         "accelerator": engine(parallelism_config=SimpleNamespace(tp_size=1, cp_size=1, sp_size=2)),
@@ -125,6 +143,8 @@ ALSO = {
     of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
     of.SPLIT: (of.OVERLONG,),
     of.LAST_TURN: (of.ASSISTANT_ONLY,),
+    of.TENSORS_AND_SHARDS: (of.TENSOR_PARALLELISM,),
+    of.VIRTUAL_TOKENS: (of.ADAPTERS,),
     of.NO_EMPTY_THINKING: (of.ASSISTANT_ONLY,),
 }
 ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts]

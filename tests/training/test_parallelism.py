@@ -10,6 +10,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
@@ -42,25 +43,51 @@ def check(engine) -> None:
     refuse(Given(args=ARGS, accelerator=engine))
 
 
-@pytest.mark.parametrize("name", ["tp_size", "cp_size", "sp_size"])
-def test_a_parallelism_config_is_refused(name):
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch):
+    message = f"`{name}=2` was given with packing.*across their boundaries.*Set its size to 1 and `tokens_per_rank`"
     sizes = {"tp_size": 1, "cp_size": 1, "sp_size": 1} | {name: 2}
-    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*must read the same rows.*Set its size"):
+    with pytest.raises(ValueError, match=message):
         check(accelerator(parallelism=SimpleNamespace(**sizes)))
-    check(accelerator(parallelism=ParallelismConfig(dp_shard_size=2)))
+    check(accelerator(parallelism=ParallelismConfig(dp_shard_size=2, tp_size=2)))
+    # Before the accelerator exists: TRL would refuse the first without naming the way out
+    with pytest.raises(ValueError, match=message):
+        refuse(
+            Given(args=SFTConfig(packing=True, use_cpu=True, bf16=False, parallelism_config=SimpleNamespace(**sizes)))
+        )
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
+    with pytest.raises(ValueError, match=message):
+        refuse(Given(args=ARGS))
+
+
+@pytest.mark.parametrize("name, other", [("pp_size", "packing"), ("tp_size", "`tokens_per_rank=64`")])
+def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other, tiny_model):
+    model = tiny_model("llama")
+    model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | {name: 2})
+    model._is_distributed_loading_by_transformers = True
+    args = SFTConfig(
+        packing=True, use_cpu=True, bf16=False, tokens_per_rank=64, max_length=64, per_device_train_batch_size=1
+    )
+    with pytest.raises(
+        ValueError, match=rf"`DistributedConfig\({name}=2\)` was given with {other}.*Load the model with"
+    ):
+        refuse(Given(args=ARGS if other == "packing" else args, model=model))
+    model._is_distributed_loading_by_transformers = False  # it was saved by a run that had divided it
+    refuse(Given(args=ARGS, model=model))
 
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    "section, name",
+    "section, name, message",
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "DistributedConfig"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size", "DistributedConfig"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size", "tokens_per_rank"),
     ],
 )
-def test_tensor_and_sequence_parallelism_of_deepspeed_are_refused(section, name):
-    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*must read the same rows.*Set its size"):
+def test_tensor_and_sequence_parallelism_of_deepspeed_are_refused(section, name, message):
+    with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*Set its size to 1 .*{message}"):
         check(accelerator(**stage(2), **section))
     check(accelerator(**stage(2)))
 
@@ -124,7 +151,7 @@ def test_the_trainer_refuses_a_model_on_several_devices_only_with_packing(tiny_m
 @needs_deepspeed
 @pytest.mark.parametrize("number, expected", [(0, "step"), (1, "step"), (2, "micro"), (3, "micro")])
 def test_zero_waits_in_every_micro_batch_from_stage_2(number, expected):
-    assert synchronisation(accelerator(**stage(number))) == expected
+    assert synchronisation(accelerator(**stage(number)), nn.Identity()) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,4 +164,4 @@ def test_zero_waits_in_every_micro_batch_from_stage_2(number, expected):
     ],
 )
 def test_ddp_waits_once_per_step_unless_metrics_are_gathered(kind, expected):
-    assert synchronisation(accelerator(kind)) == expected
+    assert synchronisation(accelerator(kind), nn.Identity()) == expected

@@ -63,6 +63,7 @@ def test_arguments_are_those_of_trl():
         ("get_test_dataloader", "self test_dataset"),
         ("prediction_step", "self model inputs prediction_loss_only ignore_keys"),
         ("evaluation_loop", "self dataloader description prediction_loss_only ignore_keys metric_key_prefix"),
+        ("training_step", "self args kwargs"),
         ("compute_loss", "self model inputs return_outputs num_items_in_batch"),
         ("get_batch_samples", "self epoch_iterator num_batches device"),
         ("_get_num_items_in_batch", "self batch_samples device"),
@@ -97,6 +98,9 @@ def test_nothing_else_is_overridden():
         "evaluation_loop",
         # weights of documents, and one meeting of the ranks per log instead of several per micro-batch
         "compute_loss",
+        # gradients that ranks sum after each backward; not all versions of transformers have the second
+        "training_step",
+        *({"_defer_fsdp_gradient_reduction"} & inherited),
         "get_batch_samples",  # how long a step waits for its data
         "_get_num_items_in_batch",
         "_track_num_input_tokens",

@@ -9,6 +9,7 @@ import trl
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from trl.data_utils import get_dataset_column_names
 
 from ..compat import DDP
@@ -213,12 +214,15 @@ def check_prepared(dataset: Any, name: str) -> None:
 # Engines
 
 
-def synchronisation(accelerator: Any) -> Synchronisation:
+def synchronisation(accelerator: Any, model: nn.Module) -> Synchronisation:
     """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
 
     ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss
-    gathers metrics in every micro-batch under every engine; `objective` gathers them once per log.)
+    gathers metrics in every micro-batch under every engine; `objective` gathers them once per log.) transformers may
+    have sharded the model when it was loaded, of which accelerate does not know.
     """
+    if isinstance(model, FSDPModule):
+        return "micro"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
     return "step" if accelerator.distributed_type in DDP else "micro"

@@ -3,10 +3,12 @@
 `features.py` says which of them cannot be combined.
 """
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PretrainedConfig
 
@@ -243,6 +245,11 @@ def _encoder_decoder(given: Given) -> str | None:
     return type(given.model).__name__ if is_one else None
 
 
+def _adapters(given: Given) -> str | None:
+    adapters = [*getattr(given.model, "peft_config", {}).values(), given.peft_config]
+    return next((f"an adapter {each.peft_type.value}" for each in adapters if each is not None), None)
+
+
 def _virtual_tokens(given: Given) -> str | None:
     adapters = [*getattr(given.model, "peft_config", {}).values(), given.peft_config]
     config = next((each for each in adapters if getattr(each, "is_prompt_learning", False)), None)
@@ -256,28 +263,61 @@ def _dropped_weights(given: Given) -> str | None:
 
 ENCODER_DECODER = Choice("an encoder-decoder", _encoder_decoder, "give a causal language model")
 VIRTUAL_TOKENS = Choice("an adapter with virtual tokens (prompt tuning)", _virtual_tokens, "use LoRA")
+ADAPTERS = Choice("adapters of peft (LoRA)", _adapters, "train all weights")
 DROPPED_WEIGHTS = Choice("dropout of attention weights", _dropped_weights, "load the model with the rate 0.0")
 
 
 # The engine
 
 
-def _other_parallelism(given: Given) -> str | None:
-    """Sizes above 1 in accelerate's `ParallelismConfig` or in DeepSpeed's config."""
-    accelerator = given.accelerator
-    if accelerator is None:
-        return None
+def _context_parallelism(given: Given) -> str | None:
+    """Context or sequence parallelism of accelerate, whose config may come from its launcher, or of DeepSpeed."""
     sizes: dict[str, Any] = {}
-    if accelerator.parallelism_config is not None:
-        sizes |= {name: getattr(accelerator.parallelism_config, name) for name in ("tp_size", "cp_size", "sp_size")}
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.deepspeed_plugin.deepspeed_config
-        tensor = config.get("tensor_parallel", {})
-        of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
-        sizes["tensor_parallel.autotp_size"] = tensor.get("autotp_size", 1)
-        sizes["tensor_parallel.tp.tp_size"] = of_training.get("tp_size", 1)
-        sizes["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
+    config = given.args.parallelism_config if given.accelerator is None else given.accelerator.parallelism_config
+    if config is None and given.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        config = ParallelismConfig()  # reads the environment; TRL would refuse it with packing before there is ours
+    if config is not None:
+        sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
+    sizes["sequence_parallel_size"] = _deepspeed_config(given).get("sequence_parallel_size", 1)
+    return _above_one(sizes)
+
+
+def _deepspeed_tensors(given: Given) -> str | None:
+    tensor = _deepspeed_config(given).get("tensor_parallel", {})
+    of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
+    return _above_one(
+        {
+            "tensor_parallel.autotp_size": tensor.get("autotp_size", 1),
+            "tensor_parallel.tp.tp_size": of_training.get("tp_size", 1),
+        }
+    )
+
+
+def _deepspeed_config(given: Given) -> dict[str, Any]:
+    accelerator = given.accelerator
+    is_one = accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.deepspeed_plugin.deepspeed_config if is_one else {}
+
+
+def _above_one(sizes: dict[str, Any]) -> str | None:
     return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
+
+
+def _distributed(name: str) -> Callable[[Given], str | None]:
+    """A size above 1 in the `DistributedConfig` with which transformers has loaded the model."""
+
+    def given(given: Given) -> str | None:
+        # The config of a model that was saved so has it, too
+        is_divided = getattr(given.model, "is_distributed_loading_by_transformers", False)
+        size = getattr(given.model.config.distributed_config, name) if is_divided else 1
+        return f"`DistributedConfig({name}={size})`" if size > 1 else None
+
+    return given
+
+
+def _tensors_and_shards(given: Given) -> str | None:
+    is_both = _distributed("tp_size")(given) and _distributed("dp_size")(given)
+    return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
 
 
 def _megatron(given: Given) -> str | None:
@@ -291,10 +331,26 @@ def _unpacked_sequences(given: Given) -> str | None:
     return f"`sp_size={size}` and `packing=False`" if size > 1 and not given.packs else None
 
 
-OTHER_PARALLELISM = Choice(
-    "tensor, context or sequence parallelism of accelerate or DeepSpeed",
-    _other_parallelism,
-    "set its size to 1 (data parallelism, ZeRO and FSDP are supported)",
+TENSOR_PARALLELISM = Choice(
+    "tensor or expert parallelism of transformers (`tp_size`)",
+    _distributed("tp_size"),
+    "load the model without `tp_size` in `DistributedConfig`",
+)
+TENSORS_AND_SHARDS = Choice(
+    "`tp_size` with `fsdp_size` of transformers",
+    _tensors_and_shards,
+    "load the model with one of the two sizes",
+)
+PIPELINE = Choice("pipeline parallelism of transformers", _distributed("pp_size"), "load the model with `pp_size=1`")
+DEEPSPEED_TENSORS = Choice(
+    "tensor parallelism of DeepSpeed",
+    _deepspeed_tensors,
+    "set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
+)
+CONTEXT_PARALLELISM = Choice(
+    "context or sequence parallelism of accelerate or DeepSpeed",
+    _context_parallelism,
+    "set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
 UNPACKED_SEQUENCES = Choice("`sp_size` of accelerate and `packing=False`", _unpacked_sequences, "set `sp_size=1`")
 MEGATRON = Choice("Megatron-LM", _megatron, "use DDP, DeepSpeed or FSDP")

@@ -115,12 +115,14 @@ class EvaluationTotals:
             self.sums[4:] += sums_by_source(loss, mask, sources, num_sources=len(self.names)).flatten()
         return batch[0] / batch[3].clamp(min=1)
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Any, copies: int = 1) -> dict[str, float]:
         """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted.
+
+        `copies` ranks have counted the same batches.
 
         With sources also `loss/NAME` and `trained_tokens/NAME` of each that has a trained token.
         """
-        loss, entropy, correct, tokens, *by_source = accelerator.reduce(self.sums, reduction="sum").tolist()
+        loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
         if not tokens:
             return {}
         metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
@@ -283,12 +285,44 @@ class Evaluation:
                 "and evaluate packs during or after training, or give a set of shorter documents."
             )
 
+    def _check_divides_rows(self, needs_logits: bool) -> None:
+        """Refuse predictions of batches that the ranks of tensor parallelism cannot share.
+
+        transformers gathers predictions from all ranks, and these have the same ones, so each returns some of the rows.
+
+        Raises:
+            ValueError: the batch size is not a multiple of the number of these ranks, or `compute_metrics` is to get
+                inputs, which transformers gathers itself.
+        """
+        args, copies = self.args, self._data.ranks.copies
+        if copies == 1 or not needs_logits or args.prediction_loss_only:
+            return
+        if args.eval_batch_size % copies:
+            raise ValueError(
+                f"`per_device_eval_batch_size={args.eval_batch_size}` was given with tensor parallelism over {copies} "
+                f"ranks, and predictions are needed. transformers gathers the rows of all ranks, so each of "
+                f"the {copies} returns its share of the batch that they run together. Set "
+                f"`per_device_eval_batch_size` to a multiple of {copies}."
+            )
+        if "inputs" in args.include_for_metrics:
+            raise ValueError(
+                f"`include_for_metrics={args.include_for_metrics}` was given with tensor parallelism over {copies} "
+                f"ranks. transformers gathers the inputs of all ranks, and these have the same ones, so "
+                f"`compute_metrics` would get each input {copies} times. Leave `include_for_metrics` unset."
+            )
+
+    def _own_rows(self, *values: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """The rows of a padded batch that this rank returns of those that several ranks have computed together."""
+        ranks = self._data.ranks
+        for value in values:
+            yield None if value is None else value.chunk(ranks.copies)[ranks.index]
+
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
         return [name for name in methods if _function(getattr(self.trainer, name)) is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
-        args = self.args
+        args, ranks = self.args, self._data.ranks
         if self._data.images is None or "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             packing = args.packing if args.eval_packing is None else args.eval_packing
@@ -299,9 +333,8 @@ class Evaluation:
         rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values=values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)
-            sampler = PaddedBatchSampler(
-                len(documents), args.eval_batch_size, args.process_index, world_size=args.world_size
-            )
+            self._check_divides_rows(needs_logits)
+            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, world_size=ranks.count)
             if self._data.images is not None:
                 check_padded_images(self.trainer.accelerator, reader)
                 collate: Any = self._data.images.padded_collator(self.trainer._tokenizer.pad_token_id)
@@ -311,18 +344,18 @@ class Evaluation:
         planner = self._evaluation_planner(documents)
         collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
         return self._data.make_loader(
-            rows, PackedBatchSampler(planner, args.process_index), self._data.with_row_values(collate, values)
+            rows, PackedBatchSampler(planner, ranks.rank), self._data.with_row_values(collate, values)
         )
 
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner | Schedule:
-        args = self.args
+        args, num_ranks = self.args, self._data.ranks.count
         max_length = args.max_length or int(documents.lengths.max())
         capacity, parallel = args.eval_batch_size * max_length, None
         if args.tokens_per_rank is not None:
             parallel = SequenceParallel.of_run(
                 args.tokens_per_rank,
                 max_length,
-                args.world_size,
+                num_ranks,
                 heads=self._data.cost_model.heads,
                 degrees=self._data.degrees,  # at which the model is proved
                 speeds=speeds(args),
@@ -332,11 +365,11 @@ class Evaluation:
             assert documents.tokens is not None
             degrees = () if parallel is None else parallel.degrees
             return schedule_in_order(
-                documents.tokens, documents.lengths, capacity, world_size=args.world_size, degrees=degrees
+                documents.tokens, documents.lengths, capacity, world_size=num_ranks, degrees=degrees
             )
         plans = RunPlans(
             strategy="bfd",
-            bins=Bins(capacity=capacity, world_size=args.world_size),
+            bins=Bins(capacity=capacity, world_size=num_ranks),
             batch_size=args.eval_batch_size,
             max_length=max_length,
             shuffle=False,
@@ -375,7 +408,7 @@ class Evaluation:
             if packs and self.args.packing:
                 prove_degrees(self.trainer, packs.degrees)
             output = loop()
-        metrics, loss = self._totals.metrics(self.trainer.accelerator), f"{prefix}_loss"
+        metrics, loss = self._totals.metrics(self.trainer.accelerator, self._data.ranks.copies), f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
@@ -458,6 +491,7 @@ class Evaluation:
             loss = None
             if targets is not None:
                 loss = self._totals.add_logits(logits, labels, shift_labels, targets=targets, sources=sources).float()
+        logits, labels = self._own_rows(logits, labels)
         return loss, logits, labels
 
 

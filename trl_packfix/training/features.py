@@ -132,8 +132,12 @@ FEATURES = (
             of.VIRTUAL_TOKENS: "Virtual tokens are put once before a row, so the documents of a pack would share them "
             "or lose them",
             of.VIDEO_OR_SOUND: "Video and audio belong to rows, and a pack has one row for many documents",
-            of.OTHER_PARALLELISM: "Each process reads packs of its own, and there several processes must read the same "
-            "rows",
+            of.CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were "
+            "one document, so documents of a pack would attend across their boundaries",
+            of.DEEPSPEED_TENSORS: "Its engine divides the layers only when training starts, and gives the ranks of a "
+            "group numbers of its own, so which ranks must read the same packs is not known when they are planned",
+            of.PIPELINE: "A rank then has some of the layers only and no rank can run a whole forward, which the loss "
+            "and the test of isolation need",
             of.MEGATRON: "It splits a document over ranks and reads data with its own loader",
         },
         page="packing.md",
@@ -154,6 +158,8 @@ FEATURES = (
             "this strategy plans by `max_length` or by the batch size",
             of.BATCH_SIZE: "A pack has at most `tokens_per_rank` tokens on each of its ranks, so the batch size would "
             "have no effect",
+            of.TENSOR_PARALLELISM: "The neighbouring ranks that divide the heads of a layer must hold the same tokens, "
+            "and neighbouring ranks that share a pack hold different ones",
         },
         page="long_context.md",
         proof="the same with parts of packs, for each number of ranks that share a pack",
@@ -244,6 +250,18 @@ FEATURES = (
         conflicts={
             of.LIGER_LOSS: "It replaces the forward of the model or the cross entropy of torch, and this trainer "
             "weights the loss of each token, which that loss does not return"
+        },
+    ),
+    Feature(
+        choice=of.TENSOR_PARALLELISM,
+        page="model_parallelism.md",
+        proof="as for packing; all ranks of a group run it together, on their parts of the layers",
+    ),
+    Feature(
+        choice=of.TENSORS_AND_SHARDS,
+        conflicts={
+            of.ADAPTERS: "The adapter is made in the size of what this rank stores of a layer, and FSDP gathers the "
+            "layer before it runs, so the two do not fit",
         },
     ),
     Feature(

@@ -1,4 +1,4 @@
-"""Sequence parallelism in the trainer: a check that the ranks of a group read the same packs."""
+"""A check that ranks read the same packs: those that share them, and those that divide the layers of the model."""
 
 from typing import Any
 
@@ -10,16 +10,22 @@ from ..data.stream import PackedStream
 from ..layout import Part, layout_of
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
+COMPARED = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
 
 
 class SamePackCheck(TrainerCallback):
-    """Compares, in the first steps of a training, the packs that the ranks of a group have read.
+    """Compares, in the first steps of a training, the packs that ranks have read.
 
-    Parts of different packs have equal shapes, so nothing else would notice. It runs again after a restart. A stream is
-    read by each rank anew, so its packs are compared in every step.
+    Two kinds of ranks read the same ones: a group that shares a pack (`tokens_per_rank`), and ranks that divide the
+    layers of the model (tensor parallelism). Different packs may have equal shapes, so nothing else would notice. It
+    runs again after a restart. A stream is read by each rank anew, so its packs are compared in every step.
+
+    Args:
+        trainer: reads its data-parallel ranks, when training begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self.steps_left = 0
 
     def on_train_begin(
@@ -27,49 +33,64 @@ class SamePackCheck(TrainerCallback):
     ) -> None:
         is_stream = isinstance(getattr(train_dataloader, "dataset", None), PackedStream)
         shares = args.world_size > 1 and args.tokens_per_rank is not None
-        self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if shares else 0
+        self._copies = self.trainer.data.ranks.copies
+        is_checked = shares or self._copies > 1
+        self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if is_checked else 0
 
     def check(self, batches: list[dict[str, Any]]) -> None:
         """Compare the packs of one optimizer step. All ranks must call it.
 
         Raises:
-            ValueError: the ranks of a group have different packs; all ranks raise it.
+            ValueError: ranks that must have the same packs have different ones; all ranks raise it.
         """
         if not self.steps_left or not batches:
             return
         self.steps_left -= 1
-        check_same_packs(batches)
+        check_same_packs(batches, self._copies)
 
 
-def check_same_packs(batches: list[dict[str, Any]]) -> None:
-    """Compare the packs of these micro-batches between the ranks of each group. All ranks must call it.
+def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
+    """Compare the packs of these micro-batches between ranks that must have the same. All ranks must call it.
 
     All ranks compare those of all, because ranks that read different documents may also choose different degrees.
 
+    Args:
+        copies: neighbouring ranks that divide the layers of the model.
+
     Raises:
-        ValueError: the ranks of a group have different packs.
+        ValueError: ranks that must have the same packs have different ones.
     """
-    own = torch.tensor([_pack_of(batch) for batch in batches], device=batches[0]["input_ids"].device)
+    own = torch.stack([_pack_of(batch) for batch in batches])
     given = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(given, own)
     for packs in zip(*(each.tolist() for each in given), strict=True):  # of one micro-step, rank after rank
         degree = max(pack[0] for pack in packs)
-        if degree == 1:
+        size = max(degree, copies)
+        if size == 1:
             continue
         for rank, pack in enumerate(packs):
-            first = rank - rank % degree
-            if pack != packs[first]:
-                raise ValueError(
-                    f"Rank {first} has read a part of a pack of {packs[first][1]} tokens, and rank {rank} a part of "
-                    f"another pack, of {pack[1]} tokens. The {degree} ranks of a group hold parts of one pack, so they "
-                    "would train on a mixture. Give all ranks the same dataset, tokenizer and settings; in a stream, "
-                    "whatever is drawn at random needs a seed."
-                )
+            first = rank - rank % size
+            if pack == packs[first]:
+                continue
+            part, reason = "", f"The {copies} ranks that divide the model sum their outputs as those of one pack"
+            if degree > 1:
+                part = "a part of "
+                reason = f"The {degree} ranks of a group hold parts of one pack, so they would train on a mixture"
+            raise ValueError(
+                f"Rank {first} has read {part}a pack of {packs[first][1]} tokens, and rank {rank} {part}another pack, "
+                f"of {pack[1]} tokens. {reason}. Give all ranks the same dataset, tokenizer and settings; in a stream, "
+                "whatever is drawn at random needs a seed."
+            )
 
 
-def _pack_of(batch: dict[str, Any]) -> tuple[int, int, int]:
-    """What is compared: degree, tokens, and a checksum of what ranks share."""
-    layout = layout_of(batch)
+def _pack_of(batch: dict[str, Any]) -> torch.Tensor:
+    """What is compared, on the device: degree, tokens, and a checksum of what ranks must have in common."""
+    layout, tokens = layout_of(batch), batch["input_ids"]
     if isinstance(layout, Part):
-        return layout.degree, layout.num_tokens, layout.checksum
-    return 1, batch["input_ids"].shape[1], 0
+        return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
+    checksum = tokens.new_zeros((), dtype=torch.int64)
+    for tensor in (*(batch[name] for name in COMPARED if name in batch), *layout.content()):
+        values = tensor.flatten().long()
+        odd = 2 * torch.arange(len(values), device=values.device) + 1
+        checksum = 31 * checksum + (values * odd * odd).sum()  # wraps around, on all ranks alike
+    return torch.stack([checksum.new_ones(()), checksum.new_tensor(tokens.numel()), checksum])

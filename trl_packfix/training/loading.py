@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
-from ..compat import require_gathers
+from ..compat import declare_whole_sizes, require_gathers
 from ..data.by_length import ByLength
 from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
@@ -36,6 +36,7 @@ from . import checks
 from .assistant_only import what_is_trained
 from .choices import Given, text_config
 from .config import SFTConfig
+from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
@@ -66,6 +67,7 @@ class TrainingData:
         images: what packs need of images; None without.
         packs_images: whether packs have images.
         padded_collator: the collator of an unpacked run.
+        ranks: which ranks read data of their own.
         unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
             not a target.
     """
@@ -75,6 +77,7 @@ class TrainingData:
     row_values: RowValues
     padded_collator: Callable[..., Any]
     unpacked_counts_first: bool
+    ranks: DataRanks
 
     def __init__(self, trainer: Any, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
@@ -93,7 +96,9 @@ class TrainingData:
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs. The trainer has its model."""
         trainer = self.trainer
-        refuse(Given(args=self.args, accelerator=trainer.accelerator))
+        refuse(Given(args=self.args, model=trainer.model, accelerator=trainer.accelerator))
+        self.ranks = DataRanks.of(trainer)
+        declare_whole_sizes(trainer.model)
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
@@ -228,7 +233,7 @@ class TrainingData:
             self.reader, self.documents, self.trainer._tokenizer.pad_token_id, values=self.row_values
         )
         collate = self._by_length(self.with_row_values(self._training_collator))
-        return self.make_loader(rows, PackedBatchSampler(planner, self.args.process_index), collate)
+        return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -241,8 +246,8 @@ class TrainingData:
             self.args,
             self.documents,
             self.cost_model,
-            world_size=self.args.world_size,
-            synchronisation=checks.synchronisation(self.trainer.accelerator),
+            world_size=self.ranks.count,
+            synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             batch_size=self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             writes_cache=self.args.local_process_index == 0,
         )
@@ -343,13 +348,13 @@ class TrainingData:
             batch_size=self.trainer._train_batch_size,
             max_length=args.max_length,
             accumulation=args.gradient_accumulation_steps,
-            rank=args.process_index,
-            world_size=args.world_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.count,
             overlong=args.effective_overlong,
             truncation_mode=args.truncation_mode,
             balance=args.balance,
             cost_model=self.cost_model,
-            synchronisation=checks.synchronisation(self.trainer.accelerator),
+            synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             vocab_size=self.vocab_size,
             pad_token_id=self.trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,

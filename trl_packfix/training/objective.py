@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..attention.models import base_model
-from ..compat import router_loss_coefficient, scores_tokens
+from ..compat import parameters_summed_by_ranks, router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..data.image_rows import sequence_sizes
 from ..data.model_costs import vision_tower
@@ -79,6 +79,7 @@ class Objective:
     Attributes:
         totals: sums over the trained batches. Tokens are real ones, without padding and dummies; exact at each log and
             checkpoint.
+        summed_by_ranks: parameters whose gradients transformers sums over ranks after each backward.
         values_of_batch: weights and sources of the documents of the current batch.
     """
 
@@ -86,8 +87,9 @@ class Objective:
 
     def __init__(self, trainer: Any, compute_loss_func: Callable[..., Any] | None):
         self.trainer = trainer
+        self.summed_by_ranks: list[nn.Parameter] = []
         self.values_of_batch: dict[str, Tensor] = {}
-        self.same_pack = SamePackCheck()
+        self.same_pack = SamePackCheck(trainer)
         self._loss_of_user = compute_loss_func
 
     def attach(self) -> None:
@@ -129,6 +131,7 @@ class Objective:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
         self._add_token_scores()  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self.trainer.data.row_values.names, self.trainer.data.stream_sources)
+        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self.trainer.model))
 
     def take_values(self, inputs: dict[str, Any]) -> None:
         """Take the weights and sources of documents out of a batch.
@@ -159,7 +162,7 @@ class Objective:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
-            loss = loss * (self.trainer.accelerator.num_processes // self.trainer.get_tp_size())
+            loss = loss * self.trainer.data.ranks.count
         layout = layout_of(inputs)
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
@@ -273,7 +276,9 @@ class Objective:
         if self.args.weight_column is not None:
             weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in zip(batches, own, strict=True)]
             weight = torch.stack(weights).sum()
-            self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self.trainer.get_tp_size()
+            self._weight_of_step = (
+                accelerator.reduce(weight.to(device), reduction="sum") / self.trainer.data.ranks.copies
+            )
         return count([layout_of(batch).labels(batch) for batch in batch_samples])
 
     # Auxiliary terms
@@ -391,8 +396,8 @@ class Objective:
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
-        gathered = self.totals.gather(self.trainer.accelerator)
-        self.trainer._total_train_tokens += round(gathered["tokens"]) // self.trainer.get_tp_size()
+        gathered = self.totals.gather(self.trainer.accelerator, self.trainer.data.ranks.copies)
+        self.trainer._total_train_tokens += round(gathered["tokens"])
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
         self.trainer.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 

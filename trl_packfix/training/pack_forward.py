@@ -11,7 +11,7 @@ from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
 from ..isolation.packed_rows import PackedRows, Tokens
 from . import checks
-from .choices import MEGATRON, OTHER_PARALLELISM, Choice, Given
+from .choices import CONTEXT_PARALLELISM, DEEPSPEED_TENSORS, MEGATRON, PIPELINE, Choice, Given
 from .features import Feature
 from .progress import shown_proof
 
@@ -24,7 +24,11 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 PACKED_ROWS = Feature(
     choice=Choice("`pack_forward`", lambda given: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
-        OTHER_PARALLELISM: "Each process packs the rows of its own batch, and there several processes hold one batch",
+        CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were one "
+        "document, so rows of a pack would attend to each other",
+        DEEPSPEED_TENSORS: "Its engine divides the layers only when training starts, after the test of the model",
+        PIPELINE: "A rank then has some of the layers only, and rows are packed before the first and unpacked after "
+        "the last one",
         MEGATRON: "It splits a document over ranks and reads data with its own loader",
     },
 )
@@ -256,6 +260,6 @@ def _check(trainer: Trainer) -> None:
             "model, which hooks do not reach. Launch one process per GPU (`accelerate launch` or `torchrun`), or make "
             "one GPU visible with `CUDA_VISIBLE_DEVICES`."
         )
-    PACKED_ROWS.refuse(Given(args=args, accelerator=trainer.accelerator))
+    PACKED_ROWS.refuse(Given(args=args, model=trainer.model, accelerator=trainer.accelerator))
     checks.check_one_device(model)
     checks.check_quantisation(model, args.device.type)

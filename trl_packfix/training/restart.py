@@ -395,7 +395,8 @@ class Restart:
         }
         stream = getattr(self.trainer.callback_handler.train_dataloader, "dataset", None)
         if isinstance(stream, PackedStream):
-            torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
+            if self.trainer.data.ranks.index == 0:
+                torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
         elif planner is not None:
             state |= {"max_steps": self.trainer.state.max_steps, "settings": self.settings}
             if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch

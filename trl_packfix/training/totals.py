@@ -108,8 +108,11 @@ class TrainingTotals(TrainerCallback):
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
-    def gather(self, accelerator: Any) -> dict[str, float]:
-        """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call."""
+    def gather(self, accelerator: Any, copies: int = 1) -> dict[str, float]:
+        """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call.
+
+        `copies` ranks have counted the same batches.
+        """
         if not self._pending:
             return dict.fromkeys(self._names, 0.0)
         if self._of_stream is not None:
@@ -117,7 +120,7 @@ class TrainingTotals(TrainerCallback):
         dtype = next(iter(self._pending.values())).dtype
         parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
         sums = torch.cat([part.to(accelerator.device) for part in parts])
-        gathered = dict(zip(self._names, accelerator.reduce(sums, reduction="sum").tolist(), strict=True))
+        gathered = dict(zip(self._names, (accelerator.reduce(sums, reduction="sum") / copies).tolist(), strict=True))
         self._pending = {}
         self.window = {name: self.window[name] + value for name, value in gathered.items()}
         self.num_documents += round(gathered["documents"])

@@ -6,6 +6,7 @@ which of them is called, and when TRL's own method is.
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
-from ..compat import forget_evaluation
+from ..compat import forget_evaluation, summed_once
 from ..data import dataset_checks
 from ..data.masks import AssistantMask, TurnRule
 from ..data.reader import mask_columns, without_ignored_mask
@@ -348,6 +349,16 @@ class SFTTrainer(trl.SFTTrainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         self.training_objective.take_values(inputs)
         return super()._prepare_inputs(inputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with summed_once(self.training_objective.summed_by_ranks):
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        # Where FSDP defers it, a gradient accumulates out of the reach of `summed_once`
+        with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
+            yield
 
     def compute_loss(
         self,
