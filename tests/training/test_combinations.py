@@ -62,6 +62,7 @@ def divided(**sizes):
     model = build_tiny_model("llama")
     model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | sizes)
     model._is_distributed_loading_by_transformers = True
+    model._tp_size = model.config.distributed_config.tp_size
     return model
 
 

@@ -66,6 +66,7 @@ def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other
     model = tiny_model("llama")
     model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | {name: 2})
     model._is_distributed_loading_by_transformers = True
+    model._tp_size = model.config.distributed_config.tp_size
     args = SFTConfig(
         packing=True, use_cpu=True, bf16=False, tokens_per_rank=64, max_length=64, per_device_train_batch_size=1
     )
@@ -73,7 +74,10 @@ def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other
         ValueError, match=rf"`DistributedConfig\({name}=2\)` was given with {other}.*Load the model with"
     ):
         refuse(Given(args=ARGS if other == "packing" else args, model=model))
-    model._is_distributed_loading_by_transformers = False  # it was saved by a run that had divided it
+    model._is_distributed_loading_by_transformers, model._tp_size = (
+        False,
+        None,
+    )  # it was saved by a run that had divided it
     refuse(Given(args=ARGS, model=model))
 
 

@@ -315,8 +315,13 @@ def _distributed(name: str) -> Callable[[Given], str | None]:
     return given
 
 
+def _tensor_parallelism(given: Given) -> str | None:
+    size = getattr(given.model, "_tp_size", None) or 1
+    return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
+
+
 def _tensors_and_shards(given: Given) -> str | None:
-    is_both = _distributed("tp_size")(given) and _distributed("dp_size")(given)
+    is_both = _tensor_parallelism(given) and _distributed("dp_size")(given)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
 
 
@@ -333,7 +338,7 @@ def _unpacked_sequences(given: Given) -> str | None:
 
 TENSOR_PARALLELISM = Choice(
     "tensor or expert parallelism of transformers (`tp_size`)",
-    _distributed("tp_size"),
+    _tensor_parallelism,
     "load the model without `tp_size` in `DistributedConfig`",
 )
 TENSORS_AND_SHARDS = Choice(
