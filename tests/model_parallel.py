@@ -25,11 +25,13 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
+from support import vision
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
+from support.prefixes import forest
 from support.runs import config, texts
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trl_packfix import SFTTrainer, compat
 from trl_packfix.training.groups import SamePackCheck
@@ -72,12 +74,16 @@ KINDS: dict[str, dict] = {
     "softcap": {"model": "softcap"},
     "weighted": {"weight_column": "weight", "source_column": "source", "document_weighting": "document"},
     "unpacked": {"packing": False},
+    "alike": {"rows": "alike", "share_prefixes": "pack", "max_length": 96},
+    "noise": {"by_name": True, "neftune_noise_alpha": 5.0},
+    "checkpointed": {"gradient_checkpointing": True, "max_grad_norm": 1.0, "eval_on_start": True},
+    "images": {"rows": "images", "model": "llava", "max_length": 200, "learning_rate": 0.02},
     "stream": {"packing_strategy": "stream", "streams": True},
     "experts": {"model": "experts", "router_aux_loss_coef": 0.0},
     "routed": {"model": "experts", "router_aux_loss_coef": 0.1},  # the statistic of the router is that of a micro-batch
 }
 OF_ENGINES = {
-    "tp": ["full", "lora", "sinks", "softcap", "weighted", "unpacked", "stream", "experts", "routed"],
+    "tp": [kind for kind in KINDS if kind != "lora_experts"],
     "tp_ep": ["routed", "lora_experts"],
     "ep_fsdp": ["experts", "lora_experts"],
     "tp_fsdp": ["full", "stream"],
@@ -106,10 +112,13 @@ class Reversed(SFTTrainer):
         return batches[::-1], num_items
 
 
-def rows(num: int, seed: int = 0) -> Dataset:
+def weighted_texts(num: int, seed: int = 0) -> Dataset:
     dataset = texts(num, seed)
     dataset = dataset.add_column("weight", [(3.0, 0.25, 1.0)[i % 3] for i in range(num)])
     return dataset.add_column("source", ["ab"[i % 5 > 1] for i in range(num)])
+
+
+ROWS = {"texts": weighted_texts, "alike": forest, "images": vision.rows}
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -122,7 +131,15 @@ def weights(run: SFTTrainer) -> torch.Tensor:
 
 
 def make_trainer(
-    folder: Path, engine: str, model: str = "llama", cls: type = SFTTrainer, streams: bool = False, **settings
+    folder: Path,
+    engine: str,
+    model: str = "llama",
+    cls: type = SFTTrainer,
+    rows: str = "texts",
+    dataset: Dataset | None = None,
+    streams: bool = False,
+    by_name: bool = False,
+    **settings,
 ) -> SFTTrainer:
     sizes = ENGINES[engine]
     on_ranks = {}
@@ -132,7 +149,7 @@ def make_trainer(
         PartialState(cpu=True, backend="gloo")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         on_ranks = {"accelerator_config": {"use_configured_state": True}, "ddp_timeout": 90}
-    dataset = settings.pop("dataset", None) or rows(40)
+    dataset = ROWS[rows](40) if dataset is None else dataset
     num_ranks = sizes.get("fsdp_size", 1)
     defaults = {
         "packing_strategy": "minibatch",  # the same documents in each step, on any number of ranks
@@ -147,13 +164,20 @@ def make_trainer(
     }
     peft_config = settings.pop("peft_config", None)
     torch.manual_seed(0)  # for the adapters
-    given = {"distributed_config": sizes} if sizes else {}
+    given = {"dtype": torch.float32} | ({"distributed_config": sizes} if sizes else {})
+    name, processor = folder / "models" / model, TOKENIZER
+    if rows == "images":
+        loaded, processor = AutoModelForImageTextToText.from_pretrained(name, **given), vision.build_processor(model)
+    elif by_name:
+        loaded, settings = str(name), settings | {"model_init_kwargs": given}
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(name, **given)
     return cls(
-        AutoModelForCausalLM.from_pretrained(folder / "models" / model, dtype=torch.float32, **given),
+        loaded,
         config(folder / "runs", **defaults | on_ranks | settings),
         train_dataset=dataset.to_iterable_dataset(num_shards=2) if streams else dataset,
-        eval_dataset=rows(NUM_EVALUATED, seed=1),
-        processing_class=TOKENIZER,
+        eval_dataset=ROWS[rows](NUM_EVALUATED, seed=1),
+        processing_class=processor,
         peft_config=peft_config,
     )
 
@@ -161,7 +185,7 @@ def make_trainer(
 def other_texts() -> Dataset:
     """On every second rank the texts are reversed, so that packs differ and their shapes do not."""
     is_second = int(os.environ["RANK"]) % 2
-    return rows(40).map(lambda row: {"text": row["text"][::-1] if is_second else row["text"]})
+    return weighted_texts(40).map(lambda row: {"text": row["text"][::-1] if is_second else row["text"]})
 
 
 def set_adapters(model: torch.nn.Module) -> None:
@@ -278,6 +302,7 @@ def main(folder: Path, only: list[str]) -> int:
     warnings.simplefilter("ignore")
     for name, (model_type, sizes) in MODELS.items():
         build_tiny_model(model_type, **sizes).save_pretrained(folder / "models" / name)
+    vision.build_model("llava").save_pretrained(folder / "models" / "llava")
     launches = [num for num in LAUNCHES if not only or set(only) & scenarios(num).keys()]
     ended = [fork_ranks(num, partial(run_rank, num, folder, only)) for num in launches]
     if not only:

@@ -139,6 +139,7 @@ class Evaluation:
 
     _totals: EvaluationTotals
     _has_said_whose_loss = False
+    _has_equal_batches = False  # in the running evaluation, those of our padded loader are
 
     def __init__(self, trainer: Any, own: type):
         self.trainer = trainer
@@ -315,7 +316,8 @@ class Evaluation:
         """The rows of a padded batch that this rank returns of those that several ranks have computed together."""
         ranks = self._data.ranks
         for value in values:
-            yield None if value is None else value.chunk(ranks.copies)[ranks.index]
+            shares = value is not None and self._has_equal_batches
+            yield value.chunk(ranks.copies)[ranks.index] if shares else value  # type: ignore[union-attr]
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
@@ -404,6 +406,7 @@ class Evaluation:
         self._say_whose_loss()
         sampler = getattr(dataloader, "batch_sampler", None)
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
+        self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
                 prove_degrees(self.trainer, packs.degrees)
