@@ -3,9 +3,13 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from support.runs import trainer, weights
 import trl_packfix
 from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
-from trl_packfix.data.cache_files import CODE, Cached
+from trl_packfix.data.cache_files import CODE, Cached, CachedPacks
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
@@ -69,9 +73,9 @@ def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
     first, second = (planner(documents, strategy, drop_last=True) for _ in range(2))
     for epoch in (0, 1):
         expected = alone.schedule(epoch)
-        for run, mapped in ((first, False), (second, True)):
+        for run in (first, second):
             got = run.schedule(epoch)
-            assert same(got, expected) and is_mapped(got.order) is mapped, (epoch, mapped)
+            assert same(got, expected) and is_mapped(got.order), epoch
     assert first.num_steps == second.num_steps == alone.num_steps
     if strategy != "minibatch":
         again = planner(documents, strategy).first_plan
@@ -86,9 +90,51 @@ def test_a_second_start_plans_nothing(tmp_path):
     for kind in ("plan", "schedule"):
         first.schedule(0)
         tampered(first.file(kind, 0))
-    second = planner(documents)
-    assert second.first_plan.order[-2:].tolist() == first.first_plan.order[-2:][::-1].tolist()
-    assert second.schedule(0).order[-2:].tolist() == first.schedule(0).order[-2:][::-1].tolist()
+    second, alone = planner(documents), planner(replace(documents, file=None))
+    assert second.first_plan.order[-2:].tolist() == alone.first_plan.order[-2:][::-1].tolist()
+    assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
+
+
+def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path):
+    """Locks are of open files, so threads wait for each other as processes do."""
+    made_by = []
+
+    def make():
+        made_by.append(threading.get_ident())
+        time.sleep(0.3)  # so that the others come in the meantime
+        return CachedPacks(np.arange(5), np.array([0, 2, 5]))
+
+    file = tmp_path / "cache-packfix-packs-0.npy"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: cache_files.cached_packs(file, make, 5), range(4)))
+    assert len(made_by) == 1
+    assert all(is_mapped(packs.order) and packs.order.tolist() == [0, 1, 2, 3, 4] for packs in found)
+
+
+def test_a_process_that_dies_while_it_plans_makes_no_other_wait(tmp_path):
+    file = tmp_path / "cache-packfix-packs-0.npy"
+    child = os.fork()
+    if child == 0:
+        with cache_files.one_at_a_time(file):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    packs = CachedPacks(np.arange(5), np.array([0, 2, 5]))
+    assert is_mapped(cache_files.cached_packs(file, lambda: packs, 5).order)
+
+
+def test_spans_of_many_documents_are_mapped_and_checked(tmp_path):
+    documents = made(tmp_path, num=200_000)
+    read = Documents.from_arrays(cache_files.read_arrays(documents.file), documents.file)
+    for name in ("row", "start", "stop", "trained", "lengths"):
+        values = getattr(read, name)
+        assert is_mapped(values) and np.array_equal(values, getattr(documents, name))
+    assert read.ledger == documents.ledger
+    content = bytearray(documents.file.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged = tmp_path / "damaged.npz"
+    damaged.write_bytes(content)
+    with pytest.raises(zipfile.BadZipFile, match="Bad CRC"):
+        cache_files.read_arrays(damaged)
 
 
 def test_every_setting_has_its_own_file(tmp_path):
@@ -167,12 +213,12 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     documents = made(tmp_path)
     few = made(tmp_path, num=epochs.MANY - 1)
-    for run in (planner(few), planner(replace(documents, file=None)), planner(documents, writes_cache=False)):
+    for run in (planner(few), planner(replace(documents, file=None))):
         run.schedule(0)
     assert not list(tmp_path.glob(PACKS))
     planner(documents).schedule(0)
     assert len(list(tmp_path.glob(PACKS))) == 2
-    assert is_mapped(planner(documents, writes_cache=False).schedule(0).order)
+    assert is_mapped(planner(documents).schedule(0).order)
     unshuffled = planner(documents, shuffle=False)
     assert unshuffled.schedule(3) is unshuffled.schedule(0)
 
@@ -180,7 +226,8 @@ def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
 def test_broken_files_are_made_again(tmp_path, caplog):
     documents = made(tmp_path)
     first = planner(documents)
-    expected = first.schedule(0)
+    expected = planner(replace(documents, file=None)).schedule(0)  # not mapped: the files are damaged in place
+    first.schedule(0)
     whole = np.load(first.file("schedule", 0))
     end = 2 + whole[0]
 

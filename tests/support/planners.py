@@ -26,7 +26,6 @@ def make_epochs(  # noqa: PLR0913 - a stand-in for a config
     speeds: Speeds | None = None,
     cost_model: CostModel = LLAMA_7B,
     share_prefixes: SharePrefixes = "off",
-    writes_cache: bool = True,
     **of_bins: Any,
 ) -> EpochPlanner:
     """Documents -> planner. `of_bins`: `balance`, `synchronisation`, `drop_last`."""
@@ -45,4 +44,4 @@ def make_epochs(  # noqa: PLR0913 - a stand-in for a config
         shuffle=shuffle,
         parallel=parallel,
     )
-    return EpochPlanner(documents, plans, cost_model, share_prefixes, writes_cache)
+    return EpochPlanner(documents, plans, cost_model, share_prefixes)

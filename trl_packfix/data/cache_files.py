@@ -8,14 +8,18 @@ existing file is never replaced: on network storage, a process that has mapped t
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
+import struct
+import tempfile
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "cache-packfix"
 PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
+MAPPED_FROM = 2**20  # bytes of an array of a `.npz` file from which on it is mapped
 TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
 
 
@@ -66,9 +71,27 @@ class CachedPacks(NamedTuple):
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a `.npz` file."""
-    with np.load(path) as found:
-        return dict(found)
+    """All arrays of a `.npz` file; those with many values are mapped, so processes share one copy."""
+    with np.load(path) as found, zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+        arrays = {}
+        for name in found.files:
+            member = archive.getinfo(f"{name}.npy")
+            is_mapped = member.file_size >= MAPPED_FROM and member.compress_type == zipfile.ZIP_STORED
+            arrays[name] = _mapped(archive, member, stream) if is_mapped else found[name]
+        return arrays
+
+
+def _mapped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stream: BinaryIO) -> np.ndarray:
+    """The array of an uncompressed member of the `.npz` file that `stream` reads, mapped into memory."""
+    with archive.open(member) as content:  # read once, which compares its checksum
+        while content.read(2**24):
+            pass
+    stream.seek(member.header_offset + 26)
+    name, extra = struct.unpack("<HH", stream.read(4))
+    stream.seek(name + extra, os.SEEK_CUR)
+    np.lib.format.read_magic(stream)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    return np.asarray(np.memmap(stream, dtype, "r", stream.tell(), shape))
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> bool:
@@ -105,20 +128,42 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+@contextlib.contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Run the block in one process of this node at a time, for the same `file`: the others wait.
+
+    The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
+    """
+    name = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:16]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # in the temporary folder, because not every network storage has locks
+            lock = stack.enter_context((Path(tempfile.gettempdir()) / f"{PREFIX}-{name}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def cached_packs(
-    file: Path | None, make: Callable[[], CachedPacks], num_documents: int, *, num_degrees: int = 0, writes: bool = True
+    file: Path | None, make: Callable[[], CachedPacks], num_documents: int, *, num_degrees: int = 0
 ) -> CachedPacks:
-    """The packs in `file`; if it does not hold them, those that `make` makes, written there if this process `writes`.
+    """The packs in `file`; if it does not hold them, those that `make` makes, which are written there.
+
+    One process of a node makes them, and the others wait for it. All of them map the file, so there is one copy.
 
     Args:
         file: None: they are not cached.
         num_documents, num_degrees: that the packs have.
     """
-    packs = None if file is None else read_cached_packs(file, num_documents, num_degrees)
-    if packs is None:
-        packs = make()
-        if file is not None and writes:
-            cache_packs(file, packs)
+    if file is None:
+        return make()
+    packs = read_cached_packs(file, num_documents, num_degrees)
+    if packs is not None:
+        return packs
+    with one_at_a_time(file):
+        packs = read_cached_packs(file, num_documents, num_degrees)  # another process was first
+        if packs is None:
+            packs = make()
+            if cache_packs(file, packs):
+                packs = read_cached_packs(file, num_documents, num_degrees) or packs
     return packs
 
 
@@ -155,18 +200,25 @@ def _problem(packs: CachedPacks, num_documents: int) -> str | None:
         return "its packs do not follow each other"
     if packs.degrees is not None and (packs.degrees < 1).any():
         return "it has degrees below 1"
+    if order.min(initial=0) < 0:
+        return "it has documents with numbers below 0"
     has = np.zeros(num_documents, dtype=bool)
-    has[order[order >= 0]] = True
+    has[order] = True
     return None if has.sum() == len(order) else f"{len(order) - has.sum()} documents are in it twice"
 
 
-def cache_packs(path: Path, packs: CachedPacks) -> None:
-    """Write packs for `read_cached_packs`, and delete those in the same folder that were unused for a week."""
+def cache_packs(path: Path, packs: CachedPacks) -> bool:
+    """Write packs for `read_cached_packs`, and delete those in the same folder that were unused for a week.
+
+    Returns:
+        Whether the file exists now.
+    """
     degrees = np.zeros(0, np.int64) if packs.degrees is None else packs.degrees
     flat = np.concatenate([[len(packs.offsets), packs.num_skipped], packs.offsets, degrees, packs.order])
-    write_atomically(path, lambda file: np.save(file, flat, allow_pickle=False))
+    is_cached = write_atomically(path, lambda file: np.save(file, flat, allow_pickle=False))
     for pattern, age in ((f"{PREFIX}-packs-*.npy", PACKS_LIFETIME), (f"{PREFIX}-*.tmp.*", TEMPORARY_LIFETIME)):
         for file in path.parent.glob(pattern):
             with contextlib.suppress(OSError):  # another rank was faster
                 if time.time() - file.stat().st_mtime > age:
                     file.unlink()
+    return is_cached

@@ -138,6 +138,7 @@ class Documents:
         arrays = {name: getattr(self, name) for name in COLUMNS}
         if self.tokens is not None:
             arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
+        arrays["lengths"] = self.lengths
         arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
         arrays["fingerprint"] = np.array(self.fingerprint)
         return {name: values for name, values in arrays.items() if values is not None}
@@ -150,4 +151,6 @@ class Documents:
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
         columns = {name: arrays[name] for name in COLUMNS if name in arrays}
         ledger_read = Ledger.from_dict(json.loads(ledger))
-        return cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
+        found = cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
+        found.__dict__["lengths"] = arrays["lengths"]  # of the cached property: mapped, they are shared by processes
+        return found

@@ -1,8 +1,8 @@
 """The schedule of every epoch: documents -> units -> plan -> schedule -> cache.
 
 The first plan and every schedule are cached beside the documents, for all ranks of a node and for the next start. Each
-file name is a hash of everything its content depends on. A process that does not find the file computes the content
-itself, so no process waits.
+file name is a hash of everything its content depends on. One process of a node computes what is not there, the others
+wait for it, and all map the file.
 """
 
 import hashlib
@@ -64,7 +64,6 @@ class EpochPlanner:
         cost_model: FLOPs of a document on the model, from its linear layers and its attention.
         share_prefixes: "family" plans documents that begin alike as one; they must be sorted by their tokens. Plans are
             the same for "off" and "pack".
-        writes_cache: cache plans and schedules of many documents; one rank of a node is enough.
         may_be_empty: allow an epoch of zero steps.
 
     Attributes:
@@ -77,7 +76,6 @@ class EpochPlanner:
     plans: RunPlans
     cost_model: CostModel = LLAMA_7B
     share_prefixes: SharePrefixes = "off"
-    writes_cache: bool = True
     may_be_empty: bool = False
     num_steps: int = field(init=False)
     start: Start = field(init=False, default=Start(), repr=False)
@@ -97,9 +95,7 @@ class EpochPlanner:
             unit = f"{len(self.documents)} documents"
         else:
             units = self.units()
-            packs = cached_packs(
-                self.file("plan", 0), lambda: _packs(plans.plan(units, 0)), len(units), writes=self.writes_cache
-            )
+            packs = cached_packs(self.file("plan", 0), lambda: _packs(plans.plan(units, 0)), len(units))
             self.first_plan = PackPlan(packs.order, packs.offsets, units.rows, plans.bins.capacity)
             self.num_steps = plans.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
@@ -190,7 +186,6 @@ class EpochPlanner:
                 replace(self.plans, seed=self.plans.seed + start.epoch),
                 self.cost_model,
                 self.share_prefixes,
-                self.writes_cache,
                 may_be_empty=True,
             )
         if self._rest is None or not self._rest.num_steps:
@@ -256,7 +251,6 @@ class EpochPlanner:
                 lambda: _packs(self._schedule(epoch)),
                 len(self.documents),
                 num_degrees=0 if self.parallel is None else self.num_steps * self.bins.accumulation,
-                writes=self.writes_cache,
             )
             bins = self.bins
             self._latest = (epoch, Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, degrees))

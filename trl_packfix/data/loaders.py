@@ -265,7 +265,7 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
         strategy=strategy, bins=bins, batch_size=batch_size, max_length=max_length, seed=seed, shuffle=shuffle
     )
     costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
-    planner = EpochPlanner(documents, plans, costs, writes_cache=rank == 0)
+    planner = EpochPlanner(documents, plans, costs)
     return document_loader(
         DocumentDataset(reader, documents),
         PackedBatchSampler(planner, rank),

@@ -377,7 +377,7 @@ class Evaluation:
             shuffle=False,
             parallel=parallel,
         )
-        return EpochPlanner(documents, plans, self._data.cost_model, writes_cache=args.local_process_index == 0)
+        return EpochPlanner(documents, plans, self._data.cost_model)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
@@ -221,14 +222,16 @@ class TrainingData:
         with shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
-            report = make_report(
-                planner,
-                self.args.effective_overlong,
-                self.reader,
-                unpacked_counts_first=self.unpacked_counts_first,
-                turns=self.turns,
-            )
-            self.trainer.packing_report = replace(report, trained=self.trained)
+            reports: list[Any] = [None]
+            if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
+                reports[0] = make_report(
+                    planner,
+                    self.args.effective_overlong,
+                    self.reader,
+                    unpacked_counts_first=self.unpacked_counts_first,
+                    turns=self.turns,
+                )
+            self.trainer.packing_report = replace(broadcast_object_list(reports)[0], trained=self.trained)
         rows = DocumentDataset(
             self.reader, self.documents, self.trainer._tokenizer.pad_token_id, values=self.row_values
         )
@@ -249,7 +252,6 @@ class TrainingData:
             world_size=self.ranks.count,
             synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             batch_size=self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
-            writes_cache=self.args.local_process_index == 0,
         )
 
     @cached_property

@@ -19,7 +19,6 @@ def make_planner(
     world_size: int,
     synchronisation: Synchronisation,
     batch_size: int,
-    writes_cache: bool = True,
 ) -> EpochPlanner:
     """The planner of a run with this config.
 
@@ -29,7 +28,6 @@ def make_planner(
         synchronisation: when ranks wait for each other, "micro" or "step".
         batch_size: documents of `max_length` that a pack holds. It is `per_device_train_batch_size`, or less where
             `auto_find_batch_size` has lowered it.
-        writes_cache: whether this process caches plans of many documents.
     """
     max_length = config.max_length or int(documents.lengths.max())
     parallel = None
@@ -54,7 +52,7 @@ def make_planner(
         shuffle=config.train_sampling_strategy != "sequential",
         parallel=parallel,
     )
-    return EpochPlanner(documents, plans, cost_model, config.share_prefixes, writes_cache)
+    return EpochPlanner(documents, plans, cost_model, config.share_prefixes)
 
 
 def speeds(config: SFTConfig) -> Speeds:
