@@ -2,10 +2,13 @@
 
     python tests/chaos.py                        20 rounds on one process and 20 on two ranks
     python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --workers 2 --seed 7
+    python tests/chaos.py --elastic              20 rounds, on one rank and on two in turn
 
 A round waits for a random optimizer step, or for the checkpoint after it to be begun, and for some milliseconds; then
 one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A run that comes to
-its end is compared and begun anew. Processes are forked from one that has imported everything.
+its end is compared and begun anew. With `--elastic` rounds have one rank and two in turn, so steps have
+other documents: what is compared is that every document is trained once in each epoch. Processes are forked from one
+that has imported everything.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import signal
 import socket
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -54,7 +58,15 @@ class Noting(Packed):
 
 
 def rank_main(
-    folder: Path, name: str, engine: str | None, workers: int, attempt: int, rank: int, ranks: int, port: int
+    folder: Path,
+    name: str,
+    engine: str | None,
+    workers: int,
+    attempt: int,
+    accumulation: int,
+    rank: int,
+    ranks: int,
+    port: int,
 ) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
     log = log_of(folder, name, attempt, rank).open("w")
@@ -68,7 +80,6 @@ def rank_main(
         run_deepspeed_on_cpus()
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; else workers inherit "forkserver"
     resume = newest_whole(folder / name)[0] is not None
-    accumulation = 4 // ranks  # the same documents in every step for any number of ranks
     settings = SETTINGS | {"gradient_accumulation_steps": accumulation, "dataloader_num_workers": workers}
     trainer = make_trainer(folder, name, Noting, engine, **settings)
     trainer.notes = notes_of(folder, name, attempt, rank).open("w")
@@ -110,6 +121,10 @@ class Chaos:
         self.expected = [read_notes(notes_of(folder, "alone", 0, rank)) for rank in range(ranks)]
         self.num_steps = self.expected[0][-1][0] + 1
 
+    @property
+    def accumulation(self) -> int:
+        return 4 // self.ranks  # the same documents in every step for any number of ranks
+
     def start(self, name: str) -> None:
         self.name = name
         (self.folder / name).mkdir(exist_ok=True)
@@ -119,7 +134,17 @@ class Chaos:
         self.processes = [
             self.context.Process(
                 target=rank_main,
-                args=(self.folder, name, self.engine, self.workers, self.attempt, rank, self.ranks, port),
+                args=(
+                    self.folder,
+                    name,
+                    self.engine,
+                    self.workers,
+                    self.attempt,
+                    self.accumulation,
+                    rank,
+                    self.ranks,
+                    port,
+                ),
             )
             for rank in range(self.ranks)
         ]
@@ -198,8 +223,48 @@ class Chaos:
         return [value for _, value in sorted(load_file(self.folder / name / "model.safetensors").items())]
 
 
-def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, workers: int = 0, seed: int = 0) -> Chaos:
-    """Kill `rounds` times, then let the last run come to its end.
+class Elastic(Chaos):
+    """Runs of which each round has a number of ranks of its own."""
+
+    accumulation = 2
+
+    def __init__(self, *args):
+        self.steps, self.ranks_of, self.changed = {}, {}, 0
+        super().__init__(*args)
+
+    def start(self, name: str) -> None:
+        if name == "run":
+            self.ranks = 3 - self.ranks
+        super().start(name)
+
+    def compare(self, finished: bool) -> None:
+        """Add the steps of this attempt, in place of those after its checkpoint; at the end, count the documents."""
+        notes = [read_notes(notes_of(self.folder, "run", self.attempt, rank)) for rank in range(self.ranks)]
+        if all(notes):  # else a rank was killed before its first batch, or the checkpoint was the last one
+            first = min(step for seen in notes for step, _ in seen)
+            self.steps = {step: documents for step, documents in self.steps.items() if step < first}
+            for step, documents in chain.from_iterable(notes):
+                self.steps.setdefault(step, []).extend(documents)
+            self.ranks_of |= dict.fromkeys(range(first, max(self.steps) + 1), self.ranks)
+        if finished:
+            num = SETTINGS["num_documents"]
+            trained = list(chain.from_iterable(documents for _, documents in sorted(self.steps.items())))
+            epochs = [sorted(trained[i : i + num]) for i in range(0, len(trained), num)]
+            if epochs != [list(range(num))] * SETTINGS["num_train_epochs"]:
+                raise SystemExit(f"Attempt {self.attempt} ended, and documents were not trained once in each epoch.")
+            weights = torch.cat([p.flatten() for p in self.load("run/final")])
+            if not weights.isfinite().all():
+                raise SystemExit(f"Attempt {self.attempt} ended with weights that are not finite.")
+            self.changed += len(set(self.ranks_of.values())) > 1
+            self.steps, self.ranks_of = {}, {}
+            shutil.rmtree(self.folder / "run")
+            self.runs += 1
+
+
+def chaos(
+    folder: Path, rounds: int, ranks: int | None, engine: str | None = None, workers: int = 0, seed: int = 0
+) -> Chaos:
+    """Kill `rounds` times, then let the last run come to its end; without `ranks`, each round has its own number.
 
     Raises:
         SystemExit: a batch or a weight differs from the run left alone, or a rank outlived another.
@@ -208,7 +273,7 @@ def chaos(folder: Path, rounds: int, ranks: int, engine: str | None = None, work
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     os.environ["DS_ACCELERATOR"] = "cpu"
-    runs = Chaos(folder, ranks, engine, workers, seed)
+    runs = (Elastic if ranks is None else Chaos)(folder, ranks or 1, engine, workers, seed)
     while runs.kills < rounds:
         runs.round()
     runs.round(kill=False)
@@ -219,18 +284,22 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--elastic", action="store_true", help="one rank and two in turn")
     parser.add_argument("--engine", choices=["zero3"], help="of two ranks; default DDP")
     parser.add_argument("--workers", type=int, default=0, help="that read for each rank")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    for ranks in arguments.ranks:
+    for ranks in [None] if arguments.elastic else arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
-            engine = arguments.engine if ranks > 1 else None
+            engine = arguments.engine if ranks is not None and ranks > 1 else None
             runs = chaos(Path(scratch), arguments.rounds, ranks, engine, arguments.workers, arguments.seed)
+        result = "batches and weights as uninterrupted"
+        if isinstance(runs, Elastic):
+            result = f"{runs.changed} of them on one rank and on two, every document once in each epoch"
         print(
-            f"{ranks} rank(s): {runs.kills} kills, {runs.mid_second} of them in mid-epoch 2, {runs.unfinished} "
-            f"unfinished checkpoints passed over, {runs.runs} runs to the end: batches and weights as uninterrupted "
+            f"{ranks or '1 or 2'} rank(s): {runs.kills} kills, {runs.mid_second} of them in mid-epoch 2, "
+            f"{runs.unfinished} unfinished checkpoints passed over, {runs.runs} runs to the end: {result} "
             f"({time.monotonic() - start:.0f} s)",
             flush=True,
         )

@@ -424,7 +424,7 @@ def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch
     monkeypatch.setattr(restart, "step_hash", lambda planner, epoch: hashed.append(epoch) or "hash")
     monkeypatch.setattr(restart.checkpoints, "save_state", lambda folder, state, earlier: saved.append(state))
     rank = SimpleNamespace(
-        args=SimpleNamespace(should_save=saves),
+        args=SimpleNamespace(should_save=saves, world_size=1),
         settings={},
         trainer=SimpleNamespace(
             state=SimpleNamespace(global_step=2, max_steps=2),
