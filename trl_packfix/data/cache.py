@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import CODE, PREFIX, read_arrays, remove, write_atomically
+from .cache_files import CODE, PREFIX, one_at_a_time, read_arrays, remove, write_atomically
 from .documents import Documents
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
@@ -135,15 +135,25 @@ def _read_or_compute(
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    try:
-        return read(read_arrays(path), path)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
-        remove(path)
-    arrays = make()
-    # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
-    savez: Callable[..., None] = np.savez
-    is_cached = write_atomically(path, lambda file: savez(file, **arrays))
-    return read(arrays, path if is_cached else None)
+
+    def found() -> Made | None:
+        try:
+            return read(read_arrays(path), path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
+            remove(path)
+            return None
+
+    if (cached := found()) is not None:
+        return cached
+    with one_at_a_time(path):
+        if (cached := found()) is not None:  # another process was first
+            return cached
+        arrays = make()
+        # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
+        savez: Callable[..., None] = np.savez
+        is_cached = write_atomically(path, lambda file: savez(file, **arrays))
+    cached = found() if is_cached else None  # mapped
+    return read(arrays, path if is_cached else None) if cached is None else cached
