@@ -131,7 +131,7 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
             ["prepare", "rows.parquet", "text.jsonl", "--model", "model", "--output", "both"],
             "2 datasets were given, and 1 of them have images",
         ),
-        (["plan", "rows.parquet", "--model", "model", "--strategy", "wrapped"], "begin inside an image"),
+        (["plan", "rows.parquet", "--model", "model", "--strategy", "wrapped"], "also inside an image"),
     ],
 )
 def test_what_cannot_be_planned_is_said(words, reason, workplace, capsys, monkeypatch):

@@ -121,6 +121,39 @@ def test_a_document_is_truncated_behind_its_images_or_dropped():
         make_documents(found, limit, keep_untrained=True)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
+def test_a_document_is_split_outside_its_images(family):
+    """Fragments have the tokens, labels and images of their document in order; one with a larger image is dropped."""
+    found = read(family)
+    largest = int(np.diff(np.stack(found._spans[1:]), axis=0).max())
+    limits = (n for n in range(largest, 400) if all(found.cuts(row, n) for row in range(len(found))))
+    limit = next(limits)  # the largest image, with the tokens around it
+    assert largest <= limit <= largest + 4 or family == "idefics3", "its images are of several tiles"
+    documents = make_documents(found, limit, "split", keep_untrained=True)
+    assert documents.lengths.max() <= limit and len(documents) > len(found)
+    assert documents.ledger.split.documents > 2 and not documents.ledger.dropped
+    assert documents.image_count.sum() == found.image_counts.sum()
+    assert documents.image_values.sum() == pytest.approx(found.image_values.sum(), rel=0.02)
+    pixels = found._process.processor.image_token_id
+    for row in range(len(found)):
+        whole = found.read(row, 0, found.lengths[row])
+        numbers = np.flatnonzero(documents.row == row)
+        parts = [found.read(row, documents.start[i], documents.stop[i]) for i in numbers]
+        for name in ("input_ids", "labels"):
+            assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
+        for i, part in zip(numbers, parts, strict=True):
+            assert ("pixel_values" in part) == (documents.image_count[i] > 0) == (pixels in part["input_ids"])
+            assert documents.trained[i] == (part["labels"][1:] != -100).sum()
+            first, stop = documents.image_start[i], documents.image_stop[i]
+            where = np.flatnonzero(part["input_ids"] == pixels)
+            assert (where[0], where[-1] + 1) == (first, stop) if len(where) else first == stop == 0
+        images = [part["pixel_values"] for part in parts if "pixel_values" in part]
+        axis = ImageExamples(processor_of(family)).layout.images["pixel_values"]
+        assert not images or torch.equal(torch.cat(images, dim=axis), whole["pixel_values"])
+    small = make_documents(found, limit - 1, "split")
+    assert small.ledger.dropped["overlong"].documents > 0
+
+
 # Bad rows
 
 

@@ -462,7 +462,6 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
         ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "`packing_strategy='minibatch'` was given with"),
         ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "`per_device_train_batch_size=2` was given with"),
         ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
-        ({"tokens_per_rank": 16, "pad_documents_to_multiple_of": 8}, "a rank would hold more of them"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(given, message, tmp_path):

@@ -100,7 +100,6 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.LIGER: {"use_liger_kernel": True},
     of.LIGER_LOSS: {"liger_kernel_config": {"cross_entropy": True}},
     of.NO_END: {"max_steps": -1},
-    of.SPLIT: {"overlong": "split"},
     of.UNPREPARED: {"dataset_kwargs": {"skip_prepare_dataset": True}},
     of.DIVIDED: {"accelerator_config": {"split_batches": True}},
     of.OWN_MEANS: {"average_tokens_across_devices": False, "config_class": TwoRanks},
@@ -140,9 +139,8 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
 }
 # What a choice is besides, as it is made above
 ALSO = {
-    of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS, of.SPLIT),
+    of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS),
     of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
-    of.SPLIT: (of.OVERLONG,),
     of.LAST_TURN: (of.ASSISTANT_ONLY,),
     of.TENSORS_AND_SHARDS: (of.TENSOR_PARALLELISM,),
     of.VIRTUAL_TOKENS: (of.ADAPTERS,),

@@ -109,6 +109,30 @@ def test_stock_accumulation_is_another_mean(tmp_path):
     assert weight_difference(flat(stock.model), weights, start) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_fragments_train_as_documents_of_their_own(family, tmp_path):
+    """The gradient of a step on packs is that of all fragments alone, in batches of one."""
+    settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
+    run = make(tmp_path, family, **settings)
+    assert run.data.documents.ledger.split.documents > 2
+    batch = next(iter(run.get_train_dataloader()))
+    documents = [i for i in run.data.planner.schedule(0).order[: layout_of(batch).count].tolist()]
+    assert any(run.data.documents.start[i] > 0 < run.data.documents.image_count[i] for i in documents)
+    run.model.train()
+    with run.packed_model.attending():
+        run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)).backward()
+    packed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
+    alone = build_model(family).train()
+    for i in documents:
+        spans = run.data.documents
+        document = run.data.reader.read(spans.row[i], spans.start[i], spans.stop[i])
+        logits = alone(**run.data.images.examples.alone(document)).logits[0, :-1]
+        labels = torch.as_tensor(document["labels"])[1:]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
+    wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
+    assert (packed - wanted).norm() / wanted.norm() < 1e-5
+
+
 def test_tokens_are_counted_and_each_document_is_trained_once(tmp_path):
     run = make(tmp_path, num_train_epochs=1, packing_report=True)
     lengths = run.data.documents.lengths
@@ -273,8 +297,8 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path):
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"(?s)'bfd_split'.*`images`.*begin inside an image.*Set"):
-        make(tmp_path, packing_strategy="bfd_split")
+    with pytest.raises(ValueError, match=r"(?s)'wrapped'.*`images`.*ends, also inside an image.*Set"):
+        make(tmp_path, packing_strategy="wrapped")
     with pytest.raises(ValueError, match=r"`pad_documents_to_multiple_of=8` was given with the column `images`"):
         make(tmp_path, pad_documents_to_multiple_of=8)
     with pytest.raises(ValueError, match=r"(?s)`processing_class=\w+` was given.*makes no pixels"):

@@ -72,7 +72,13 @@ class LengthRows:
         return len(self.lengths)
 
     # Lengths alone have no images
-    image_starts = image_stops = image_counts = image_values = image_squares = compare = None
+    image_stops = image_counts = compare = None
+
+    def of_images(self, row: Any, start: Any, stop: Any) -> dict[str, npt.NDArray[np.int64]]:
+        return {}
+
+    def cuts(self, row: int, max_length: int) -> None:
+        return None
 
     def seq_lengths(self) -> None:
         return None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..planning.arrays import Int64Array
 from ..planning.families import TokenOrder
 
-OF_IMAGES = ("image_values", "image_squares", "image_start", "image_stop")
+OF_IMAGES = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
 COLUMNS = ("row", "start", "stop", "trained", "block", *OF_IMAGES)  # of `Documents`, in its file
 
 
@@ -92,7 +92,10 @@ class Documents:
         block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
         ledger: what was cut, split and dropped.
         tokens: the documents sorted by their tokens, for `share_prefixes="family"`; else None.
-        image_values, image_squares: of the images of each document, see `Rows`; None if no document has images.
+        image_count: images of each document, shape (N,); None without images, as all that follow.
+        image_values: numbers in the processed images of each document, which the vision tower reads.
+        image_squares: sum of the squares of the numbers of each image, or of each tile that the tower reads alone: what
+            attention in the tower costs.
         image_start, image_stop: the first token of an image in each document, and the one after the last; 0 without.
         fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
         file: their cache file, if there is one; plans are cached beside it.
@@ -105,6 +108,7 @@ class Documents:
     ledger: Ledger
     block: Int64Array | None = None
     tokens: TokenOrder | None = None
+    image_count: Int64Array | None = None
     image_values: Int64Array | None = None
     image_squares: Int64Array | None = None
     image_start: Int64Array | None = None

@@ -103,6 +103,12 @@ class RowProcessor:
         """What decides the pixels of an image, besides the image."""
         return str(self.processor.image_processor.to_json_string()).encode()
 
+    @cached_property
+    def special_tokens(self) -> list[int]:
+        """Tokens that no text has, such as those around an image."""
+        tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
+        return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
+
     def without_masks(self) -> "RowProcessor":
         """The same for rows in which every token is trained."""
         return RowProcessor(training_every_token(self._collate))
@@ -405,6 +411,26 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
     return bytes(digest.digest())
 
 
+def _with_neighbours(
+    first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], is_special: npt.NDArray[np.bool_]
+) -> list[tuple[int, int]]:
+    """The spans of images with the special tokens next to them; of those between two images each gets a half."""
+    spans = []
+    low, high = np.append(0, stop)[:-1], np.append(first, len(is_special))[1:]
+    for start, behind, least, most in zip(first.tolist(), stop.tolist(), low.tolist(), high.tolist(), strict=True):
+        before, after = start, behind
+        while before > least and is_special[before - 1]:
+            before -= 1
+        while after < most and is_special[after]:
+            after += 1
+        if before == least > 0:
+            before = start - (start - least + 1) // 2
+        if after == most < len(is_special):
+            after = behind + (most - behind) // 2
+        spans.append((before, after))
+    return spans
+
+
 class ImageRows:
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
@@ -489,18 +515,64 @@ class ImageRows:
         offsets = pa.array(np.concatenate([[0], ends]), pa.int64())
         return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat)})))
 
-    def outside_images(self, rows: npt.NDArray[np.int64], common: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many first tokens of these rows are common if no run may begin inside an image, shape (N,).
+    def cuts(self, row: int, max_length: int) -> list[int] | None:
+        """Where the document of a row is cut into fragments of at most `max_length` tokens, from 0 to its length.
+
+        An image, with the special tokens around it, is in one fragment; all images are where tiles of one are told
+        apart. None if that has more tokens.
+        """
+        of_row, first, stop = self._spans
+        place = slice(*np.searchsorted(of_row, [row, row + 1]))
+        tokens = self._measures.with_format("arrow")[row]["tokens"][0].values.to_numpy()
+        is_special = np.isin(tokens, self._process.special_tokens)
+        first, stop = first[place], stop[place]
+        if len(first) != self.image_counts[row]:
+            first, stop = first[:1], stop[-1:]
+        images = _with_neighbours(first, stop, is_special)
+        edges = [0]
+        while edges[-1] < len(tokens):
+            end = min(edges[-1] + max_length, len(tokens))
+            end = min((start for start, behind in images if start < end < behind), default=end)
+            if end <= edges[-1]:
+                return None
+            edges.append(end)
+        return edges
+
+    def of_images(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
+        of_row, first, behind = self._spans
+        size = int(self.lengths.max(initial=0)) + 1
+        begins = of_row * size + first
+        before, after, whole = (
+            np.searchsorted(begins, places) for places in (row * size + start, row * size + stop, row * size)
+        )
+        num, all_of_row = after - before, np.maximum(np.searchsorted(begins, (row + 1) * size) - whole, 1)
+        has, share = num > 0, num / all_of_row
+        first, behind = (np.append(places, 0) for places in (first, behind))
+        return {
+            "image_values": np.rint(self.image_values[row] * share).astype(np.int64),
+            "image_squares": np.rint(self.image_squares[row] * share).astype(np.int64),
+            "image_count": np.rint(self.image_counts[row] * share).astype(np.int64),
+            "image_start": np.where(has, first[np.minimum(before, len(first) - 1)] - start, 0),
+            "image_stop": np.where(has, behind[after - 1] - start, 0),
+        }
+
+    def outside_images(
+        self, rows: npt.NDArray[np.int64], start: npt.NDArray[np.int64], common: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,).
 
         Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
         """
         of_row, first, stop = self._spans
         if not len(of_row):
             return common
-        size = int(self.lengths.max()) + 1
-        place = np.searchsorted(of_row * size + first, rows * size + common - 1) - 1  # the last that begins before
-        is_inside = (place >= 0) & (of_row[place] == rows) & (common - 1 < stop[place])
-        return np.where(is_inside, first[place] + 1, common)
+        size, last = int(self.lengths.max()) + 1, start + common - 1
+        place = np.searchsorted(of_row * size + first, rows * size + last) - 1  # the last that begins before
+        is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
+        return np.where(is_inside, first[place] + 1 - start, common)
 
     def seq_lengths(self) -> None:
         """None: a row is one document."""
@@ -514,16 +586,21 @@ class ImageRows:
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Trained tokens of each span, shape (N,). Spans that end before their row are processed to count them."""
-        counts = self._trained[row].copy()
-        for i in np.flatnonzero(stop < self.lengths[row]):
-            labels = self.read(row[i], start[i], stop[i])["labels"]
-            counts[i] = (labels[1:] != IGNORE_INDEX).sum()
+        """Trained tokens of each span, shape (N,). Rows of which a span is a part are processed to count them."""
+        counts, latest = self._trained[row].copy(), -1
+        labels = np.zeros(0, dtype=np.int64)
+        for i in np.flatnonzero((start > 0) | (stop < self.lengths[row])):
+            if row[i] != latest:  # the fragments of a row come one after the other
+                latest, labels = row[i], self.read(row[i], 0, self.lengths[row[i]])["labels"]
+            counts[i] = (labels[start[i] + 1 : stop[i]] != IGNORE_INDEX).sum()
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
-        return self._first_is_labelled[row]
+        is_labelled = self._first_is_labelled[row].copy()
+        for i in np.flatnonzero(start > 0):
+            is_labelled[i] = self.read(row[i], 0, self.lengths[row[i]])["labels"][start[i]] != IGNORE_INDEX
+        return is_labelled
 
     def _row(self, row: int) -> dict[str, Any]:
         """A row of the dataset; or of one of its turns, with the images up to this turn."""
@@ -534,13 +611,12 @@ class ImageRows:
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
-        """The first `stop` tokens of a row's document, and all of its images.
+        """The tokens of a span of a row's document, and the images among them.
 
         Raises:
             ValueError: the processor gives another number of tokens than when the row was measured.
         """
         row, length = int(row), int(self.lengths[row])
-        assert start == 0 and stop >= self.image_stops[row], "a document is never cut inside an image"
         document = self._process(self._row(row))
         found = len(document["input_ids"])
         if found != length:
@@ -549,8 +625,15 @@ class ImageRows:
                 "before training. Packs are planned from these lengths, so they must not change. Leave the image files "
                 "as they are during training, and use a processor without random augmentation."
             )
-        if stop == length:
+        if start == 0 and stop == length:
             return document
-        cut = {name: document[name][:stop] for name in ("input_ids", "labels")}
-        cut |= {name: document[name][:, :stop] for name in TOKEN_KINDS if name in document}
-        return document | cut
+        of_row, first, behind = self._spans
+        place = slice(*np.searchsorted(of_row, [row, row + 1]))
+        first, behind = first[place], behind[place]
+        within = np.flatnonzero((first >= start) & (behind <= stop))
+        assert len(within) == ((behind > start) & (first < stop)).sum(), "a document is never cut inside an image"
+        cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
+        cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
+        if len(within):
+            cut |= images_between(document, int(within[0]), int(within[-1]) + 1, num=len(first))
+        return cut

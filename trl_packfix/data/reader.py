@@ -36,10 +36,6 @@ class Rows(Protocol):
         """Tokens of each row, shape (R,)."""
 
     @property
-    def image_starts(self) -> npt.NDArray[np.int64] | None:
-        """Index of the first token of an image in each row, shape (R,), 0 without one; None if no row has images."""
-
-    @property
     def image_stops(self) -> npt.NDArray[np.int64] | None:
         """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
 
@@ -47,16 +43,13 @@ class Rows(Protocol):
     def image_counts(self) -> npt.NDArray[np.int64] | None:
         """Images of each row, shape (R,); None if no row has images."""
 
-    @property
-    def image_values(self) -> npt.NDArray[np.int64] | None:
-        """Numbers in the processed images of each row, shape (R,): what the vision tower reads. None as above."""
+    def of_images(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """Of the images of each span what `Documents` has, by its attribute; {} if no row has images."""
 
-    @property
-    def image_squares(self) -> npt.NDArray[np.int64] | None:
-        """Sum of the squares of the numbers of each image in a row, shape (R,): what attention in the tower costs.
-
-        A tile that the tower reads alone counts as an image. None as above.
-        """
+    def cuts(self, row: int, max_length: int) -> list[int] | None:
+        """Where the document of a row with images is cut into fragments; None if it cannot be."""
 
     @property
     def compare(self) -> Compare | None:
@@ -285,7 +278,14 @@ class TokenReader:
         return self._tokens.lengths
 
     # Tokens alone have no images
-    image_starts = image_stops = image_counts = image_values = image_squares = compare = None
+    image_stops = image_counts = compare = None
+
+    def of_images(self, row: Any, start: Any, stop: Any) -> dict[str, npt.NDArray[np.int64]]:
+        return {}
+
+    def cuts(self, row: int, max_length: int) -> None:
+        return None
+
     conversations = turns = None  # turns of text are rows of tokens
 
     def digests(self, rows: npt.NDArray[np.int64]) -> None:

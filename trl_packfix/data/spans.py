@@ -6,7 +6,7 @@ change spans; no token is rewritten. The ledger counts the documents and tokens 
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -99,8 +99,7 @@ def make_documents(
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
-    of_images = (reader.image_values, reader.image_squares, reader.image_starts, reader.image_stops)
-    values, squares, first, stop = (None if column is None else column[spans.row] for column in of_images)
+    of_images: dict[str, Any] = reader.of_images(spans.row, spans.start, spans.stop)
     return Documents(
         spans.row,
         spans.start,
@@ -108,10 +107,7 @@ def make_documents(
         spans.trained,
         ledger,
         block,
-        image_values=values,
-        image_squares=squares,
-        image_start=first,
-        image_stop=stop,
+        **of_images,
     )
 
 
@@ -202,6 +198,8 @@ def _apply_overlong(
         )
     if overlong == "drop":
         return _drop(spans, long, "overlong", ledger=ledger)
+    if overlong == "split" and reader.image_stops is not None:
+        return _split_outside_images(reader, spans, long, max_length=max_length, ledger=ledger)
     if overlong == "split":
         fragments = np.where(long, -(-spans.lengths // max_length), 1)
         offset = _index_in_group(fragments) * max_length
@@ -220,6 +218,26 @@ def _apply_overlong(
         int(long.sum()), before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
     )
     return cut
+
+
+def _split_outside_images(
+    reader: Rows, spans: _Spans, long: npt.NDArray[np.bool_], *, max_length: int, ledger: Ledger
+) -> _Spans:
+    """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
+    edges = [
+        reader.cuts(row, max_length) if is_long else [0, length]
+        for row, length, is_long in zip(spans.row.tolist(), spans.lengths.tolist(), long.tolist(), strict=True)
+    ]
+    spans = _drop(spans, np.array([found is None for found in edges]), "overlong", ledger=ledger)
+    kept = [found for found in edges if found is not None]
+    return _split(
+        reader,
+        spans,
+        np.array([len(found) - 1 for found in kept], dtype=np.int64),
+        start=np.array([place for found in kept for place in found[:-1]], dtype=np.int64),
+        stop=np.array([place for found in kept for place in found[1:]], dtype=np.int64),
+        ledger=ledger,
+    )
 
 
 def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, *, ledger: Ledger) -> _Spans:

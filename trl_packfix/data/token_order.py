@@ -31,5 +31,5 @@ def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: I
         size = documents.lengths[order]
         before = np.concatenate([[0], size[:-1]])[: len(size)]
         is_same = (common == size) & (common == before)  # nothing of such a document is laid into a pack
-        common = np.where(is_same, common, reader.outside_images(row[order], common))
+        common = np.where(is_same, common, reader.outside_images(row[order], start[order], common))
     return TokenOrder(np.concatenate([order, others]), np.concatenate([common, np.zeros_like(others)]))

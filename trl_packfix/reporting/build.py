@@ -90,11 +90,11 @@ def make_report(
 
 def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     """The images of the first epoch; None for rows without."""
-    if reader.image_counts is None:
+    counts = planner.documents.image_count
+    if counts is None:
         return None
     schedule, costs = planner.schedule(0), planner.image_costs
     language = planner.cost_model(planner.documents.lengths)
-    counts = reader.image_counts[planner.documents.row]
     total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
     packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
     found = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))

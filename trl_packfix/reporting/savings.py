@@ -108,7 +108,8 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
         batch, runs = collate.collate(
             [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
         )
-        lengths, counts = documents.lengths[pack], reader.image_counts[documents.row[pack]]
+        assert documents.image_count is not None
+        lengths, counts = documents.lengths[pack], documents.image_count[pack]
         saved_rows = layout_of(batch).sizes(torch.ones(len(pack))).saved
         shared = np.zeros(len(pack), dtype=np.int64) if saved_rows is None else saved_rows.numpy()
         own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run

@@ -126,7 +126,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
     """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
     documents, parallel = planner.documents, planner.parallel
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
-    counts = reader.image_counts
+    counts = documents.image_count
     for pack in plan_sample(planner, reader, num_packs).packs:
         read = dataset.__getitems__(pack.documents)
         batch = collate([{name: each[name] for name in READ if name in each} for each in read])
@@ -141,7 +141,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
                 runs=_runs(labels[first:end] != IGNORE_INDEX),
                 tokens=tokens[first:end],
                 shared=common,
-                num_images=None if counts is None else int(counts[documents.row[document]]),
+                num_images=None if counts is None else int(counts[document]),
             )
             for document, first, end, common in zip(
                 pack.documents, bounds[:-1], bounds[1:], pack.shared or [0] * len(pack.documents), strict=True

@@ -131,19 +131,6 @@ NO_END = Choice(
 )
 
 
-def _split(given: Given) -> str | None:
-    args = given.args
-    is_split = args.effective_overlong == "split"
-    return f"`packing_strategy={args.packing_strategy!r}` with `overlong={args.overlong!r}`" if is_split else None
-
-
-SPLIT = Choice(
-    '`overlong="split"`, `bfd_split`, `wrapped`',
-    _split,
-    'set `packing_strategy` to "stream" or "bfd", unset `overlong`',
-)
-
-
 def _liger_loss(given: Given) -> str | None:
     kernels = given.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)

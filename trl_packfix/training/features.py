@@ -207,7 +207,7 @@ FEATURES = (
             of.STREAM: "The length of a document with images is known only after its images are processed, which "
             "happens once before training, and a stream is read only once",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
-            of.SPLIT: "Long documents would be split, and a fragment may begin inside an image",
+            of.CUT_BLOCKS: "It cuts all documents where a block of `max_length` tokens ends, also inside an image",
         },
         page="vision.md",
         proof="documents with images do not change each other, and each is what it is alone",
