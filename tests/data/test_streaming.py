@@ -740,6 +740,23 @@ def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
     assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == two_ranks_stream.MAX_STEPS
 
 
+@pytest.mark.parametrize("name", ["shared", "sharded"])
+def test_one_rank_continues_a_stream_of_two(name, two_ranks, caplog):
+    folder, saved = two_ranks["folder"], two_ranks_stream.SAVED
+    shards = {"shared": 1, "sharded": 4}[name]
+    settings = {"max_steps": 60, "gradient_accumulation_steps": 3}
+    one = two_ranks_stream.run(folder, f"{name}_one", shards, folder / name / f"checkpoint-{saved}", **settings)
+    assert one.state.global_step == 60 and len(one.seen) == 3 * (60 - saved)
+    assert "Resuming a stream of 2 ranks on 1" in caplog.text
+    before = [rank[:saved] for rank in two_ranks[name]["whole"]["seen"]]
+    seen = Counter(chain.from_iterable(chain(*before, one.seen)))
+    assert set(seen) == set(range(two_ranks_stream.NUM_DOCUMENTS))
+    assert max(seen.values()) - min(seen.values()) <= 1 < min(seen.values()), "a document was left out of a pass"
+    assert one.packing_report.num_documents == seen.total()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
 def test_ranks_that_read_different_streams_are_refused(two_ranks):
     for message in two_ranks["different"]:
         assert "with other tokens on 1 of 2 ranks" in message and "`seed`" in message
