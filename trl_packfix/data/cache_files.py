@@ -135,10 +135,12 @@ def one_at_a_time(file: Path) -> Iterator[None]:
     The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
     """
     name = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"{PREFIX}-{name}.lock"  # here, because not every network storage has locks
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # in the temporary folder, because not every network storage has locks
-            lock = stack.enter_context((Path(tempfile.gettempdir()) / f"{PREFIX}-{name}.lock").open("a"))
+        with contextlib.suppress(OSError):
+            lock = stack.enter_context(path.open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.callback(remove, path)  # who comes later finds `file`
         yield
 
 
