@@ -400,8 +400,3 @@ def test_show_draws_the_runs_that_are_trained(tmp_path):
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
     assert [each.num_images for each in pack.documents] == [1] * 8
     assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT].shared.tolist())
-
-
-def test_families_of_documents_with_images_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`share_prefixes='family'` was given with the column `images`.*\"pack\""):
-        make(tmp_path, "llava", QUESTIONS, share_prefixes="family")

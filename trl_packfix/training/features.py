@@ -204,8 +204,8 @@ FEATURES = (
     Feature(
         choice=of.PACKED_IMAGES,
         conflicts={
-            of.STREAM: "The length of a document with images is known only after its images are processed, which "
-            "happens once before training, and a stream is read only once",
+            of.STREAM: "Up to 1,000 documents of a stream wait for a pack on each rank, and are in every checkpoint; "
+            "with their processed images they would be gigabytes",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
             of.CUT_BLOCKS: "It cuts all documents where a block of `max_length` tokens ends, also inside an image",
         },
