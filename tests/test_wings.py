@@ -203,6 +203,10 @@ def test_it_can_be_repaired():
 """
 
 
+@pytest.mark.rule(
+    "trl_packfix/compat.py",
+    "`check_isolation` needs torch and transformers only, neither TRL, peft, datasets nor accelerate",
+)
 @pytest.mark.processes
 def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, tmp_path):
     """The example for other projects: it passes on Llama and names the module of a type that leaks."""

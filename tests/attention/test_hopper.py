@@ -107,6 +107,11 @@ CALLS = {
 }
 
 
+@pytest.mark.rule(
+    "trl_packfix/attention/hopper.py",
+    "FlashAttention-3 computes packs on Hopper where it is installed, gets the calls that FlashAttention-2 gets, "
+    "and is left where the probe finds it wrong or refused",
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_our_calls_fit_its_functions(name, fa3):
     num_tokens, function = CALLS[name]
@@ -161,6 +166,11 @@ def test_the_gpu_decides(capability, problem, monkeypatch):
     assert hopper.fa3_problem() == "flash-attn-3 is not installed"
 
 
+@pytest.mark.rule(
+    "trl_packfix/attention/hopper.py",
+    "FlashAttention-3 computes packs on Hopper where it is installed, gets the calls that FlashAttention-2 gets, "
+    "and is left where the probe finds it wrong or refused",
+)
 @pytest.mark.parametrize("fault", ["", "forward", "backward", "wrong", "import"])
 def test_the_probe_judges_it(fault, fa3, monkeypatch):
     fa3.fault = fault

@@ -25,6 +25,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rule("trl_packfix/attention/varlen.py", "Packed training has the losses and weights of unpacked training")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_training_equals_unpacked_training(case):
     assert_packed_equals_unpacked(case, least_change=0.1)
