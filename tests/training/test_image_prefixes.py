@@ -22,6 +22,7 @@ from trl_packfix.data.image_collator import ImageExamples, PackedImages
 from trl_packfix.data.image_rows import RowProcessor, images_between
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator
+from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
@@ -338,6 +339,26 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
     text = prefixes_text(run.packing_report)
     assert f"24 documents in {units.num_families} families" in text
+
+
+def without_now(row):
+    """The question right behind the image."""
+    (user, answer), now = row["messages"], " now "
+    parts = [part | {"text": part["text"] and part["text"].removeprefix(now)} for part in user["content"]]
+    return {"messages": [user | {"content": parts}, answer]}
+
+
+def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
+    """A shared token has one next token, so the last of the image is not shared, and no run begins inside an image."""
+    data = QUESTIONS.map(without_now, features=QUESTIONS.features)
+    run = make(tmp_path, "llava", data, packing_strategy="bfd", share_prefixes="family", max_length=128)
+    run.get_train_dataloader()
+    rows = computed_rows(run)
+    assert all(computed <= planned for computed, planned, _ in rows)
+    run.data.reader.outside_images = lambda rows, start, common: common
+    documents = run.data.documents
+    tokens = token_order(run.data.reader, documents)
+    assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"
 
 
 @pytest.mark.rule(
