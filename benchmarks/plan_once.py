@@ -4,7 +4,7 @@
     python benchmarks/plan_once.py --num 1000000 --processes 8 --csv plan_once.csv
 
 Every process reads the spans of the documents from their cache file and makes the planner and the schedule of the first
-epoch, as ranks of one node do at the start of training (`stream`, 4 accumulation steps, capacity 8,192, 8 ranks for
+epoch, as ranks of one node do at the start of training (4 accumulation steps, capacity 8,192, 8 ranks for
 each process). Then it waits until all have, as before the first step. `wall s` is until the last one has its schedule,
 without imports. `PSS MiB` is the largest sum of proportional set sizes, in which a page that processes share counts
 once; sampled every 50 ms, less that of the processes after their imports. Documents are of the lognormal lengths of
@@ -28,12 +28,12 @@ MAX_LENGTH = 2048
 LENGTHS = (4.6, 0.9)  # lognormal: median 100, mean 150 tokens
 
 
-def plan(file: Path, world_size: int, ready: Any, done: Any, seconds: Any) -> None:
+def plan(file: Path, strategy: str, world_size: int, ready: Any, done: Any, seconds: Any) -> None:
     ready.wait()
     ready.wait()  # the parent has read the memory of all
     start = time.process_time()
     documents = Documents.from_arrays(read_arrays(file), file)
-    planner = make_epochs(documents, "stream", 4, MAX_LENGTH, 4, world_size)
+    planner = make_epochs(documents, strategy, 4, MAX_LENGTH, 4, world_size)
     schedule = planner.schedule(0)
     assert schedule.num_steps == planner.num_steps and len(schedule.order) == len(documents)
     seconds.put(time.process_time() - start)
@@ -50,7 +50,7 @@ def pss_mib(pids: list[int]) -> float:
     return total / 2**10
 
 
-def measure(num: int, num_processes: int) -> Row:
+def measure(num: int, num_processes: int, strategy: str) -> Row:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spans.npz"
@@ -60,7 +60,7 @@ def measure(num: int, num_processes: int) -> Row:
         del lengths, zeros
         ready, done = context.Barrier(num_processes + 1), context.Barrier(num_processes + 1)
         seconds = context.Queue()
-        arguments = (file, 8 * num_processes, ready, done, seconds)
+        arguments = (file, strategy, 8 * num_processes, ready, done, seconds)
         processes = [context.Process(target=plan, args=arguments) for _ in range(num_processes)]
         for process in processes:
             process.start()
@@ -82,6 +82,7 @@ def measure(num: int, num_processes: int) -> Row:
         for process in processes:
             process.join()
     return {
+        "strategy": strategy,
         "documents": num,
         "processes": num_processes,
         "wall s": round(wall, 1),
@@ -95,10 +96,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--num", type=int, default=10_000_000, help="documents")
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--strategy", default="stream", choices=("stream", "bfd", "minibatch"))
     args = parser.parse_args()
     rows = []
     for num_processes in args.processes:
-        rows.append(measure(args.num, num_processes))
+        rows.append(measure(args.num, num_processes, args.strategy))
         tell(rows[-1])
     write_csv(args.csv, rows)
 

@@ -10,7 +10,7 @@ Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N d
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -95,12 +95,10 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     [[[0, 1]], [[2]]]
     """
     steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=bins)
-    filled: list[Int64Array] = []
-    for step in steps:
-        if bins.balance == "step":
-            step = balanced(step, units, bins)
-        filled += step + [np.zeros(0, np.int64)] * (bins.num_slots - len(step))
-    return _schedule(filled, bins, num_skipped)
+    if bins.balance == "step":
+        steps = (balanced(step, units, bins) for step in steps)
+    none = np.zeros(0, np.int64)
+    return _schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins, num_skipped)
 
 
 def packs_of_steps(
@@ -154,17 +152,18 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     (`prefixes.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
     (k + 1) / 2 * capacity / B rows.
     """
-    filled: list[Int64Array] = []
-    for first, last in pairwise(bounds.tolist()):
-        of_step = order[first:last]
-        if bins.num_slots == 1:  # no choice to make, and there may be a million such steps
-            filled.append(of_step)
-            continue
-        packs = _few_packs(of_step, units.rows, bins)
-        if bins.balance == "step":
-            packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
-        filled += _spread(packs, units.rows, bins.num_slots)
-    return _schedule(filled, bins, len(order) - int(bounds[-1]))
+    num_skipped = len(order) - int(bounds[-1])
+    if bins.num_slots == 1:  # no choice to make
+        return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size, num_skipped)
+    steps = (_spread_step(order[first:last], units, bins) for first, last in pairwise(bounds.tolist()))
+    return _schedule(steps, bins, num_skipped)
+
+
+def _spread_step(documents: Int64Array, units: Units, bins: Bins) -> list[Int64Array]:
+    packs = _few_packs(documents, units.rows, bins)
+    if bins.balance == "step":
+        packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
+    return _spread(packs, units.rows, bins.num_slots)
 
 
 def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
@@ -230,8 +229,12 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
     return packs
 
 
-def _schedule(filled: list[Int64Array], bins: Bins, num_skipped: int) -> Schedule:
-    offsets = np.zeros(len(filled) + 1, dtype=np.int64)
-    np.cumsum([len(slot) for slot in filled], out=offsets[1:])
-    order = np.concatenate(filled) if filled else np.zeros(0, np.int64)
-    return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped)
+def _schedule(steps: Iterable[list[Int64Array]], bins: Bins, num_skipped: int) -> Schedule:
+    """The slots of all steps, one after the other. Of each step two arrays are kept: those of its slots take more."""
+    orders, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for slots in steps:
+        orders.append(np.concatenate(slots))
+        sizes.append(np.array([len(slot) for slot in slots], np.int64))
+    offsets = np.concatenate(sizes)
+    np.cumsum(offsets, out=offsets)
+    return Schedule(np.concatenate(orders), offsets, bins.accumulation, bins.world_size, num_skipped)
