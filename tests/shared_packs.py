@@ -287,8 +287,8 @@ def halo_of_row_order():
     """The convolution of a run whose prefix lies in another part reads the rows before the run, as on parts alone."""
     right = mixer_prefixes.rows_before
 
-    def wrong(running, rows, run, back):
-        earlier, is_own = right(running, rows, run, back)
+    def wrong(running, rows, run, *, back):
+        earlier, is_own = right(running, rows, run, back=back)
         if running.degree == 1 or running.kv_index is None:
             return earlier, is_own
         is_away = earlier // running.part_tokens != rows // running.part_tokens
@@ -333,7 +333,7 @@ def wrong_parent_on_one_rank():
 def states_without_gradient():
     """What a part sends to the next ones gets no gradient."""
     right = mixer_states.exchange_pieces
-    with mock.patch.object(mixer_states, "exchange_pieces", lambda *given: right(*given).detach()):
+    with mock.patch.object(mixer_states, "exchange_pieces", lambda *given, **group: right(*given, **group).detach()):
         yield
 
 
@@ -1002,7 +1002,7 @@ def features_late():
 def features_without_gradients():
     """The images of a pack get no gradients. The proof of a degree compares states only."""
     right = tower_division.exchange_pieces
-    with mock.patch.object(tower_division, "exchange_pieces", lambda *given: right(*given).detach()):
+    with mock.patch.object(tower_division, "exchange_pieces", lambda *given, **group: right(*given, **group).detach()):
         yield
 
 

@@ -223,14 +223,38 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     assert "PackingLeakError" in run.stdout and "self_attention (FalconAttention)" in run.stdout
 
 
-# A call with many arguments by position cannot be read. Not in attention, where functions take tensors in the order of
-# an operator's.
-WITH_NAMES = ("planning", "data", "isolation", "reporting", "training", "cli", "survey")
+# A call with many arguments by position cannot be read.
+WITH_NAMES = ("planning", "attention", "data", "isolation", "reporting", "training", "cli", "survey")
+KEYS_OF_QUERIES = "the tensors of attention in the usual order, and which keys each query sees"
 BY_POSITION = {
     "planning.strategies._bfd": "a `Planner`, which strategies call",
     "planning.strategies._stream": "a `Planner`, which strategies call",
     "planning.strategies.plan_packs": "public, and as documented",
     "planning.costs._attention": "reads a row of numbers",
+    "attention.exchange.forward": "a method of torch",
+    "attention.kernels.attend_on_cpu": KEYS_OF_QUERIES,
+    "attention.kernels.attend_on_cuda": KEYS_OF_QUERIES,
+    "attention.kernels.attend_on_cuda_by_length": KEYS_OF_QUERIES,
+    "attention.kernels.flash_on_cuda": "as `FlashAttention.forward`",
+    "attention.kernels.attend_by_document": KEYS_OF_QUERIES,
+    "attention.kernels.attend_in_rows": KEYS_OF_QUERIES,
+    "attention.kernels.math_attention": KEYS_OF_QUERIES,
+    "attention.kernels.backward": "the tensors of an operator of torch",
+    "attention.kernels.forward": "a method of torch",
+    "attention.mixers.convolve": "a function of transformers",
+    "attention.mixers.scan_delta": "a function of transformers",
+    "attention.mixers.scan_chunks": "a function of transformers",
+    "attention.mixers.scan_channels": "a function of transformers",
+    "attention.mixers.from_states": "as the other functions of a `Scan`",
+    "attention.runs.attend_shared": KEYS_OF_QUERIES,
+    "attention.runs.attend_shared_on_cuda": KEYS_OF_QUERIES,
+    "attention.runs._attend_on_cpu": KEYS_OF_QUERIES,
+    "attention.runs._attend_in_tiles": KEYS_OF_QUERIES,
+    "attention.runs.attend": KEYS_OF_QUERIES,
+    "attention.runs.forward": "a method of torch",
+    "attention.tower_attention.tower_attention": "an attention of transformers",
+    "attention.tower_attention._check": "the first arguments of an attention of transformers",
+    "attention.varlen.varlen_attention": "an attention of transformers",
     "data.image_rows._measures": "called by `Dataset.map`",
     "data.image_rows._measures_of_turns": "called by `Dataset.map`",
     "data.row_values.check_weight": "called by `Dataset.map`",

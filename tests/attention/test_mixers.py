@@ -236,7 +236,7 @@ def test_boundaries_of_kernels_need_no_host():
         pack = running(5, 1, 2, 9)
         assert mixers._boundaries(pack, "seq_idx", torch.empty(1, 17, 3)).shape == (1, 17)
         assert mixers._boundaries(pack, "cu_seqlens", torch.empty(1, 17, 3)) is pack.cu_seq_lens_q
-        source, own = mixers._stretches(pack, 4, 17, torch.device("cpu"))
+        source, own = mixers._stretches(pack, 4, 17, device=torch.device("cpu"))
         assert own.shape == (17,) and source.shape == (17 + 4 * 3,)
 
 
@@ -302,8 +302,9 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         levels = [found.levels[0], first, *found.levels[2:]]
         return replace(found, levels=levels)
 
-    def without_prefix(running, *given):
-        return right_stretches(replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={}), *given)
+    def without_prefix(running, *given, device):
+        alone = replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={})
+        return right_stretches(alone, *given, device=device)
 
     model = zoo.build_model("qwen3_5_text")
     packed = packed_model(model)

@@ -42,7 +42,7 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
     outs = []
     q_bounds, k_bounds = (bounds.tolist() for bounds in shared.cu_seq_lens)
     for a, b, c, d in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
-        visible = visible_keys(b - a, d - c, window, "cpu")
+        visible = visible_keys(b - a, d - c, window, device="cpu")
         if chunk is not None:
             of_chunk = torch.arange(d - c) // chunk
             visible &= of_chunk[-(b - a) :, None] == of_chunk
@@ -75,7 +75,7 @@ def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dens
 
 def in_tiles(query, key, value, shared, *, scale, window=None, chunk=None, sinks=None):
     """As on devices without a flash kernel."""
-    return runs._attend_in_tiles(query, key, value, shared, scale, window, chunk, sinks)
+    return runs._attend_in_tiles(query, key, value, shared, scale=scale, window=window, chunk=chunk, sinks=sinks)
 
 
 FEATURES = {

@@ -71,7 +71,7 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
     with torch.no_grad():
         whole = tower(*args, **kwargs)
         for index in [*range(degree)] * 2:
-            own_args, own_kwargs, division = divide(args, kwargs, degree, index)
+            own_args, own_kwargs, division = divide(args, kwargs, degree, index=index)
             found = division.exchanged(tower(*own_args, **own_kwargs), None)
             computed.append(division.rows[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
@@ -85,7 +85,7 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
 def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
     """Pixtral's patches of all images are one row."""
     _, (args, kwargs) = call_of_tower("mistral3")
-    assert divide(args, kwargs, 2, 1) == (args, kwargs, None)
+    assert divide(args, kwargs, 2, index=1) == (args, kwargs, None)
 
 
 def test_an_output_that_cannot_be_joined_is_refused():

@@ -138,7 +138,7 @@ def test_rounding_is_that_of_sdpa(dtype, window, sinks):
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True) if a is not None]
 
     def mask():
-        return torch.block_diag(*[kernels.visible_keys(n, n, window, "cpu") for n in LENGTHS])
+        return torch.block_diag(*[kernels.visible_keys(n, n, window, device="cpu") for n in LENGTHS])
 
     ours = error(
         lambda q, k, v, s=None: attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options),
@@ -378,7 +378,7 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
 def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
     """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
     monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))
-    monkeypatch.setattr(varlen, "runs_flash", lambda *args: True)
+    monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: True)
 
     class Config:
         layer_types, attention_chunk_size = ["chunked_attention"], 16
@@ -401,11 +401,13 @@ def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch)
 
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: None)
     narrow, wide = OnCuda(256), OnCuda(512)
-    assert varlen.runs_flash(narrow, narrow, None, 0.0)
-    assert not varlen.runs_flash(wide, wide, None, 0.0)  # the full layers of Gemma 4; its other layers have 256
-    assert not varlen.runs_flash(narrow, narrow, 50.0, 0.0) and not varlen.runs_flash(narrow, narrow, None, 0.1)
+    assert varlen.runs_flash(narrow, narrow, None, dropout=0.0)
+    assert not varlen.runs_flash(wide, wide, None, dropout=0.0)  # the full layers of Gemma 4; its other layers have 256
+    assert not varlen.runs_flash(narrow, narrow, 50.0, dropout=0.0) and not varlen.runs_flash(
+        narrow, narrow, None, dropout=0.1
+    )
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: "compute capability 7.5 is below 8.0")
-    assert not varlen.runs_flash(narrow, narrow, None, 0.0)
+    assert not varlen.runs_flash(narrow, narrow, None, dropout=0.0)
 
 
 @pytest.mark.rule(
@@ -418,7 +420,7 @@ def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(m
     """The probe runs documents of thousands of tokens alone: H x T x T weights would be 10 GiB for 64 heads."""
     num_tokens = 600
     inputs = random_inputs(num_tokens, sinks=True)
-    mask = visible_keys(num_tokens, num_tokens, 20 if masked else None, "cpu")[None, None] if masked else None
+    mask = visible_keys(num_tokens, num_tokens, 20 if masked else None, device="cpu")[None, None] if masked else None
     options = {"s_aux": inputs[3]} if sinks else {"softcap": 5.0}
     layer = Layer().eval()
     with torch.no_grad(), LargestTensor() as largest:

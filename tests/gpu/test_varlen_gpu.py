@@ -229,7 +229,7 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
     def reference(q, k, v):
         outs = []
         for (a, b), (c, d) in zip(*(pairwise(x.tolist()) for x in bounds), strict=True):
-            visible = visible_keys(b - a, d - c, window, "cpu")
+            visible = visible_keys(b - a, d - c, window, device="cpu")
             outs.append(math_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], visible, scale=scale))
         return torch.cat(outs, dim=2)
 

@@ -125,7 +125,7 @@ def choose_attention(
     if device_type == "cpu":
         return AttentionChoice(ATTENTION_NAME, False, previous, "varlen attention on the CPU, without a mask")
     if device_type == "cuda":
-        return _choose_on_cuda(model, previous, dtype, refusals or {}, needs_varlen)
+        return _choose_on_cuda(model, previous, dtype, refusals=refusals or {}, needs_varlen=needs_varlen)
     return AttentionChoice(ATTENTION_NAME, False, previous, f"no flash kernel on {device_type!r}: {BY_DOCUMENT}")
 
 
@@ -216,7 +216,7 @@ def _layer_configs(config: Any) -> Any:
 
 
 def _choose_on_cuda(
-    model: PreTrainedModel, previous: str, dtype: torch.dtype, refusals: dict[str, str], needs_varlen: str | None
+    model: PreTrainedModel, previous: str, dtype: torch.dtype, *, refusals: dict[str, str], needs_varlen: str | None
 ) -> AttentionChoice:
     config = text_config(model)
     old_gpu = capability_problem()

@@ -188,7 +188,7 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
-def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], *, group: Any) -> Tensor:
     """all-to-all of pieces of a flat tensor: `send` numbers to and `receive` numbers from each member."""
     return _Exchange.apply(flat, send, receive, group)
 

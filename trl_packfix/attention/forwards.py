@@ -380,7 +380,7 @@ class PackedForwardGuard(ModelHooks):
             running = packed_forwards[-1] if packed_forwards else None
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
-                running = _check_packed_batch(model, args, kwargs, layout)
+                running = _check_packed_batch(model, args, kwargs, layout=layout)
                 running = replace(
                     running, ignores_masks=self.ignores_masks, mixers=self.mixers, sends_states=self.sends_states
                 )
@@ -409,7 +409,7 @@ class PackedForwardGuard(ModelHooks):
         division = None
         # Another guard on this model has the same hooks
         if running is not None and running is self._made and running.degree > 1:
-            args, kwargs, division = divide(args, kwargs, running.degree, running.index)
+            args, kwargs, division = divide(args, kwargs, running.degree, index=running.index)
         self._divisions.append(division)
         return args, kwargs
 
@@ -478,7 +478,7 @@ def _give_boundaries(
 
 
 def _check_packed_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, layout: Layout
 ) -> PackedForward:
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:

@@ -122,12 +122,22 @@ def attend_on_cpu(
     if window is not None and window >= max(lengths):
         window = None
     if softcap is not None or (dropout > 0 and (window is not None or sinks is not None)):
-        return _math_documents(query, key, value, lengths, window, scale, dropout, softcap, sinks)
+        return _math_documents(
+            query,
+            key,
+            value,
+            lengths=lengths,
+            window=window,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=sinks,
+        )
     # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
     if window is None and sinks is None:
-        out = _sdpa_documents(query, key, value, lengths, scale, dropout)
+        out = _sdpa_documents(query, key, value, lengths=lengths, scale=scale, dropout=dropout)
     else:
         out = FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))
     return out[..., :value_dim]
@@ -246,9 +256,9 @@ def attend_by_document(
     for group in rows.groups:
         q, k, v = (group.split(x, HEADS) for x in (query, key, value))
         if softcap is None and sinks is None:
-            outs.append(_sdpa_rows(q, k, v, window, scale, dropout))
+            outs.append(_sdpa_rows(q, k, v, window=window, scale=scale, dropout=dropout))
         else:
-            outs.append(torch.cat(list(_math_tiles(q, k, v, window, options)), dim=2))
+            outs.append(torch.cat(list(_math_tiles(q, k, v, window=window, options=options)), dim=2))
     return rows.join(outs, HEADS)[..., :value_dim]
 
 
@@ -308,7 +318,9 @@ def _rows_of_one_length(lengths: tuple[int, ...], device: torch.device) -> _Rows
     return _Rows(shapes, source.to(device), source.argsort().to(device))
 
 
-def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
+def _sdpa_rows(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float, dropout: float
+) -> Tensor:
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     length = query.shape[2]
@@ -316,7 +328,7 @@ def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, window: int | None, sc
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
     outs = []
     for start, stop, first in tiles(length, window, max(window, MATH_TILE)):
-        visible = visible_keys(stop - start, stop - first, window, query.device)
+        visible = visible_keys(stop - start, stop - first, window, device=query.device)
         q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
         outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
     return torch.cat(outs, dim=2)
@@ -355,7 +367,7 @@ def math_attention(
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 
-def visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device | str) -> Tensor:
+def visible_keys(num_queries: int, num_keys: int, window: int | None, *, device: torch.device | str) -> Tensor:
     """Which keys each query attends to, bool (queries, keys); the last query is at the position of the last key.
 
     >>> visible_keys(2, 3, 2, "cpu").int().tolist()
@@ -370,7 +382,7 @@ def pad_head_dim(head_dim: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _sdpa_documents(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, *, lengths: list[int], scale: float, dropout: float
 ) -> Tensor:
     gqa = query.shape[1] != key.shape[1]
     # split, not slices: the backward of each slice would allocate a gradient of the whole row
@@ -387,7 +399,7 @@ def _join(outs: Sequence[Tensor]) -> Tensor:
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
 
 
-def tiles(length: int, window: int | None, size: int, before: int = 0) -> Iterator[tuple[int, int, int]]:
+def tiles(length: int, window: int | None, size: int, *, before: int = 0) -> Iterator[tuple[int, int, int]]:
     """Cut the queries of a document into tiles: (start, stop, first key that any query of the tile attends to).
 
     `before` keys come before that of the first query.
@@ -403,6 +415,7 @@ def _math_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     lengths: list[int],
     window: int | None,
     scale: float,
@@ -413,21 +426,21 @@ def _math_documents(
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
     outs: list[Tensor] = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        outs += _math_tiles(q, k, v, window, options)
+        outs += _math_tiles(q, k, v, window=window, options=options)
     return _join(outs)
 
 
 def _math_tiles(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, options: dict[str, Any]
 ) -> Iterator[Tensor]:
     """Causal attention of each row by its formula, on tiles of queries."""
     for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
-        visible = visible_keys(stop - start, stop - first, window, query.device)
+        visible = visible_keys(stop - start, stop - first, window, device=query.device)
         tile = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], visible)
         yield _recomputed(tile, options)
 
 
-def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """`math_attention` on tiles of queries: (B, H, queries, D_value). `mask` as `visible` there."""
     outs = []
     for start, stop, _ in tiles(query.shape[2], None, MATH_TILE):
@@ -562,7 +575,7 @@ class WindowMasks(dict[tuple[int, int], Tensor]):
         self.window, self.like = window, like
 
     def __missing__(self, shape: tuple[int, int]) -> Tensor:
-        hidden = ~visible_keys(*shape, self.window, self.like.device)
+        hidden = ~visible_keys(*shape, self.window, device=self.like.device)
         self[shape] = self.like.new_zeros(shape).masked_fill_(hidden, float("-inf"))
         return self[shape]
 

@@ -70,7 +70,7 @@ def pieces_of(running: "PackedForward") -> list[tuple[int, int, int]]:
 
 
 def batches_of(
-    paths: list[list[tuple[int, int]]], num_rows: int, place: Tensor, end: int, device: torch.device
+    paths: list[list[tuple[int, int]]], num_rows: int, place: Tensor, *, end: int, device: torch.device
 ) -> tuple[list[Tensor], list[int]]:
     """Batches of paths, each the rows (start, stop) of its pieces, and the order in which they have them.
 
@@ -103,7 +103,9 @@ def levels_of(running: "PackedForward") -> Levels:
     place = torch.zeros(num_rows, dtype=torch.int64)
     levels, end = [], 0
     for depth, paths in enumerate(_paths(pieces)):
-        batches, order = batches_of([[pieces[i][:2] for i in path] for path in paths], num_rows, place, end, device)
+        batches, order = batches_of(
+            [[pieces[i][:2] for i in path] for path in paths], num_rows, place, end=end, device=device
+        )
         parents = [number.get(pieces[paths[i][0]][2], -1) for i in order]
         end += sum(rows.numel() for rows in batches)
         for i in order:
@@ -154,7 +156,7 @@ def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
     states: Tensor | None = None
     for level in found.levels:
         starts = None if level.parents is None or states is None else states.index_select(0, level.parents)
-        some, ends = run_batches(scan, padded, level.batches, starts)
+        some, ends = run_batches(scan, padded, level.batches, starts=starts)
         outs += some
         states = ends if states is None else torch.cat([states, ends])
     return torch.cat(outs).index_select(0, found.place)[None]
@@ -166,7 +168,7 @@ def padded_by_zeros(scan: "Scan") -> list[Tensor]:
 
 
 def run_batches(
-    scan: "Scan", padded: list[Tensor], batches: list[Tensor], starts: Tensor | None
+    scan: "Scan", padded: list[Tensor], batches: list[Tensor], *, starts: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """Run batches from these states: the outputs of each, (places, H, D), and the states after all pieces."""
     assert scan.from_states is not None
@@ -187,7 +189,7 @@ def run_of(running: "PackedForward", rows: Tensor) -> Tensor:
     return torch.bucketize(rows, running.cu_seq_lens_q.to(rows)[1:], right=True)
 
 
-def rows_before(running: "PackedForward", rows: Tensor, run: Tensor, back: int) -> tuple[Tensor, Tensor]:
+def rows_before(running: "PackedForward", rows: Tensor, run: Tensor, *, back: int) -> tuple[Tensor, Tensor]:
     """The row that comes `back` tokens before each row in its document, and whether the document has one."""
     bounds = running.cu_seq_lens_q.to(rows)
     keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(rows)
@@ -215,7 +217,7 @@ class Lent(NamedTuple):
         channels = rows.shape[2]
         sent, received = ([count * channels for count in counts] for counts in (self.num_sent, self.num_received))
         flat = rows[0].index_select(0, self.lends).flatten()
-        return exchange_pieces(flat, sent, received, group).view(1, -1, channels)
+        return exchange_pieces(flat, sent, received, group=group).view(1, -1, channels)
 
 
 def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:
@@ -230,7 +232,7 @@ def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:
         rows = torch.arange(size, device=running.cu_seq_lens_q.device)
         run, reads = run_of(running, rows), []
         for back in range(1, width):
-            earlier, is_own = rows_before(running, rows, run, back)
+            earlier, is_own = rows_before(running, rows, run, back=back)
             is_away = is_own & (earlier // num_rows != rows // num_rows)
             reads.append((rows // num_rows * size + earlier)[is_away])
         found = torch.cat(reads).unique()

@@ -112,7 +112,7 @@ def own_documents(running: "PackedForward") -> OwnDocuments:
         spans = [(max(start, 0), min(stop, size)) for start, stop in documents if 0 <= start < size]
         came_in = next((min(stop, size) for start, stop in documents if start < 0 < stop), 0)
         place = torch.zeros(size, dtype=torch.int64)
-        batches, order = batches_of([[span] for span in spans], size, place, 0, device)
+        batches, order = batches_of([[span] for span in spans], size, place, end=0, device=device)
         running.derived["own documents"] = OwnDocuments(
             came_in,
             batches,
@@ -132,7 +132,7 @@ def run_parts(scan: "Scan", running: "PackedForward") -> Tensor:
     kept = like.new_zeros(1, like.shape[2], *transition.of_itself, dtype=dtype)
     outs: list[Tensor] = []
     if own.batches:
-        outs, ends = run_batches(scan, padded_by_zeros(scan), own.batches, None)
+        outs, ends = run_batches(scan, padded_by_zeros(scan), own.batches, starts=None)
         if own.goes_on:
             added = ends[own.last].to(dtype)[None]
     elif own.goes_on:
@@ -141,7 +141,7 @@ def run_parts(scan: "Scan", running: "PackedForward") -> Tensor:
     # `like` adds nothing but its gradient: each rank takes part in the exchange of the backward pass
     flat = torch.cat([added.flatten(), kept.flatten(), like.flatten()[:0].to(dtype)])
     sizes = [len(flat)] * running.degree
-    got = exchange_pieces(flat.repeat(running.degree), sizes, sizes, group_of(running.degree))
+    got = exchange_pieces(flat.repeat(running.degree), sizes, sizes, group=group_of(running.degree))
     state = torch.zeros_like(added)
     for sent in got.split(len(flat))[: running.index]:
         of_part, through = sent.split([added.numel(), kept.numel()])

@@ -160,12 +160,12 @@ def convolve(
         before.append(exchange_halo(rows, width - 1, running.degree))
     elif running.degree > 1:
         before.append(rows_lent(running, width, rows.shape[1]).exchange(rows, group_of(running.degree)))
-    source, own = _stretches(running, width, rows.shape[1], rows.device)
+    source, own = _stretches(running, width, rows.shape[1], device=rows.device)
     laid_out = torch.cat([*before, rows], dim=1).index_select(1, source)
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
 
 
-def _stretches(running: "PackedForward", width: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _stretches(running: "PackedForward", width: int, num_rows: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
 
     The first tensor has places in: a row of zeros, rows of other parts with several ranks, own rows. The second are
@@ -185,7 +185,7 @@ def _stretches(running: "PackedForward", width: int, num_rows: int, device: torc
         num_runs = len(running.cu_seq_lens_q) - 1
         source = torch.zeros(num_rows + num_runs * (width - 1), dtype=torch.int64, device=device)
         for back in range(width):
-            earlier, is_own = rows_before(running, tokens, document, back)
+            earlier, is_own = rows_before(running, tokens, document, back=back)
             place = earlier - first + 1 + num_lent
             if lent is not None:
                 is_here = (earlier >= first) & (earlier < first + num_rows)

@@ -76,17 +76,17 @@ class Group:
 
     def _split_mask(self, packed: Tensor, axes: Axes) -> Tensor:
         if axes.batch is None:
-            return _block(packed, axes, self.starts[0], self.longest)
+            return _block(packed, axes, self.starts[0], length=self.longest)
         # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens.
         rows = []
         for start, length in zip(self.starts, self.lengths, strict=True):
-            row = _block(packed, axes, self.starts[0], self.longest).clone()
-            _block(row, axes, 0, length).copy_(_block(packed, axes, start, length))
+            row = _block(packed, axes, self.starts[0], length=self.longest).clone()
+            _block(row, axes, 0, length=length).copy_(_block(packed, axes, start, length=length))
             rows.append(row)
         return torch.cat(rows, dim=axes.batch)
 
 
-def _block(mask: Tensor, axes: Axes, start: int, length: int) -> Tensor:
+def _block(mask: Tensor, axes: Axes, start: int, *, length: int) -> Tensor:
     for axis in axes.tokens:
         mask = mask.narrow(axis, start, length)
     return mask

@@ -164,9 +164,9 @@ class SharedRuns:
                 common, others = _compared(keys[: run.before], before)
                 path.leave(common, run.rows.start)
                 for place, first, count in others:
-                    path.enter(place, first, count, run.rows.start)
+                    path.enter(place, first, count, below=run.rows.start)
                 before = keys
-            path.enter(run.before, run.rows.start, run.num_rows, run.rows.stop)
+            path.enter(run.before, run.rows.start, run.num_rows, below=run.rows.stop)
         path.leave(0, self.runs[-1].rows.stop)
         return path.found
 
@@ -268,7 +268,7 @@ class _Path:
         # place in the document, first row, number of rows, first row below
         self._stretches: list[tuple[int, int, int, int]] = []
 
-    def enter(self, place: int, first: int, count: int, below: int) -> None:
+    def enter(self, place: int, first: int, count: int, *, below: int) -> None:
         self._stretches.append((place, first, count, below))
 
     def leave(self, place: int, row: int) -> None:
@@ -279,7 +279,7 @@ class _Path:
             if below < row:
                 self.found.append(Stretch(slice(below, row), slice(first + stays, first + count)))
             if stays:
-                self.enter(start, first, stays, below)
+                self.enter(start, first, stays, below=below)
 
 
 def _parts(run: Run, chunk: int) -> Iterator[Run]:
@@ -314,7 +314,7 @@ def attend_shared(
     """
     window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
     attend = _attend_on_cpu if query.device.type == "cpu" else _attend_in_tiles
-    return attend(query, key, value, shared, scale, window, chunk, sinks)
+    return attend(query, key, value, shared, scale=scale, window=window, chunk=chunk, sinks=sinks)
 
 
 def attend_shared_on_cuda(
@@ -330,7 +330,9 @@ def attend_shared_on_cuda(
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
     window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
-    kernel = _cuda_kernel(shared, query.shape[2], most_copied_keys(query, key, value), scale, window, chunk)
+    kernel = _cuda_kernel(
+        shared, query.shape[2], most_copied_keys(query, key, value), scale=scale, window=window, chunk=chunk
+    )
     return flash_on_cuda(query, key, value, sinks, kernel)
 
 
@@ -347,7 +349,7 @@ def _only_if_shorter(size: int | None, longest: int) -> int | None:
 # Not compiled, as all loops over documents.
 @torch.compiler.disable
 def _attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, scale: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, *, scale: float, window: int | None,
     chunk: int | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     value_dim = value.shape[-1]
@@ -397,7 +399,7 @@ class _LookUpKernel(FlashCalls):
                     yield FlashCall(run.rows, keys[: run.before], others, merges=True)
                 continue
             row = run.rows.start
-            for start, stop, first in tiles(run.num_rows, self.window, FLASH_TILE, run.before):
+            for start, stop, first in tiles(run.num_rows, self.window, FLASH_TILE, before=run.before):
                 last = run.before + stop
                 among_own = first >= run.before
                 seen = slice(row + first - run.before, row + stop) if among_own else keys[first:last]
@@ -406,7 +408,7 @@ class _LookUpKernel(FlashCalls):
 
 
 def _cuda_kernel(
-    shared: SharedRuns, num_rows: int, most_keys: int, scale: float, window: int | None, chunk: int | None
+    shared: SharedRuns, num_rows: int, most_keys: int, *, scale: float, window: int | None, chunk: int | None
 ) -> FlashCalls:
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or shared.run_lengths is None or len(shared.kv_index) <= most_keys:
@@ -486,7 +488,7 @@ def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
 
 @torch.compiler.disable
 def _attend_in_tiles(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, scale: float, window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedRuns, *, scale: float, window: int | None,
     chunk: int | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return _Tiles.apply(query, key, value, sinks, _TileKernel(shared.chunked(chunk), shared.kv_index, window, scale))
@@ -505,9 +507,9 @@ class _TileKernel:
         """(rows, keys, which keys each row attends to) of each tile."""
         for run in self.runs:
             keys, row = self.kv_index[run.keys], run.rows.start
-            for start, stop, first in tiles(run.num_rows, self.window, MATH_TILE, run.before):
+            for start, stop, first in tiles(run.num_rows, self.window, MATH_TILE, before=run.before):
                 last = run.before + stop
-                visible = visible_keys(stop - start, last - first, self.window, self.kv_index.device)
+                visible = visible_keys(stop - start, last - first, self.window, device=self.kv_index.device)
                 yield slice(row + start, row + stop), keys[first:last], visible
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, visible: Tensor) -> Tensor:

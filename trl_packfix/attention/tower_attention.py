@@ -71,7 +71,7 @@ def tower_attention(
     _check(module, query, key, kwargs)
     query, key, value = cast(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if runs_flash(query, value, None, dropout) and query.dtype in CUDA_DTYPES:
+    if runs_flash(query, value, None, dropout=dropout) and query.dtype in CUDA_DTYPES:
         longest = kwargs["max_length_q"]
         kernel = CudaKernel((bounds, bounds), (longest, longest), None, scale, is_causal=False)
         try:

@@ -48,7 +48,7 @@ class TowerDivision:
         send = torch.cat([share.flatten() for share in shares])
         sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
         ranks = len(self.rows)
-        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group)
+        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group=group)
         pieces = [
             piece.split(size) for piece, size in zip(got.split([sum(size) for size in sizes]), sizes, strict=True)
         ]
@@ -73,7 +73,7 @@ class TowerDivision:
 
 
 def divide(
-    args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, index: int
+    args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, *, index: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
     """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
     given = dict(enumerate(args)) | kwargs

@@ -120,30 +120,41 @@ def varlen_attention(
     if not is_packed:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        out = _unpacked_math(module, query, key, value, attention_mask, kwargs, scale, dropout, softcap, s_aux)
+        out = _unpacked_math(
+            module,
+            query,
+            key,
+            value=value,
+            mask=attention_mask,
+            kwargs=kwargs,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=s_aux,
+        )
         return out.transpose(1, 2).contiguous(), None
 
     batch = query.shape[0]
     if repaired is not None:
         query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
         kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
-    _check_packed_call(module, query, key, attention_mask, kwargs, running)
+    _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast(module, query, key, value)
     window, chunk = _local_pattern(module, kwargs)
     exchange = None
     if running is not None and running.degree > 1:
-        _check_part(module, query, running, dropout)
+        _check_part(module, query, running, dropout=dropout)
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
         query, key, value = exchange.to_heads(query, key, value)
         s_aux = None if s_aux is None else s_aux[exchange.heads]
     num_tokens = query.shape[2]
     options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
     shared = running.shared if running is not None else None
-    is_flash = runs_flash(query, value, softcap, dropout)
+    is_flash = runs_flash(query, value, softcap, dropout=dropout)
     if shared is not None and is_flash:
         out = attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **options)
     elif shared is not None:
-        _check_shared(module, shared, dropout, softcap)
+        _check_shared(module, shared, dropout, softcap=softcap)
         out = attend_shared(query, key, value, shared, chunk=chunk, **options)
     elif is_flash:
         cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
@@ -226,6 +237,7 @@ def _check_packed_call(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
+    *,
     mask: Tensor | None,
     kwargs: dict[str, Any],
     running: PackedForward | None,
@@ -262,7 +274,7 @@ def _check_packed_call(
         )
 
 
-def runs_flash(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: float) -> bool:
     """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
     device = query.device.type
     return (
@@ -274,7 +286,7 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, dropout: flo
     )
 
 
-def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
+def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dropout: float) -> None:
     name = type(module).__name__
     if running.rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
@@ -290,7 +302,7 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropou
         )
 
 
-def _check_shared(module: nn.Module, shared: SharedRuns, dropout: float, softcap: float | None) -> None:
+def _check_shared(module: nn.Module, shared: SharedRuns, dropout: float, *, softcap: float | None) -> None:
     if softcap is None and dropout == 0:
         return
     feature = f"softcap={softcap}" if softcap is not None else f"dropout={dropout}"
@@ -416,6 +428,7 @@ def _unpacked_math(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
+    *,
     value: Tensor,
     mask: Tensor | None,
     kwargs: dict[str, Any],
@@ -429,12 +442,12 @@ def _unpacked_math(
     batch, _, num_queries, _ = query.shape
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
     if mask is not None or num_queries == 1 or not _is_causal(module, kwargs):
-        return math_in_tiles(query, key, value, mask, options)
+        return math_in_tiles(query, key, value, mask=mask, options=options)
     # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
     # than the prompt; only its start is filled then.
     key, value = key[:, :, :num_queries], value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    if query.dtype in CUDA_DTYPES and runs_flash(query, value, softcap, dropout):
+    if query.dtype in CUDA_DTYPES and runs_flash(query, value, softcap, dropout=dropout):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
         longest = (num_queries, num_queries)
         out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)
