@@ -238,7 +238,10 @@ def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
     assert labelled == {"tokens_per_rank", "share_prefixes", "pad_documents_to_multiple_of"}
     args = config(tmp_path, packing=True, share_prefixes="pack")
     assert experimental(Given(args=args, columns=("images",))) == ('share_prefixes="pack"', "images")
-    assert experimental(Given(args=config(tmp_path, packing=True))) == ()
+    args = config(tmp_path, packing=True)
+    assert experimental(Given(args=args)) == ()
+    (divided,) = experimental(Given(args=args, model=SimpleNamespace(_tp_size=2)))
+    assert divided.startswith("tensor or expert parallelism")
 
 
 @pytest.mark.rule("docs/combinations.py", "docs/combinations.md is made of the records by which pairs are refused")

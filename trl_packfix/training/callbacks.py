@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import backward_bytes
+from ..attention.models import base_model
 from ..attention.runs import COPIED_BYTES
 from ..data.image_rows import IMAGES
 from ..data.stream import PackedStream, StreamCounts
@@ -79,7 +80,7 @@ class BeforeFirstStep(TrainerCallback):
             text += backward_note(trainer.model, report.most_documents)
             if trainer.data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        given = Given(args=args, columns=IMAGES if report.images is not None else ())
+        given = Given(args=args, columns=IMAGES if report.images is not None else (), model=base_model(trainer.model))
         trainer.packing_report = replace(report, isolation=isolation, attention=text, experimental=experimental(given))
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()

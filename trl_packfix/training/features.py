@@ -79,7 +79,14 @@ def _capital(text: str) -> str:
 
 
 # No GPU has run these yet: help, report and docs/combinations.md say so
-EXPERIMENTAL = (of.TOKENS_PER_RANK, of.IN_PACKS, of.IN_FAMILIES, of.CONSTANT_SHAPES, of.PACKED_IMAGES)
+EXPERIMENTAL = (
+    of.TOKENS_PER_RANK,
+    of.IN_PACKS,
+    of.IN_FAMILIES,
+    of.CONSTANT_SHAPES,
+    of.PACKED_IMAGES,
+    of.TENSOR_PARALLELISM,
+)
 
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
