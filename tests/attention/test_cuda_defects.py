@@ -252,9 +252,14 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
     model = tiny_model("bloom")  # it leaks; the search first looks for positions that do not restart
     packed = PackedModel(model, torch.float32, "cpu", 64)
     ran = []
+
+    def gather(values, value):
+        values[:] = value, "isolated"
+
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
-    monkeypatch.setattr(search, "gather_object", lambda values: [*values, "isolated"])
     monkeypatch.setattr(packing, "agreed", lambda value: value)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="on the 2 ranks"):

@@ -101,7 +101,7 @@ INPUT = [
     (
         "stream of images",
         {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
-        r"An `IterableDataset` was given with the column `images`.*read only once.*without streaming",
+        r"An `IterableDataset` was given with the column `images`.*would be gigabytes.*without streaming",
     ),
     (
         "collator",

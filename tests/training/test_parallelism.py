@@ -45,10 +45,6 @@ def check(engine) -> None:
 
 @pytest.mark.rule(
     "trl_packfix/training/features.py",
-    "Context and sequence parallelism of accelerate are refused, and the message names `tokens_per_rank`",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
     "Parallelism that cannot work with packs is refused with the way out",
 )
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])

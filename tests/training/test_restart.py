@@ -210,7 +210,7 @@ def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_p
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     restarted = restart.Restart(SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator))
-    state["engine"] = "deepspeed"
+    state |= {"engine": "deepspeed", "world_size": 2}
     with pytest.raises(ValueError, match="on 1 ranks, and `world_size` was 2.*ds_to_universal --input.*or launch 2"):
         restarted._check_shards(str(tmp_path), state)
     (tmp_path / "latest_universal").write_text("global_step10_universal")
