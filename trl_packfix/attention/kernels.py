@@ -370,7 +370,7 @@ def math_attention(
 def visible_keys(num_queries: int, num_keys: int, window: int | None, *, device: torch.device | str) -> Tensor:
     """Which keys each query attends to, bool (queries, keys); the last query is at the position of the last key.
 
-    >>> visible_keys(2, 3, 2, "cpu").int().tolist()
+    >>> visible_keys(2, 3, 2, device="cpu").int().tolist()
     [[1, 1, 0], [0, 1, 1]]
     """
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
