@@ -1,6 +1,6 @@
 # trl-packfix on machines with NVIDIA GPUs. Not built yet: it was written where there is no Docker and no GPU.
 #   docker build --tag trl-packfix .
-#   docker run --gpus all --ipc host --volume $PWD:/work --volume ~/.cache/huggingface:/root/.cache/huggingface \
+#   docker run --gpus all --ipc host --volume $PWD:/work --volume ~/.cache/huggingface:/models --env HF_HOME=/models \
 #     trl-packfix train --config my.yaml
 # On 8 GPUs: docker run ... --entrypoint deepspeed trl-packfix --num_gpus=8 --module trl_packfix train --config my.yaml
 FROM python:3.11-slim
