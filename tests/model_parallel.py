@@ -1,9 +1,10 @@
 """Models that several ranks divide (`DistributedConfig` of transformers); `test_model_parallelism.py` launches them.
 
     python tests/model_parallel.py FOLDER [ENGINE/NAME ...]
+    python tests/model_parallel.py FOLDER --stock
 
 One process forks all ranks. Each scenario trains on them what one process trains; the main process saves what it
-returns as FOLDER/ENGINE/NAME.pt.
+returns as FOLDER/ENGINE/NAME.pt. With `--stock` it is TRL's own trainer, unpacked.
 """
 
 import os
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+import trl
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
@@ -81,6 +83,14 @@ KINDS: dict[str, dict] = {
     "stream": {"packing_strategy": "stream", "streams": True},
     "experts": {"model": "experts", "router_aux_loss_coef": 0.0},
     "routed": {"model": "experts", "router_aux_loss_coef": 0.1},  # the statistic of the router is that of a micro-batch
+}
+# What TRL's own trainer trains unpacked, compared with itself on one process
+STOCK = {
+    "tp": ["llama", "experts", "lora"],
+    "tp_ep": ["experts"],
+    "ep_fsdp": ["experts"],
+    "tp_fsdp": ["llama"],
+    "tp_ep_fsdp": ["experts"],
 }
 OF_ENGINES = {
     "tp": [kind for kind in KINDS if kind != "lora_experts"],
@@ -162,6 +172,9 @@ def make_trainer(
         "max_grad_norm": 0.0,
         "learning_rate": 0.1,
     }
+    if cls is trl.SFTTrainer:
+        del defaults["packing_strategy"]
+        settings |= {"packing": False, "config_class": trl.SFTConfig}
     peft_config = settings.pop("peft_config", None)
     torch.manual_seed(0)  # for the adapters
     given = {"dtype": torch.float32} | ({"distributed_config": sizes} if sizes else {})
@@ -256,6 +269,19 @@ def refusals(folder: Path, engine: str) -> dict:
     return found
 
 
+def train_stock(folder: Path, engine: str, kind: str) -> dict:
+    """The weights that TRL's own trainer trains from the same documents per step, or why it cannot."""
+    settings = {"lora": {"peft_config": LORA, "learning_rate": 1.0}}.get(kind, {"model": kind})
+    run = make_trainer(folder, engine, cls=trl.SFTTrainer, **settings)
+    set_adapters(run.model)
+    start = weights(run)
+    try:
+        run.train()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"start": start, "end": weights(run)}
+
+
 def scenarios(num_ranks: int) -> dict[str, Callable[[Path], dict]]:
     """By engine and name, in the order in which they run."""
     found: dict[str, Callable[[Path], dict]] = {}
@@ -275,9 +301,18 @@ def scenarios(num_ranks: int) -> dict[str, Callable[[Path], dict]]:
     return found
 
 
+def stock_scenarios(num_ranks: int) -> dict[str, Callable[[Path], dict]]:
+    found: dict[str, Callable[[Path], dict]] = {}
+    for engine in LAUNCHES[num_ranks]:
+        for kind in STOCK.get(engine, STOCK["tp"]):
+            found[f"{engine}/stock_{kind}"] = partial(train_stock, engine=engine, kind=kind)
+    return found
+
+
 def run_rank(num_ranks: int, folder: Path, only: list[str]) -> None:
-    for name, scenario in scenarios(num_ranks).items():
-        if only and name not in only:
+    of_stock = only == ["--stock"]
+    for name, scenario in (stock_scenarios if of_stock else scenarios)(num_ranks).items():
+        if only and name not in only and not of_stock:
             continue
         result = scenario(folder)
         if int(os.environ.get("RANK", 0)) == 0:
@@ -298,14 +333,29 @@ def print_table(folder: Path) -> None:
             print(f"{file.parent.name} {file.stem}: weights differ by {difference:.1e}, rounding {rounding:.1e}")
 
 
+def print_stock(folder: Path) -> None:
+    """What TRL trains on ranks that divide a model, against what it trains on one process."""
+    for engine, kinds in STOCK.items():
+        for kind in kinds:
+            trained, expected = (torch.load(folder / of / f"stock_{kind}.pt") for of in (engine, "one"))
+            if "error" in trained:
+                print(f"{engine} {kind}: {trained['error']}")
+                continue
+            difference = (trained["end"] - expected["end"]).norm() / (expected["end"] - expected["start"]).norm()
+            print(f"{engine} {kind}: weights differ by {difference:.1e}")
+
+
 def main(folder: Path, only: list[str]) -> int:
     warnings.simplefilter("ignore")
     for name, (model_type, sizes) in MODELS.items():
         build_tiny_model(model_type, **sizes).save_pretrained(folder / "models" / name)
     vision.build_model("llava").save_pretrained(folder / "models" / "llava")
-    launches = [num for num in LAUNCHES if not only or set(only) & scenarios(num).keys()]
+    of_stock = only == ["--stock"]
+    launches = [num for num in LAUNCHES if not only or of_stock or set(only) & scenarios(num).keys()]
     ended = [fork_ranks(num, partial(run_rank, num, folder, only)) for num in launches]
-    if not only:
+    if of_stock:
+        print_stock(folder)
+    elif not only:
         print_table(folder)
     return int(not all(ended))
 
