@@ -29,14 +29,14 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     else:
         shuffled = rng.permutation(len(lengths))
         by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
-    first_pack, num_packs, each, filled = pour(np.bincount(lengths), capacity).T
-    # Row by row, `each` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
-    documents = num_packs * each
+    first_pack, num_packs, per_pack, filled = pour(np.bincount(lengths), capacity).T
+    # Row by row, `per_pack` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
+    documents = num_packs * per_pack
     index = np.arange(len(lengths)) - np.repeat(np.cumsum(documents) - documents, documents)
-    each = np.repeat(each, documents)
-    pack = index // each
-    index -= pack * each  # place among the row's documents in this pack
-    del each
+    per_pack = np.repeat(per_pack, documents)
+    pack = index // per_pack
+    index -= pack * per_pack  # place among the row's documents in this pack
+    del per_pack
     pack += np.repeat(first_pack, documents)
     if rng is not None:
         pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
@@ -50,7 +50,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
 
 
 def pour(counts: Int64Array, capacity: int) -> Int64Array:
-    """Best-fit decreasing on a histogram: rows (first_pack, num_packs, each, filled), longest documents first.
+    """Best-fit decreasing on a histogram: rows (first_pack, num_packs, per_pack, filled), longest documents first.
 
     Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
     at once. Best fit makes this exact: after a document, the tightest pack is still the tightest for the next of the
@@ -67,12 +67,12 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
     rows: list[tuple[int, int, int, int]] = []
     opened = 0
 
-    def put(first: int, num: int, each: int, *, filled: int, space: int) -> None:
-        rows.append((first, num, each, filled))
+    def put(first: int, num: int, per_pack: int, *, filled: int, space: int) -> None:
+        rows.append((first, num, per_pack, filled))
         if space in runs:
-            runs[space].append((first, num, filled + each))
+            runs[space].append((first, num, filled + per_pack))
         elif space:
-            runs[space] = deque([(first, num, filled + each)])
+            runs[space] = deque([(first, num, filled + per_pack)])
             insort(spaces, space)
 
     for length in np.flatnonzero(counts)[::-1].tolist():

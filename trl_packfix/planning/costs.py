@@ -115,7 +115,7 @@ class CostModel:
     @property
     def heads(self) -> int | None:
         """Heads of the layer with the fewest, attention or scan; None if they are not known."""
-        return min([*(each.heads for each in self.attention), *(each.heads for each in self.mixers)], default=None)
+        return min([*(kind.heads for kind in self.attention), *(kind.heads for kind in self.mixers)], default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
         """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.
@@ -123,7 +123,7 @@ class CostModel:
         Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
         """
         layers = self.attention or self.mixers
-        unevenness = max((-(-each.heads // degree) * degree / each.heads for each in layers), default=1.0)
+        unevenness = max((-(-kind.heads // degree) * degree / kind.heads for kind in layers), default=1.0)
         if unevenness == 1:
             return self
         return replace(
@@ -202,7 +202,7 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
             chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair
         else:
             full += pair
-    attention = tuple(Heads(layers, *each) for each, layers in heads.items())
+    attention = tuple(Heads(layers, *sizes) for sizes, layers in heads.items())
     return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
 
 
@@ -215,10 +215,10 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
     """
     windows: dict[int, float] = dict(costs.windows)
     chunks: dict[int, float] = dict(costs.chunks)
-    for each in mixers:
-        windows[1] = windows.get(1, 0.0) + each.layers * each.per_token
-        if each.per_pair:
-            chunks[each.chunk] = chunks.get(each.chunk, 0.0) + each.layers * each.per_pair
+    for scan in mixers:
+        windows[1] = windows.get(1, 0.0) + scan.layers * scan.per_token
+        if scan.per_pair:
+            chunks[scan.chunk] = chunks.get(scan.chunk, 0.0) + scan.layers * scan.per_pair
     return replace(costs, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items())), mixers=mixers)
 
 

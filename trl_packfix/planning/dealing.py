@@ -207,18 +207,18 @@ class Deal:
         full = -np.sort(-(held + self.per_token * room), axis=1)
         least = held.max(axis=1)
 
-        def given(level: Float64Array) -> Float64Array:
+        def poured(level: Float64Array) -> Float64Array:
             return np.clip((level[:, None] - held) / self.per_token, 0, room)
 
         # One more token delays a micro-step less where more of its slots have room: those micro-steps are filled first.
         steps = [least, *(np.maximum(least, full[:, i]) for i in range(full.shape[1] - 1, -1, -1))]
-        enough = next((i for i, level in enumerate(steps) if given(level).sum() >= tokens), len(steps) - 1)
+        enough = next((i for i, level in enumerate(steps) if poured(level).sum() >= tokens), len(steps) - 1)
         low, high = steps[max(enough - 1, 0)] if enough else held.min() + 0 * least, steps[enough]
         for _ in range(30):
             middle = (low + high) / 2
-            low, high = (low, middle) if given(middle).sum() >= tokens else (middle, high)
+            low, high = (low, middle) if poured(middle).sum() >= tokens else (middle, high)
         lacking = np.zeros(self.num_slots)
-        lacking[groups] = given(high)[0][:, None] * share if ranks else given(high)
+        lacking[groups] = poured(high)[0][:, None] * share if ranks else poured(high)
         return lacking
 
     def _pour_cheapest(self, ranks: list[list[int]], lacking: Float64Array) -> None:

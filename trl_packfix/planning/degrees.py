@@ -106,15 +106,15 @@ class GroupTimes:
         speeds = self.speeds
         sent, latency = speeds.all_to_all(degree)
         values = sum(
-            each.layers * (each.heads + max(each.kv_heads, degree)) * (each.key_dim + each.value_dim)
-            for each in self.cost_model.attention
+            kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
+            for kind in self.cost_model.attention
         )
         values += sum(
-            each.layers * (each.heads * each.per_head + max(each.kv_heads, degree) * each.per_kv_head)
-            for each in self.cost_model.mixers
+            kind.layers * (kind.heads * kind.per_head + max(kind.kv_heads, degree) * kind.per_kv_head)
+            for kind in self.cost_model.mixers
         )
-        layers = sum(each.layers for each in self.cost_model.attention)
-        layers += sum(each.layers for each in self.cost_model.mixers)
+        layers = sum(kind.layers for kind in self.cost_model.attention)
+        layers += sum(kind.layers for kind in self.cost_model.mixers)
         exchanges = 2 * speeds.exchanging_passes * layers
         return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
 
@@ -280,9 +280,9 @@ def schedule_groups(
 def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, *, num_skipped: int = 0) -> Schedule:
     """Packs of groups, micro-step after micro-step; those of a group are in the slot of its first rank."""
     sizes = np.zeros((len(degrees), bins.world_size), np.int64)
-    given = iter(packs)
+    remaining = iter(packs)
     for row, degree in zip(sizes, degrees, strict=True):
-        row[::degree] = [len(next(given)) for _ in range(0, bins.world_size, degree)]
+        row[::degree] = [len(next(remaining)) for _ in range(0, bins.world_size, degree)]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     order = np.concatenate(packs) if packs else np.zeros(0, np.int64)
     return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, np.array(degrees))
@@ -335,12 +335,12 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
     if bins.balance == "none":
         return step.grouped(packs, degree)
-    found = step.divided(step.members, accumulation)
-    if found is None or step.first_packs(step.members, degree, accumulation) is None:
+    fastest = step.divided(step.members, accumulation)
+    if fastest is None or step.first_packs(step.members, degree, accumulation) is None:
         planned = step.grouped(step.balanced(packs, degree, accumulation), degree)  # these packs always fit
-        if found is None or planned.seconds < found.seconds:
-            found = planned
-    return found
+        if fastest is None or planned.seconds < fastest.seconds:
+            fastest = planned
+    return fastest
 
 
 class Step:
@@ -363,13 +363,13 @@ class Step:
             first = num // 2
             split = self._split(members, first, num)
             halves = [self.divided(members[:split], first), self.divided(members[split:], num - first)]
-        found = [half for half in halves if half is not None]
+        divided = [half for half in halves if half is not None]
         joined = None
-        if len(found) == 2:
+        if len(divided) == 2:
             joined = DividedStep(
-                found[0].seconds + found[1].seconds,
-                found[0].degrees + found[1].degrees,
-                found[0].packs + found[1].packs,
+                divided[0].seconds + divided[1].seconds,
+                divided[0].degrees + divided[1].degrees,
+                divided[0].packs + divided[1].packs,
             )
         return self.best_degree(members, num, joined)
 
@@ -394,9 +394,9 @@ class Step:
         for bound, degree in bounds:
             if best is not None and bound >= best.seconds:
                 break
-            found = self.one_degree(members, degree, accumulation)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
+            division = self.one_degree(members, degree, accumulation)
+            if division is not None and (best is None or division.seconds < best.seconds):
+                best = division
         return best
 
     def _lower_bound(self, members: Int64Array, degree: int) -> float:

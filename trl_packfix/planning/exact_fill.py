@@ -79,10 +79,10 @@ class _Buffer:
             return ()
         start = self.longest - gap  # mirrored[start + l] is present[gap - l]
         both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
-        found = both.find(1)
-        if found == 0 and 2 * low == gap and len(self.waiting[low] or ()) < 2:
-            found = both.find(1, 1)
-        return (low + found, gap - low - found) if found >= 0 else ()
+        offset = both.find(1)
+        if offset == 0 and 2 * low == gap and len(self.waiting[low] or ()) < 2:
+            offset = both.find(1, 1)
+        return (low + offset, gap - low - offset) if offset >= 0 else ()
 
     def best_fill(self, gap: int) -> tuple[int, ...]:
         """Lengths of the one document, or the two of different lengths, that leave least of `gap`; () if none fits."""

@@ -158,9 +158,9 @@ class Slots:
             sums = [1]
             for document in pool:
                 sums.append(sums[-1] | sums[-1] << lengths[document])
-            found = sums[-1] >> low & (1 << high - low + 1) - 1
-            if found:
-                tokens = low + (found.bit_length() if enough else (found & -found).bit_length()) - 1
+            reachable = sums[-1] >> low & (1 << high - low + 1) - 1
+            if reachable:
+                tokens = low + (reachable.bit_length() if enough else (reachable & -reachable).bit_length()) - 1
                 self._divided(slot, partner, fixed, most=most, pool=pool, sums=sums, tokens=tokens)
                 return True
         return False

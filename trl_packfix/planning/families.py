@@ -132,13 +132,13 @@ class TokenOrder:
 
 def _range_minima(values: Int64Array, first: Int64Array, stop: Int64Array) -> Int64Array:
     """The smallest of `values[first[i]:stop[i]]`, from the minima of 1, 2, 4, ... values, of which two cover it."""
-    found = np.empty(len(first), dtype=np.int64)
+    minima = np.empty(len(first), dtype=np.int64)
     level = np.frexp(stop - first)[1] - 1
     for i in range(int(level.max(initial=-1)) + 1):
         here, size = level == i, 1 << i
-        found[here] = np.minimum(values[first[here]], values[stop[here] - size])
+        minima[here] = np.minimum(values[first[here]], values[stop[here] - size])
         values = np.minimum(values[:-size], values[size:])
-    return found
+    return minima
 
 
 def sort_by_tokens(
@@ -409,7 +409,7 @@ def _cuts(
     own = lengths - shared
     # A document of which at most its last row is left has no run, and looks up nothing.
     rows, keys, targets = (
-        np.concatenate([[0], np.cumsum(each)]) for each in (own, np.where(own > 1, lengths, 0), trained)
+        np.concatenate([[0], np.cumsum(values)]) for values in (own, np.where(own > 1, lengths, 0), trained)
     )
     starts = np.flatnonzero(begins)
     stops = np.append(starts[1:], len(lengths))

@@ -193,31 +193,31 @@ def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
             "tokens of one micro-batch, per_device_train_batch_size * max_length."
         )
     try:
-        given = np.asarray(lengths)
-        what = f"an array of shape {given.shape} and dtype {given.dtype}"
+        array = np.asarray(lengths)
+        what = f"an array of shape {array.shape} and dtype {array.dtype}"
     except ValueError:  # numpy makes no array of rows of different lengths
-        given, what = None, "nested sequences"
-    if given is None or given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        array, what = None, "nested sequences"
+    if array is None or array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(
             f"lengths: {what} was given. Planning needs one whole number of tokens per document. Set lengths to a "
             "one-dimensional array of integers, such as [len(ids) for ids in dataset['input_ids']]."
         )
     for bad, why, what_to_set in (
-        (given < 1, "A document without tokens cannot be placed", "Drop empty documents first"),
+        (array < 1, "A document without tokens cannot be placed", "Drop empty documents first"),
         (
-            given > capacity,
+            array > capacity,
             f"No pack of capacity={capacity} holds it whole",
             f"Truncate, split or drop documents to {capacity} tokens, or raise capacity",
         ),
         (
-            given > LONGEST,
+            array > LONGEST,
             f"Planning takes memory for every length up to the longest, and serves documents of up to {LONGEST} tokens",
             f"Truncate, split or drop documents to {LONGEST} tokens or less",
         ),
     ):
         where = np.flatnonzero(bad)
         if len(where):
-            shown = ", ".join(f"document {i} has {given[i]} tokens" for i in where[:NUM_SHOWN])
+            shown = ", ".join(f"document {i} has {array[i]} tokens" for i in where[:NUM_SHOWN])
             more = ", ..." if len(where) > NUM_SHOWN else ""
-            raise ValueError(f"lengths: {shown}{more} ({len(where)} of {len(given)} documents). {why}. {what_to_set}.")
-    return given.astype(np.int64, copy=False)
+            raise ValueError(f"lengths: {shown}{more} ({len(where)} of {len(array)} documents). {why}. {what_to_set}.")
+    return array.astype(np.int64, copy=False)

@@ -86,8 +86,8 @@ def plan_packs(
     """
     traits = STRATEGIES.get(strategy)
     if traits is None:
-        here = [repr(name) for name, each in STRATEGIES.items() if each.instead is None]
-        elsewhere = [repr(name) for name, each in STRATEGIES.items() if each.instead is not None]
+        here = [repr(name) for name, record in STRATEGIES.items() if record.instead is None]
+        elsewhere = [repr(name) for name, record in STRATEGIES.items() if record.instead is not None]
         raise ValueError(
             f"strategy={strategy!r} was given. No such packing strategy exists. Set one of {', '.join(here)} here, or "
             f"also {', '.join(elsewhere)} in the trainer."
