@@ -154,7 +154,11 @@ class Layout(ABC):
         return self._moved(lambda value: value.pin_memory())
 
     def _moved(self, move: Callable[[Any], Any]) -> Self:
-        values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata.get("on_host")}
+        values = {
+            attribute.name: getattr(self, attribute.name)
+            for attribute in fields(self)
+            if not attribute.metadata.get("on_host")
+        }
         return replace(
             self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor | Layout)}
         )

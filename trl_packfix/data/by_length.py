@@ -38,12 +38,12 @@ def launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
         return ()
     kinds = np.where(lengths > 0, np.searchsorted(CLASSES, lengths), -1)
     edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(lengths)]
-    found = tuple(
+    by_class = tuple(
         (first, stop, int(bounds[first]), int(bounds[stop]), int(lengths[first:stop].max()))
         for first, stop in pairwise(edges)
         if kinds[first] >= 0
     )
-    return found if len(found) <= MAX_LAUNCHES else ()
+    return by_class if len(by_class) <= MAX_LAUNCHES else ()
 
 
 @dataclass
@@ -56,6 +56,6 @@ class ByLength:
         documents = pack.documents if isinstance(pack, PartOf) else pack
         documents = sorted(documents, key=lambda document: -len(document["input_ids"]))
         batch = self.collate(replace(pack, documents=documents) if isinstance(pack, PartOf) else documents)
-        if found := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
-            batch[LAYOUT] = layout_of(batch).with_launches(found)
+        if by_class := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
+            batch[LAYOUT] = layout_of(batch).with_launches(by_class)
         return batch

@@ -83,14 +83,14 @@ def cached_documents(
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
 
-    def made() -> Arrays:
+    def make() -> Arrays:
         return {"range": np.array(reader.token_range())}
 
     def read(arrays: Arrays, file: Path | None) -> tuple[int, int]:
         low, high = arrays["range"]
         return int(low), int(high)
 
-    return _read_or_compute(reader, "range", {}, make=made, read=read)
+    return _read_or_compute(reader, "range", {}, make=make, read=read)
 
 
 def _fingerprint(reader: CachedRows, documents: Documents) -> str:
@@ -136,7 +136,7 @@ def _read_or_compute(
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
 
-    def found() -> Made | None:
+    def read_cached() -> Made | None:
         try:
             return read(read_arrays(path), path)
         except FileNotFoundError:
@@ -146,14 +146,14 @@ def _read_or_compute(
             remove(path)
             return None
 
-    if (cached := found()) is not None:
+    if (cached := read_cached()) is not None:
         return cached
     with one_at_a_time(path):
-        if (cached := found()) is not None:  # another process was first
+        if (cached := read_cached()) is not None:  # another process was first
             return cached
         arrays = make()
         # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
         savez: Callable[..., None] = np.savez
         is_cached = write_atomically(path, lambda file: savez(file, **arrays))
-    cached = found() if is_cached else None  # mapped
+    cached = read_cached() if is_cached else None  # mapped
     return read(arrays, path if is_cached else None) if cached is None else cached

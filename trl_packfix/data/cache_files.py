@@ -72,12 +72,12 @@ class CachedPacks(NamedTuple):
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """All arrays of a `.npz` file; those with many values are mapped, so processes share one copy."""
-    with np.load(path) as found, zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+    with np.load(path) as members, zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         arrays = {}
-        for name in found.files:
+        for name in members.files:
             member = archive.getinfo(f"{name}.npy")
             is_mapped = member.file_size >= MAPPED_FROM and member.compress_type == zipfile.ZIP_STORED
-            arrays[name] = _mapped(archive, member, stream) if is_mapped else found[name]
+            arrays[name] = _mapped(archive, member, stream) if is_mapped else members[name]
         return arrays
 
 
@@ -175,8 +175,8 @@ def read_cached_packs(path: Path, num_documents: int, num_degrees: int = 0) -> C
         flat = np.asarray(np.load(path, mmap_mode="r"))
         start = 2 + int(flat[0])
         stop = start + num_degrees
-        found = CachedPacks(flat[stop:], flat[2:start], int(flat[1]), flat[start:stop] if num_degrees else None)
-        problem = _problem(found, num_documents)
+        packs = CachedPacks(flat[stop:], flat[2:start], int(flat[1]), flat[start:stop] if num_degrees else None)
+        problem = _problem(packs, num_documents)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError, IndexError) as error:
@@ -187,7 +187,7 @@ def read_cached_packs(path: Path, num_documents: int, num_degrees: int = 0) -> C
         return None
     with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
         os.utime(path)  # the time of the last use
-    return found
+    return packs
 
 
 def _problem(packs: CachedPacks, num_documents: int) -> str | None:

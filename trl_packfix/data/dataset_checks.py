@@ -125,12 +125,12 @@ def _check_text(dataset: Dataset, name: str, args: Any) -> None:
     text_field = args.dataset_text_field
     columns = _text_columns(dataset, text_field)
     if not columns:
-        found = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
+        typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
         raise ValueError(
-            f"The {name} dataset of {len(dataset)} rows has the columns {found}. TRL tokenises `messages` (lists of "
-            "`role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with `completion`, or the "
-            f"text in `{text_field}`; the dataset has none of these. Rename or reshape a column, or set "
-            "`dataset_text_field` to the column that holds the text."
+            f"The {name} dataset of {len(dataset)} rows has the columns {typed_columns}. TRL tokenises `messages` "
+            "(lists of `role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with "
+            f"`completion`, or the text in `{text_field}`; the dataset has none of these. Rename or reshape a column, "
+            "or set `dataset_text_field` to the column that holds the text."
         )
     for column in columns if args.bad_rows == "raise" else ():
         if dataset.data.column(column).null_count:  # counts all rows of the table, selected or not, without a copy

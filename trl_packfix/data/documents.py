@@ -155,6 +155,7 @@ class Documents:
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
         columns = {name: arrays[name] for name in COLUMNS if name in arrays}
         ledger_read = Ledger.from_dict(json.loads(ledger))
-        found = cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
-        found.__dict__["lengths"] = arrays["lengths"]  # of the cached property: mapped, they are shared by processes
-        return found
+        documents = cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
+        # Of the cached property: mapped, they are shared by processes
+        documents.__dict__["lengths"] = arrays["lengths"]
+        return documents

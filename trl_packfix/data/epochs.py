@@ -287,15 +287,15 @@ class EpochPlanner:
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
     def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
-        found, trained = rest.schedule(0), self.start.trained
+        schedule, trained = rest.schedule(0), self.start.trained
         assert trained is not None
-        empty, degrees = np.zeros(self.start.num_steps * self.bins.num_slots, np.int64), found.degrees
+        empty, degrees = np.zeros(self.start.num_steps * self.bins.num_slots, np.int64), schedule.degrees
         if degrees is not None:
             degrees = np.concatenate([np.ones(self.start.num_steps * self.bins.accumulation, np.int64), degrees])
         return replace(
-            found,
-            order=np.flatnonzero(~trained)[found.order],
-            offsets=np.concatenate([empty, found.offsets]),
+            schedule,
+            order=np.flatnonzero(~trained)[schedule.order],
+            offsets=np.concatenate([empty, schedule.offsets]),
             degrees=degrees,
         )
 
@@ -331,7 +331,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def _packs(made: PackPlan | Schedule) -> CachedPacks:
-    if isinstance(made, PackPlan):
-        return CachedPacks(made.order, made.offsets)
-    return CachedPacks(made.order, made.offsets, made.num_skipped, made.degrees)
+def _packs(plan: PackPlan | Schedule) -> CachedPacks:
+    if isinstance(plan, PackPlan):
+        return CachedPacks(plan.order, plan.offsets)
+    return CachedPacks(plan.order, plan.offsets, plan.num_skipped, plan.degrees)

@@ -91,7 +91,7 @@ class ImageExamples:
         """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
         pieces = [{"input_ids": part} if isinstance(part, Tensor) else self._cut_out(part) for part in parts]
         lengths = [len(piece["input_ids"]) for piece in pieces]
-        document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(each["input_ids"]) for each in pieces])}
+        document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])}
         for name in self.layout.tokens:
             kinds = [
                 piece.get(name, torch.zeros(1, length, dtype=torch.int64))
@@ -99,9 +99,9 @@ class ImageExamples:
             ]
             document[name] = torch.cat(kinds, dim=1)
         for name in self.layout.images:
-            found = [piece[name] for piece in pieces if name in piece]
-            if found:
-                document[name] = self.layout.join(name, found)
+            outputs = [piece[name] for piece in pieces if name in piece]
+            if outputs:
+                document[name] = self.layout.join(name, outputs)
         return document
 
     def packed(
@@ -136,7 +136,7 @@ class ImageExamples:
         one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
         tokens, images = set(), {}
         for name in sorted(one.keys() - READ):
-            shapes = [getattr(each[name], "shape", None) for each in (one, longer, two)]
+            shapes = [getattr(document[name], "shape", None) for document in (one, longer, two)]
             with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
             if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
                 tokens.add(name)
@@ -163,9 +163,9 @@ class PaddedImageCollator:
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
         rows: list[dict[str, Any]] = []
-        for each in documents:
-            tokens = {name: torch.as_tensor(each[name], dtype=torch.int64) for name in ("input_ids", "labels")}
-            kinds = {name: each[name][0] for name in self.layout.tokens & each.keys()}
+        for document in documents:
+            tokens = {name: torch.as_tensor(document[name], dtype=torch.int64) for name in ("input_ids", "labels")}
+            kinds = {name: document[name][0] for name in self.layout.tokens & document.keys()}
             rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **kinds})
         longest = max(len(row["input_ids"]) for row in rows)
         batch = {}
@@ -174,14 +174,14 @@ class PaddedImageCollator:
             value = fill.get(name, 0)
             batch[name] = torch.stack([F.pad(part, (0, longest - len(part)), value=value) for part in parts])
         for name, axis in self.layout.images.items():
-            found = [each.get(name) for each in documents]
-            given = [part for part in found if part is not None]
-            if given and axis == 1:  # one row of images per document, padded to the same number of images
-                shape = [1, max(part.shape[1] for part in given), *given[0].shape[2:]]
-                none = given[0].new_zeros(shape)
-                batch[name] = torch.cat([none if part is None else _padded(part, shape) for part in found])
-            elif given:
-                batch[name] = self.layout.join(name, given)
+            outputs = [document.get(name) for document in documents]
+            present = [part for part in outputs if part is not None]
+            if present and axis == 1:  # one row of images per document, padded to the same number of images
+                shape = [1, max(part.shape[1] for part in present), *present[0].shape[2:]]
+                none = present[0].new_zeros(shape)
+                batch[name] = torch.cat([none if part is None else _padded(part, shape) for part in outputs])
+            elif present:
+                batch[name] = self.layout.join(name, present)
         return batch
 
 
@@ -222,14 +222,14 @@ class RopeIndex:
         """Positions of one document, (3, tokens)."""
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
         named = inspect.signature(self.model_class.get_rope_index).parameters
-        given = {name: value for name, value in document.items() if name in named and name not in READ}
-        if not any(name.endswith("_grid_thw") for name in given):  # text: the model counts on in all three
+        images = {name: value for name, value in document.items() if name in named and name not in READ}
+        if not any(name.endswith("_grid_thw") for name in images):  # text: the model counts on in all three
             return torch.arange(tokens.shape[1]).expand(3, -1)
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
         length = tokens.shape[1]
-        given = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in given.items()}
-        positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **given)
+        images = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in images.items()}
+        positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **images)
         return positions[:, 0]
 
 
@@ -254,7 +254,7 @@ class PackedImages:
 
     def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The documents of a pack, of which at least one has an image if there is a placeholder."""
-        if self.placeholder is None or any(self.layout.images.keys() & each.keys() for each in documents):
+        if self.placeholder is None or any(self.layout.images.keys() & document.keys() for document in documents):
             return documents
         return [*documents, self.placeholder]
 
@@ -262,7 +262,7 @@ class PackedImages:
         """The entries of the batch of these runs; `position_ids` are those of the text, (1, T)."""
         entries = {}
         for name in self.layout.tokens:
-            if any(name in each for each in documents):
+            if any(name in document for document in documents):
                 row = torch.zeros(position_ids.shape, dtype=torch.int64)
                 start = 0
                 for i, first, *_ in runs:
@@ -273,7 +273,7 @@ class PackedImages:
                 entries[name] = row
         with_images = [_images_of(documents[run.document], run) for run in runs]
         for name in self.layout.images:
-            parts = [each[name] for each in with_images if name in each]
+            parts = [images[name] for images in with_images if name in images]
             if parts:
                 entries[name] = self.layout.join(name, parts)
         if self.rope_index is not None:

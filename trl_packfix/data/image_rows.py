@@ -166,10 +166,10 @@ class RowProcessor:
         Images of one content may have more tokens in one document than in another, and then are not the same.
         """
         spans = self._image_spans(document)
-        given = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
+        images_of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
         return [
-            ((first, stop), _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), each))
-            for (first, stop), each in zip(spans, given, strict=True)
+            ((first, stop), _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), images_of_span))
+            for (first, stop), images_of_span in zip(spans, images_of_spans, strict=True)
         ]
 
     def _image_spans(self, document: dict[str, Any]) -> list[tuple[int, int]]:
@@ -226,28 +226,28 @@ def measure(
         )
 
     if depends_on_sizes(process.processor):
-        found = run(CHECKED)
-        differs = np.flatnonzero(found["differs"])
+        measured = run(CHECKED)
+        differs = np.flatnonzero(measured["differs"])
         if len(differs):
             logger.warning(
                 "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
                 "first is row %d. The processor runs on every row instead, which takes longer.",
-                *(len(differs), -(-len(found) // CHECKED), name, differs[0]),
+                *(len(differs), -(-len(measured) // CHECKED), name, differs[0]),
             )
-            found = run(1)
+            measured = run(1)
     else:
-        found = run(1)
+        measured = run(1)
     if not drops:
-        bad = np.flatnonzero(np.array(found[BAD_ROW]) != "")
+        bad = np.flatnonzero(np.array(measured[BAD_ROW]) != "")
         if len(bad):
-            first = found.select(bad[:NUM_SHOWN])[BAD_ROW]
+            first = measured.select(bad[:NUM_SHOWN])[BAD_ROW]
             raise ValueError(
-                f"{len(bad)} of {len(found)} rows of the {name} dataset with images cannot be processed; the first "
+                f"{len(bad)} of {len(measured)} rows of the {name} dataset with images cannot be processed; the first "
                 f"are {bad[:NUM_SHOWN].tolist()}. Row {bad[0]}: {first[0]}. Every image must be found and decoded, and "
                 "every placeholder in the text needs exactly one image. Correct or remove these rows "
                 '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
             )
-    return found
+    return measured
 
 
 def _measures_of_turns(
@@ -272,7 +272,7 @@ def _measures_of_turns(
             documents.append(_measures(sample, indices[0], process, every))
             texts.append(sample["prompt"] + sample["completion"])
     grows = [before != "" and text.startswith(before) for before, text in pairwise(texts)]
-    columns = {name: [each[name] for each in documents] for name in MEASURES}
+    columns = {name: [document[name] for document in documents] for name in MEASURES}
     left_out = [counts.context + counts.earlier] + [0] * (len(turns) - 1)
     return columns | {CONVERSATION: indices * len(turns), TURN: turns, LEFT_OUT: left_out, GROWS: grows}
 
@@ -285,8 +285,8 @@ def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[s
         by_size = None if every == 1 else _numbers_by_size(row, process)
         if by_size is not None and index % every:
             return by_size
-        found = _numbers(row, process)
-        return found | {"differs": every > 1 and by_size != found}
+        numbers = _numbers(row, process)
+        return numbers | {"differs": every > 1 and by_size != numbers}
     except Exception as error:  # any error of the processor, the image library or the file system
         return _unmeasured(error)
 
@@ -361,9 +361,9 @@ def images_between(document: dict[str, Any], first: int, stop: int, *, num: int)
     ends = _ends_of_images(document, num)
     assert ends is not None  # else they count as one
     images = {}
-    for name, (axis, each) in ends.items():
-        begin = 0 if first == 0 else each[first - 1]
-        images[name] = document[name].narrow(axis, begin, (0 if stop == 0 else each[stop - 1]) - begin)
+    for name, (axis, stops) in ends.items():
+        begin = 0 if first == 0 else stops[first - 1]
+        images[name] = document[name].narrow(axis, begin, (0 if stop == 0 else stops[stop - 1]) - begin)
     return images
 
 
@@ -511,7 +511,7 @@ class ImageRows:
         contents = table["contents"].combine_chunks().flatten().to_pylist()
         row, first, _ = self._spans
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
-        flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(each, len(numbers)) for each in contents]
+        flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
         offsets = pa.array(np.concatenate([[0], ends]), pa.int64())
         return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat)})))
 
@@ -606,8 +606,10 @@ class ImageRows:
         """A row of the dataset; or of one of its turns, with the images up to this turn."""
         if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
-        given = self._dataset[int(self.conversations[row])]
-        conversation = self._rule.choose(Conversation.from_row(given, images_of(given))).conversation
+        conversation_row = self._dataset[int(self.conversations[row])]
+        conversation = self._rule.choose(
+            Conversation.from_row(conversation_row, images_of(conversation_row))
+        ).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
@@ -618,12 +620,12 @@ class ImageRows:
         """
         row, length = int(row), int(self.lengths[row])
         document = self._process(self._row(row))
-        found = len(document["input_ids"])
-        if found != length:
+        num_tokens = len(document["input_ids"])
+        if num_tokens != length:
             raise ValueError(
-                f"Row {row} of the dataset with images has {found} tokens, and it had {length} when it was measured "
-                "before training. Packs are planned from these lengths, so they must not change. Leave the image files "
-                "as they are during training, and use a processor without random augmentation."
+                f"Row {row} of the dataset with images has {num_tokens} tokens, and it had {length} when it was "
+                "measured before training. Packs are planned from these lengths, so they must not change. Leave the "
+                "image files as they are during training, and use a processor without random augmentation."
             )
         if start == 0 and stop == length:
             return document

@@ -23,9 +23,9 @@ def depends_on_sizes(processor: ProcessorMixin) -> bool:
 
 def processing_sizes(processor: ProcessorMixin) -> ProcessorMixin:
     """A copy of a processor that gives the same tokens, and arrays of images that have the right shapes only."""
-    found = copy.copy(processor)
-    found.image_processor = SizeProcessor(processor.image_processor)
-    return found
+    by_size = copy.copy(processor)
+    by_size.image_processor = SizeProcessor(processor.image_processor)
+    return by_size
 
 
 class SizeProcessor:
@@ -50,8 +50,8 @@ class SizeProcessor:
         except TypeError:  # arrays, for example
             return self._image_processor(images=images, **kwargs)
         if key not in self._known:
-            made = self._image_processor(images=_plain(images), **kwargs)
-            self._known[key] = type(made)({name: _shape(value) for name, value in made.items()})
+            outputs = self._image_processor(images=_plain(images), **kwargs)
+            self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
 
 
@@ -67,7 +67,7 @@ def _sizes(images: Any) -> Any:
         return images.size, images.mode
     if not isinstance(images, list | tuple):
         raise TypeError(f"not an image: {type(images).__name__}")
-    return [_sizes(each) for each in images]
+    return [_sizes(image) for image in images]
 
 
 def _plain(images: Any) -> Any:
@@ -76,7 +76,7 @@ def _plain(images: Any) -> Any:
 
     if isinstance(images, Image.Image):
         return Image.new(images.mode, images.size, 1)
-    return [_plain(each) for each in images]
+    return [_plain(image) for image in images]
 
 
 def _shape(value: Any) -> Any:

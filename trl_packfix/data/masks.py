@@ -124,7 +124,9 @@ class TurnRule:
         earlier = set(turns[:-1]) - context if self.assistant_turns == "last" else set()
         trained = [turn for turn in turns if turn not in context | earlier]
         key = self.message_train_key
-        messages = [{name: value for name, value in each.items() if name != key} for each in conversation.messages]
+        messages = [
+            {name: value for name, value in message.items() if name != key} for message in conversation.messages
+        ]
         counts = MaskCounts(len(turns), len(context), len(earlier))
         return Chosen(replace(conversation, messages=messages), trained, counts)
 
@@ -141,11 +143,11 @@ class TurnRule:
     def without_thinking(self, text: str, span: Span, message: dict[str, Any]) -> Span:
         """The span of a turn behind an empty thinking block that only the template has written."""
         content = _text_of(message)
-        found = EMPTY_THINKING.match(text, *span)
-        if self.train_empty_thinking or found is None or EMPTY_THINKING.match(content):
+        block = EMPTY_THINKING.match(text, *span)
+        if self.train_empty_thinking or block is None or EMPTY_THINKING.match(content):
             return span
         first = text.find(content, *span) if content.strip() else -1
-        return (min(found.end(), first) if first >= 0 else found.end(), span[1])
+        return (min(block.end(), first) if first >= 0 else block.end(), span[1])
 
     def row_of_turn(self, conversation: Conversation, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
         """The row with images of a turn (`Conversation.row_of_turn`), such a block at the end of its prompt."""
@@ -205,8 +207,8 @@ class AssistantMask:
         conversation = chosen.conversation
         template = _template(tokenizer, conversation.arguments)
         if has_markers(template) and chosen.is_every_turn and self.rule.train_empty_thinking:
-            made = _tokenized(conversation.messages, tokenizer, **conversation.arguments)
-            tokens, mask = list(made["input_ids"]), list(made["assistant_masks"])
+            tokenized = _tokenized(conversation.messages, tokenizer, **conversation.arguments)
+            tokens, mask = list(tokenized["input_ids"]), list(tokenized["assistant_masks"])
         else:
             text, spans = self.spans(chosen, tokenizer, template)
             tokens, mask = _masked(text, spans, tokenizer)
@@ -239,47 +241,47 @@ class AssistantMask:
 
 def _template(tokenizer: Any, arguments: dict[str, Any]) -> Any:
     """The text of the template that is used: the row's, that of training, or the tokenizer's own."""
-    given = arguments.get("chat_template")
+    template = arguments.get("chat_template")
     if isinstance(tokenizer, ProcessorMixin):
-        given = given or tokenizer.chat_template
-        return given["default"] if isinstance(given, dict) else given
-    return tokenizer.get_chat_template(given, arguments.get("tools"))
+        template = template or tokenizer.chat_template
+        return template["default"] if isinstance(template, dict) else template
+    return tokenizer.get_chat_template(template, arguments.get("tools"))
 
 
 def _tokenized(messages: list[dict[str, Any]], tokenizer: Any, is_prompt: bool = False, **arguments: Any) -> Any:
     """Messages through the template, as TRL calls it: `input_ids` and, if it is no prompt, `assistant_masks`."""
     is_processor = isinstance(tokenizer, ProcessorMixin)
     kwargs = {"add_generation_prompt": True} if is_prompt else {"return_assistant_tokens_mask": True}
-    made = tokenizer.apply_chat_template(
+    tokenized = tokenizer.apply_chat_template(
         prepare_multimodal_messages(messages) if is_processor else messages,
         tokenize=True,
         return_dict=True,
         **kwargs,
         **arguments,
     )
-    return {name: values[0] for name, values in made.items()} if is_processor else made
+    return {name: values[0] for name, values in tokenized.items()} if is_processor else tokenized
 
 
 def _masked(text: str, spans: list[Span], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Tokens of a rendered text, and 1 for each token with a character of a span."""
     if isinstance(tokenizer, ProcessorMixin):
-        made = _tokenized(
+        tokenized = _tokenized(
             [{"role": "user", "content": [], "parts": parts(text, spans)}], tokenizer, chat_template=PARTS
         )
-        return list(made["input_ids"]), list(made["assistant_masks"])
-    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    begins, ends = np.array(made["offset_mapping"], np.int64).reshape(-1, 2).T
+        return list(tokenized["input_ids"]), list(tokenized["assistant_masks"])
+    tokenized = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    begins, ends = np.array(tokenized["offset_mapping"], np.int64).reshape(-1, 2).T
     mask = np.zeros(len(begins), np.int64)
     for start, stop in spans:
         mask[(begins < stop) & (ends > start)] = 1
-    return list(made["input_ids"]), mask.tolist()
+    return list(tokenized["input_ids"]), mask.tolist()
 
 
 def parts(text: str, spans: list[Span]) -> list[dict[str, Any]]:
     """A text in parts that are trained or not, for the template `PARTS`."""
     edges = [0, *(edge for span in spans for edge in span), len(text)]
-    found = [{"text": text[a:b], "trained": i % 2 == 1} for i, (a, b) in enumerate(pairwise(edges))]
-    return [part for part in found if part["text"]]
+    stretches = [{"text": text[a:b], "trained": i % 2 == 1} for i, (a, b) in enumerate(pairwise(edges))]
+    return [part for part in stretches if part["text"]]
 
 
 def _marked(chosen: Chosen, tokenizer: Any, template: str) -> tuple[str, list[tuple[int, Span]]]:
@@ -298,11 +300,11 @@ def _marked(chosen: Chosen, tokenizer: Any, template: str) -> tuple[str, list[tu
         messages = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages[:stop]]
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
-        made: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [messages], return_assistant_tokens_mask=True, **plain.special_tokens_map, **arguments
         )
-        texts, found = made
-        return texts[0], [(start, stop) for start, stop in found[0]]
+        texts, blocks = rendered
+        return texts[0], [(start, stop) for start, stop in blocks[0]]
 
     text, whole = render(len(conversation.messages))
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]

@@ -42,16 +42,16 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
         model_class: the class to build if transformers has no model for `config`, as with remote code. Without it such
             a config gets the costs of a Llama with 7B parameters.
     """
-    found, given = model_class_of(config, model_class)
+    text_class, config_part = model_class_of(config, model_class)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    if found is None or not hasattr(text, "num_hidden_layers"):
+    if text_class is None or not hasattr(text, "num_hidden_layers"):
         return LLAMA_7B
     try:
-        model = built(found, given)
+        model = built(text_class, config_part)
         return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), scans_of(model))
     except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
         logger.warning(
-            f"{found.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
+            f"{text_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
             "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
         )
         return LLAMA_7B
@@ -66,8 +66,7 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         (config, {type(config): model_class}),
     )
-    given, found = next((given, mapping[type(given)]) for given, mapping in known if type(given) in mapping)
-    return found, given
+    return next((mapping[type(part)], part) for part, mapping in known if type(part) in mapping)
 
 
 def with_tower(
@@ -82,16 +81,16 @@ def with_tower(
         model_class: the class to build; by default transformers' own for this config.
         is_trained: False counts a third, since a tower without a trained weight has no backward pass.
     """
-    found: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    if found is None or getattr(config, "vision_config", None) is None:
+    whole_class: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if whole_class is None or getattr(config, "vision_config", None) is None:
         return costs
     try:
-        tower = vision_tower(built(found, config))
+        tower = vision_tower(built(whole_class, config))
         return costs if tower is None else replace(costs, tower=_tower_costs(tower, is_trained))
     except Exception as error:  # any error of the model's own code, or a config with other names
         logger.warning(
-            f"The costs of the vision tower of {found.__name__} cannot be counted ({type(error).__name__}: {error}). "
-            "Ranks are balanced by the language model alone."
+            f"The costs of the vision tower of {whole_class.__name__} cannot be counted ({type(error).__name__}: "
+            f"{error}). Ranks are balanced by the language model alone."
         )
         return costs
 
@@ -111,8 +110,8 @@ def _tower_costs(tower: PreTrainedModel, is_trained: bool) -> TowerCosts:
         if not isinstance(module, nn.Embedding):
             size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
             parameters += size / square if "merger" in name else size
-    found = tower_costs_of(tower.config, 2 * parameters)
-    return found if is_trained else TowerCosts(found.per_value / 3, found.per_pair / 3)
+    costs = tower_costs_of(tower.config, 2 * parameters)
+    return costs if is_trained else TowerCosts(costs.per_value / 3, costs.per_pair / 3)
 
 
 def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -134,19 +134,19 @@ def count_model(config: Any, method: Method, model_class: type[PreTrainedModel] 
     Raises:
         ValueError: transformers has no causal language model for this config.
     """
-    found, given = model_class_of(config, model_class)
-    if found is None:
+    text_class, config_part = model_class_of(config, model_class)
+    if text_class is None:
         raise ValueError(
             f"The memory of a {type(config).__name__} was asked for. transformers has no language model for this "
             "config, so nothing can be counted. Give another `--model`, or leave out `--memory`."
         )
-    text = given.get_text_config()
+    text = config_part.get_text_config()
     # Products of grouped experts run on fake tensors in bfloat16 only
     has_experts = num_experts(text) > 0
     autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
-    model: Any = built(found, given).train()
+    model: Any = built(text_class, config_part).train()
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     parameters = trained = sum(p.numel() for p in model.parameters())
@@ -159,7 +159,7 @@ def count_model(config: Any, method: Method, model_class: type[PreTrainedModel] 
         saved = saved_in_forward(model, autocast)
     except Exception as error:  # any error of the model's own code, such as a choice by values
         raise ValueError(
-            f"The memory of {found.__name__} was asked for. Its forward cannot run on fake tensors "
+            f"The memory of {text_class.__name__} was asked for. Its forward cannot run on fake tensors "
             f"({type(error).__name__}: {error}), so what it saves for backward cannot be counted. Leave out `--memory`."
         ) from error
     if method.engine == "DDP" and has_experts and not method.lora:
@@ -195,11 +195,11 @@ def _saved_attention(
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that checkpointing computes again."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers[name] = module
+    return list(layers.values())
 
 
 def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
@@ -335,9 +335,9 @@ def _attention(attention: tuple[Heads, ...], tokens: int, documents: int) -> flo
     rows = tokens + ROWS_PER_DOCUMENT * documents
     return max(
         (
-            4.0 * rows * each.heads * each.key_dim
-            + (2.0 * tokens * each.heads * (each.key_dim + each.value_dim) if each.kv_heads < each.heads else 0)
-            for each in attention
+            4.0 * rows * kind.heads * kind.key_dim
+            + (2.0 * tokens * kind.heads * (kind.key_dim + kind.value_dim) if kind.kv_heads < kind.heads else 0)
+            for kind in attention
         ),
         default=0.0,
     )

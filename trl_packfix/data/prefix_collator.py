@@ -153,9 +153,9 @@ class PrefixCollator(PackedDataCollator):
         path = np.zeros(0, dtype=np.int64)  # rows of the document before
         paths = [path] * len(tokens)
         first = 0
-        for i, given in zip(order, shared, strict=True):
+        for i, num_shared in zip(order, shared, strict=True):
             ids, length = tokens[i], len(tokens[i])
-            common = min(given, len(path))
+            common = min(num_shared, len(path))
             own = length - common
             if own == 1 and common and not self.keeps_last_rows:
                 own = 0

@@ -344,26 +344,26 @@ class TokenReader:
 
         This is one pass over tokens and labels, chunk by chunk, with the memory of `count_trained`.
         """
-        found = np.ones(len(row), dtype=bool)
+        are_tokens = np.ones(len(row), dtype=bool)
         if not self._has_labels:
-            return found
+            return are_tokens
         assert self._targets is not None
         if self._targets.begins != self._tokens.begins:  # chunks of other rows: span by span
             for i, span in enumerate(zip(row.tolist(), start.tolist(), stop.tolist(), strict=True)):
                 read = self.read(*span)
-                found[i] = ((read["labels"] == IGNORE_INDEX) | (read["labels"] == read["input_ids"])).all()
-            return found
+                are_tokens[i] = ((read["labels"] == IGNORE_INDEX) | (read["labels"] == read["input_ids"])).all()
+            return are_tokens
         chunks = zip(self._tokens.by_chunk(row), self._targets.by_chunk(row), strict=True)
         for (tokens, spans, base), (labels, _, labels_base) in chunks:
             first, last = base + start[spans], base + stop[spans]
             low, high = int(first.min()), int(last.max())
             # Rows have as many labels as tokens, so all rows of a chunk are as far apart in the two columns.
             shift = int(labels_base[0] - base[0])
-            given = labels[low + shift : high + shift]
+            chunk_labels = labels[low + shift : high + shift]
             wrong = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
-            np.cumsum((given != IGNORE_INDEX) & (given != tokens[low:high]), out=wrong[1:])
-            found[spans] = wrong[last - low] == wrong[first - low]
-        return found
+            np.cumsum((chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high]), out=wrong[1:])
+            are_tokens[spans] = wrong[last - low] == wrong[first - low]
+        return are_tokens
 
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
@@ -389,10 +389,10 @@ class TokenReader:
         """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
         if self._targets is None:
             return np.ones(len(row), dtype=bool)
-        found = np.zeros(len(row), dtype=bool)
+        is_labelled = np.zeros(len(row), dtype=bool)
         for values, spans, base in self._targets.by_chunk(row):
-            found[spans] = values[base + start[spans]] != (IGNORE_INDEX if self._has_labels else 0)
-        return found
+            is_labelled[spans] = values[base + start[spans]] != (IGNORE_INDEX if self._has_labels else 0)
+        return is_labelled
 
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id of all rows, to check them against the vocabulary. Reads every token."""

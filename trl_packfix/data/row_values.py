@@ -140,17 +140,17 @@ def read_sources(
             f"hold None there; the first are {missing[:NUM_SHOWN].tolist()}. Their loss would belong to no source. "
             'Fill in a name, such as "other", or remove the rows.'
         )
-    found = pc.unique(values)
-    if len(found) > MAX_SOURCES:
-        examples = ", ".join(str(value) for value in found[:NUM_SHOWN].to_pylist())
+    distinct = pc.unique(values)
+    if len(distinct) > MAX_SOURCES:
+        examples = ", ".join(str(value) for value in distinct[:NUM_SHOWN].to_pylist())
         raise ValueError(
-            f"`source_column={column!r}` was given, and in the {name} dataset it has {len(found)} different values "
+            f"`source_column={column!r}` was given, and in the {name} dataset it has {len(distinct)} different values "
             f"({examples[:200]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
             "logged. Set `source_column` to a coarser column, or group rare values under one name."
         )
     feature = dataset.features[column]
     name_of = feature.int2str if isinstance(feature, ClassLabel) else str
-    names = {value: name_of(value) for value in found.to_pylist()}
+    names = {value: name_of(value) for value in distinct.to_pylist()}
     order = sorted(names, key=names.__getitem__)
     codes = pc.index_in(values.combine_chunks(), value_set=pa.array(order, kind)).to_numpy().astype(np.int64)
     return codes, tuple(names[value] for value in order), tuple(order)
@@ -184,8 +184,8 @@ def _column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.Chunk
             f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "
             f"this column its rows have no such value. Set `{field}` to one of these columns, or leave it unset."
         )
-    found: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
-    return found
+    values: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
+    return values
 
 
 @dataclass
@@ -209,12 +209,12 @@ class RowValuesCollator:
         taken = set(self.keys.values())
         part = documents if isinstance(documents, PartOf) else None
         documents = documents.documents if isinstance(documents, PartOf) else documents
-        tokens = [{key: v for key, v in each.items() if key not in taken} for each in documents]
+        tokens = [{key: v for key, v in document.items() if key not in taken} for document in documents]
         batch = self.collate(tokens if part is None else replace(part, documents=tokens))
         num = layout_of(batch).count
         for key, name in self.keys.items():
-            values = [each.get(name, 0) for each in documents]
+            values = [document.get(name, 0) for document in documents]
             if key == SOURCES and self.index is not None:
-                values = [self.index[each[name]] if name in each else 0 for each in documents]
+                values = [self.index[document[name]] if name in document else 0 for document in documents]
             batch[key] = torch.tensor(values + [0] * (num - len(values)), dtype=DTYPES[key])
         return batch

@@ -111,11 +111,11 @@ def make_documents(
     )
 
 
-def refuse_no_documents(ledger: Ledger, given: str, max_length: int | None) -> None:
-    """Raise a ValueError: no document remains to train on. `given` says what the ledger counts."""
+def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) -> None:
+    """Raise a ValueError: no document remains to train on. `counted` says what the ledger counts."""
     dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
     raise ValueError(
-        f"{given} and {ledger.given.documents} documents, and no document remains to train on (dropped: {dropped}; "
+        f"{counted} and {ledger.given.documents} documents, and no document remains to train on (dropped: {dropped}; "
         f"`max_length={max_length}`). A document needs at least two tokens, and the second or a later one must be "
         "trained. Check that `labels` are not all -100, that completions are not empty, and that `max_length` does "
         "not cut off the trained part."
@@ -224,18 +224,18 @@ def _split_outside_images(
     reader: Rows, spans: _Spans, long: npt.NDArray[np.bool_], *, max_length: int, ledger: Ledger
 ) -> _Spans:
     """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
-    edges = [
+    edges_of = [
         reader.cuts(row, max_length) if is_long else [0, length]
         for row, length, is_long in zip(spans.row.tolist(), spans.lengths.tolist(), long.tolist(), strict=True)
     ]
-    spans = _drop(spans, np.array([found is None for found in edges]), "overlong", ledger=ledger)
-    kept = [found for found in edges if found is not None]
+    spans = _drop(spans, np.array([edges is None for edges in edges_of]), "overlong", ledger=ledger)
+    kept = [edges for edges in edges_of if edges is not None]
     return _split(
         reader,
         spans,
-        np.array([len(found) - 1 for found in kept], dtype=np.int64),
-        start=np.array([place for found in kept for place in found[:-1]], dtype=np.int64),
-        stop=np.array([place for found in kept for place in found[1:]], dtype=np.int64),
+        np.array([len(edges) - 1 for edges in kept], dtype=np.int64),
+        start=np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64),
+        stop=np.array([place for edges in kept for place in edges[1:]], dtype=np.int64),
         ledger=ledger,
     )
 

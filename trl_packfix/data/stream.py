@@ -325,11 +325,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             assert schedule.degrees is not None
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
-        rank, found = self.rank % self._count, []
+        rank, micro_batches = self.rank % self._count, []
         for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True):
             micro_batch = [dummy if i == EMPTY else documents[i] for i in indices.tolist()]
-            found.append(micro_batch if degree == 1 else PartOf(micro_batch, degree, index))
-        return found
+            micro_batches.append(micro_batch if degree == 1 else PartOf(micro_batch, degree, index))
+        return micro_batches
 
     # State: every document that was read and not trained yet, and the positions of the readers.
 
@@ -411,8 +411,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     def _changed(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """The settings that differ from those that the state was saved with, with the values before and now."""
-        given, before = self.settings | {"version": STATE_VERSION}, state["settings"] | {"version": state["version"]}
-        return {name: (before.get(name), now) for name, now in given.items() if now != before.get(name)}
+        settings, before = self.settings | {"version": STATE_VERSION}, state["settings"] | {"version": state["version"]}
+        return {name: (before.get(name), now) for name, now in settings.items() if now != before.get(name)}
 
     def continues(self, state: dict[str, Any]) -> bool:
         """Whether this rank goes on from `state` alone: it was saved by the same rank with the same settings."""

@@ -25,8 +25,8 @@ def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: I
         wanted = numbers[places]
         return tokens.read_block(row[wanted], start[wanted] + first, stop[wanted], width=width)
 
-    found = sort_by_tokens(documents.lengths[numbers], read)
-    order, common = numbers[found.order], found.common
+    by_tokens = sort_by_tokens(documents.lengths[numbers], read)
+    order, common = numbers[by_tokens.order], by_tokens.common
     if isinstance(reader, ImageRows):
         size = documents.lengths[order]
         before = np.concatenate([[0], size[:-1]])[: len(size)]

@@ -169,8 +169,8 @@ class Conversation:
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
         # A batch of one: alone, an empty history is an error
-        made = tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
-        return made["input_ids"][0] if kwargs["tokenize"] else made[0]
+        rendered = tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
+        return rendered["input_ids"][0] if kwargs["tokenize"] else rendered[0]
 
     def _text_of_turn(self, turn: int, tokenizer: Any) -> str | None:
         """The prompt that generation sees, and the turn after it; None if the turn does not begin where it ends.
@@ -207,10 +207,10 @@ def _images(messages: Sequence[dict[str, Any]]) -> list[Any]:
     return [part["image"] for part in parts if part.get("image") is not None]
 
 
-def _refuse_prompt(turn: int, seen: str, given: str) -> NoReturn:
+def _refuse_prompt(turn: int, seen: str, continued: str) -> NoReturn:
     raise ValueError(
         f"the template ends the prompt of `messages[{turn}]` with {seen[:NUM_SHOWN]!r}, and with this turn it "
-        f"continues with {given[:NUM_SHOWN]!r} there"
+        f"continues with {continued[:NUM_SHOWN]!r} there"
     )
 
 
@@ -247,22 +247,26 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
     Raises:
         ValueError: tokenised rows, or rows that hold no messages.
     """
-    given = f"`per_turn=True` was given, and the {name} dataset has the columns"
+    beginning = f"`per_turn=True` was given, and the {name} dataset has the columns"
     columns = get_dataset_column_names(dataset)
     if "input_ids" in columns:
         raise ValueError(
-            f"{given} {columns}: it is tokenised. Where the turns of a conversation are is not known from tokens. Give "
-            "the conversations themselves; or set `per_turn=False`, if `trl-packfix prepare --per-turn` has already "
-            "made one row of each turn."
+            f"{beginning} {columns}: it is tokenised. Where the turns of a conversation are is not known from tokens. "
+            "Give the conversations themselves; or set `per_turn=False`, if `trl-packfix prepare --per-turn` has "
+            "already made one row of each turn."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         return  # TRL refuses a transform
     texts = ["prompt", "completion"] if "prompt" in columns else ["messages", "conversations"]
-    found = [column for column in texts if column in columns]
-    row = next(iter(dataset.select_columns(found))) if found else {}
+    present = [column for column in texts if column in columns]
+    row = next(iter(dataset.select_columns(present))) if present else {}
     # A malformed row is found later, with its number.
-    if not found or ("prompt" in columns and len(found) < 2) or any(isinstance(row[column], str) for column in found):
+    if (
+        not present
+        or ("prompt" in columns and len(present) < 2)
+        or any(isinstance(row[column], str) for column in present)
+    ):
         raise ValueError(
-            f"{given} {columns}. Its rows are no conversations, so they have no turns. Give `messages` (or "
+            f"{beginning} {columns}. Its rows are no conversations, so they have no turns. Give `messages` (or "
             "`conversations`), or `prompt` and `completion` as lists of messages; or set `per_turn=False`."
         )
