@@ -87,9 +87,9 @@ def pack(*lengths):
 )
 @pytest.mark.parametrize("model_type", ALL)
 def test_every_mixer_is_found(model_type):
-    found = MixerNames(zoo.build_model(model_type), lambda: None).found
-    assert {name.partition(".")[2] for name in found} == (NAMES | NEW)[model_type], found
-    assert all(name.startswith("modeling_") for name in found)
+    names = MixerNames(zoo.build_model(model_type), lambda: None).names
+    assert {name.partition(".")[2] for name in names} == (NAMES | NEW)[model_type], names
+    assert all(name.startswith("modeling_") for name in names)
 
 
 @pytest.mark.parametrize(

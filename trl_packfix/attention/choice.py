@@ -183,14 +183,14 @@ def head_dim(config: Any) -> int:
 
     Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
     """
-    found = [0]
-    for each in _layer_configs(config):
-        fields = {name: n for name, n in vars(each).items() if HEAD_DIM.search(name) and isinstance(n, int)}
-        found += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
-        heads = getattr(each, "num_attention_heads", None)
+    sizes = [0]
+    for layer in _layer_configs(config):
+        fields = {name: n for name, n in vars(layer).items() if HEAD_DIM.search(name) and isinstance(n, int)}
+        sizes += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
+        heads = getattr(layer, "num_attention_heads", None)
         if not fields and isinstance(heads, int) and heads > 0:
-            found.append(each.hidden_size // heads)
-    return max(found)
+            sizes.append(layer.hidden_size // heads)
+    return max(sizes)
 
 
 def dropped_weights(config: Any) -> dict[str, float]:
@@ -206,7 +206,7 @@ def backward_bytes(model: nn.Module, num_documents: int) -> int:
     (`mha_varlen_bwd` of flash-attn and of torch).
     """
     config = text_config(base_model(model))
-    heads = max(getattr(each, "num_attention_heads", 0) or 0 for each in _layer_configs(config))
+    heads = max(getattr(layer, "num_attention_heads", 0) or 0 for layer in _layer_configs(config))
     width = -(-head_dim(config) // 32) * 32  # the kernels round it up
     return ROWS_PER_DOCUMENT * num_documents * heads * width * torch.float32.itemsize
 

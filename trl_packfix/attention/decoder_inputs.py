@@ -60,5 +60,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -49,8 +49,8 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
             group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         except NotImplementedError:  # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1: all ranks make all groups of the degree
             starts = range(0, world_size, degree)
-            made = [dist.new_group([*range(start, start + degree)], timeout=timeout) for start in starts]
-            group = made[first // degree]
+            groups = [dist.new_group([*range(start, start + degree)], timeout=timeout) for start in starts]
+            group = groups[first // degree]
         _groups[degree] = (dist.group.WORLD, group)
 
 
@@ -109,7 +109,7 @@ class HeadExchange:
         sizes = [count * num_tokens * x.shape[3] for count, x in zip(own, states, strict=True)]
         flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
         got = _Exchange.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
-        found = [
+        own_heads = [
             part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
             for part, count, x in zip(got.split(sizes, dim=1), own, states, strict=True)
         ]
@@ -119,10 +119,10 @@ class HeadExchange:
             # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
             first = self.heads.start - self._key_heads.start * self._queries_per_key
             one_each = slice(first, first + len(reads))
-            found[len(queries) :] = [
-                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in found[len(queries) :]
+            own_heads[len(queries) :] = [
+                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in own_heads[len(queries) :]
             ]
-        return found
+        return own_heads
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""

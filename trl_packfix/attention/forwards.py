@@ -327,7 +327,7 @@ class PackedForwardGuard(ModelHooks):
         self._layers: list[nn.Module] = []
         self._has_wrappers = False
         self.mixers = MixerNames(model, running_pack)
-        self._made: PackedForward | None = None  # the running forward, if no other guard recorded it
+        self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 
     def _register(self) -> list[RemovableHandle]:
@@ -373,7 +373,7 @@ class PackedForwardGuard(ModelHooks):
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         layout = layout_of(kwargs)
-        kwargs = {name: given for name, given in kwargs.items() if name != LAYOUT}
+        kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT}
         if layout.is_packed:
             self._find_wrappers()
             carry_boundaries(self._layers)
@@ -384,11 +384,11 @@ class PackedForwardGuard(ModelHooks):
                 running = replace(
                     running, ignores_masks=self.ignores_masks, mixers=self.mixers, sends_states=self.sends_states
                 )
-                self._made = running
+                self._recorded = running
             enter(running)
             if running.kv_index is not None:
                 # A module would take the boundaries of runs for those of documents; our attention reads `running`
-                kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+                kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         self._entered.append(layout.is_packed)
         return args, kwargs
 
@@ -408,7 +408,7 @@ class PackedForwardGuard(ModelHooks):
         running = packed_forwards[-1] if packed_forwards else None
         division = None
         # Another guard on this model has the same hooks
-        if running is not None and running is self._made and running.degree > 1:
+        if running is not None and running is self._recorded and running.degree > 1:
             args, kwargs, division = divide(args, kwargs, running.degree, index=running.index)
         self._divisions.append(division)
         return args, kwargs
@@ -423,7 +423,7 @@ class PackedForwardGuard(ModelHooks):
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
             leave()
-            self._made = None
+            self._recorded = None
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
@@ -450,7 +450,7 @@ def _take_boundaries(
 
     Its flash attention has boundaries of its own under the same names.
     """
-    return args, {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def _take_part(
@@ -460,7 +460,7 @@ def _take_part(
     running = packed_forwards[-1] if packed_forwards else None
     if running is None or running.part_tokens is None:
         return None
-    inputs = {name: given for name, given in kwargs.items() if name not in CU_SEQ_LENS}
+    inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
@@ -496,8 +496,8 @@ def _check_packed_batch(
             "share_prefixes='off'."
         )
     for name in ("attention_mask", "past_key_values"):
-        if (given := kwargs.get(name)) is not None:
-            shape = f" of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else ""
+        if (value := kwargs.get(name)) is not None:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(
                 f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
                 f"would use it instead of the boundaries, and documents would see each other. {FEED_A_PACK}"

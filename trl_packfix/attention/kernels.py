@@ -307,14 +307,14 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=4)  # the same in every layer; a tower may have layers with windows and layers without
 def _rows_of_one_length(lengths: tuple[int, ...], device: torch.device) -> _Rows:
-    each = torch.tensor([length for length in lengths if length])
-    ordered, order = each.sort(stable=True)
-    found, counts = ordered.unique_consecutive(return_counts=True)
-    shapes = list(zip(counts.tolist(), found.tolist(), strict=True))
-    if torch.equal(order, torch.arange(len(each))):
+    sizes = torch.tensor([length for length in lengths if length])
+    ordered, order = sizes.sort(stable=True)
+    distinct, counts = ordered.unique_consecutive(return_counts=True)
+    shapes = list(zip(counts.tolist(), distinct.tolist(), strict=True))
+    if torch.equal(order, torch.arange(len(sizes))):
         return _Rows(shapes, None, None)
-    starts = (each.cumsum(0) - each)[order]
-    source = torch.repeat_interleave(starts - (ordered.cumsum(0) - ordered), ordered) + torch.arange(int(each.sum()))
+    starts = (sizes.cumsum(0) - sizes)[order]
+    source = torch.repeat_interleave(starts - (ordered.cumsum(0) - ordered), ordered) + torch.arange(int(sizes.sum()))
     return _Rows(shapes, source.to(device), source.argsort().to(device))
 
 
@@ -639,8 +639,8 @@ class SlicedKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = grad, query, key, value, out, lse
-        grads = [kernel.backward(*(x[:, :, own] for x in given)) for own, kernel in self.parts]
+        inputs = grad, query, key, value, out, lse
+        grads = [kernel.backward(*(x[:, :, own] for x in inputs)) for own, kernel in self.parts]
         dq, dk, dv = map(_join, zip(*grads, strict=True))
         return dq, dk, dv
 

@@ -150,16 +150,16 @@ def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
             f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that cannot begin "
             'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
         )
-    found = levels_of(running)
+    by_level = levels_of(running)
     padded = padded_by_zeros(scan)
     outs: list[Tensor] = []
     states: Tensor | None = None
-    for level in found.levels:
+    for level in by_level.levels:
         starts = None if level.parents is None or states is None else states.index_select(0, level.parents)
         some, ends = run_batches(scan, padded, level.batches, starts=starts)
         outs += some
         states = ends if states is None else torch.cat([states, ends])
-    return torch.cat(outs).index_select(0, found.place)[None]
+    return torch.cat(outs).index_select(0, by_level.place)[None]
 
 
 def padded_by_zeros(scan: "Scan") -> list[Tensor]:
@@ -235,8 +235,8 @@ def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:
             earlier, is_own = rows_before(running, rows, run, back=back)
             is_away = is_own & (earlier // num_rows != rows // num_rows)
             reads.append((rows // num_rows * size + earlier)[is_away])
-        found = torch.cat(reads).unique()
-        reader, lent = found // size, found % size
+        read_rows = torch.cat(reads).unique()
+        reader, lent = read_rows // size, read_rows % size
         to_me, from_me = reader == index, lent // num_rows == index
         running.derived[name] = Lent(
             lent[to_me],

@@ -149,6 +149,6 @@ def run_parts(scan: "Scan", running: "PackedForward") -> Tensor:
     if not own.came_in:
         nothing = got[:0].to(outs[0].dtype).view(0, *outs[0].shape[1:])
         return torch.cat([torch.cat(outs).index_select(0, own.place), nothing])[None]
-    rows = [[x[:, : own.came_in] for x in each] for each in (scan.values, scan.keys)]
+    rows = [[x[:, : own.came_in] for x in tensors] for tensors in (scan.values, scan.keys)]
     first = scan.from_states(*rows, scan.parameters, state)[0]
     return first if not outs else torch.cat([first, torch.cat(outs).index_select(0, own.place)[None]], dim=1)

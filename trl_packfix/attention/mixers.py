@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .forwards import PackedForward
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
-GIVEN_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 
@@ -77,7 +77,7 @@ def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
         return run_parts(scan, running)
     exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
     values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
-    parameters = [None if each is None else each[exchange.heads] for each in scan.parameters]
+    parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
     out = _run_whole(scan._replace(values=values, keys=keys, parameters=parameters), running)
     return exchange.to_tokens(out.transpose(1, 2))
 
@@ -101,7 +101,7 @@ def _run_whole(scan: Scan, running: "PackedForward") -> Tensor:
 
 def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The own heads of all T tokens, from all heads of the tokens of this part."""
-    found: dict[int, Tensor] = {}
+    exchanged: dict[int, Tensor] = {}
     both = [*values, *keys]
     for dtype in dict.fromkeys(x.dtype for x in both):  # such as fp32 for the decay, beside values in bf16
         chosen = [i for i, x in enumerate(both) if x.dtype == dtype]
@@ -111,8 +111,8 @@ def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) 
         got = exchange.exchange(states[:num_values], states[num_values:])
         for i, x in zip(chosen, got, strict=True):
             x = x.transpose(1, 2)
-            found[i] = x.squeeze(-1) if both[i].dim() == 3 else x
-    ordered = [found[i] for i in range(len(both))]
+            exchanged[i] = x.squeeze(-1) if both[i].dim() == 3 else x
+    ordered = [exchanged[i] for i in range(len(both))]
     return ordered[: len(values)], ordered[len(values) :]
 
 
@@ -319,7 +319,7 @@ def run_fused(inner: Callable[..., Any], running: "PackedForward", *args: Any, *
 
 
 def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: given for name, given in options.items() if name not in GIVEN_BOUNDARIES}
+    return {name: value for name, value in options.items() if name not in MIXER_BOUNDARIES}
 
 
 @cache
@@ -356,10 +356,10 @@ def missing_packages(model: nn.Module) -> list[str] | None:
     """
     functions = [names[name] for names, name in MixerNames(model, lambda: None).places]
     wrappers = [inspect.getclosurevars(function).nonlocals for function in functions if inspect.isfunction(function)]
-    known = [each for each in wrappers if each.get("package") in PIP_NAMES]
+    known = [wrapper for wrapper in wrappers if wrapper.get("package") in PIP_NAMES]
     if not known:
         return None
-    return sorted({PIP_NAMES[each["package"]] for each in known if not each["is_new_implementation"]})
+    return sorted({PIP_NAMES[wrapper["package"]] for wrapper in known if not wrapper["is_new_implementation"]})
 
 
 def tokens_summed_in_common(model: nn.Module) -> int:
@@ -388,7 +388,7 @@ class MixerNames:
 
     Attributes:
         places: the namespaces of the modules, and a name in each.
-        found: the names, such as "modeling_lfm2.causal_conv1d_fn".
+        names: the same, such as "modeling_lfm2.causal_conv1d_fn".
     """
 
     def __init__(self, model: nn.Module, running: Callable[[], "PackedForward | None"]):
@@ -402,13 +402,13 @@ class MixerNames:
             for name in REPLACEMENTS
             if name in vars(sys.modules.get(module))
         ]
-        self.found = [f"{names['__name__'].rpartition('.')[2]}.{name}" for names, name in self.places]
+        self.names = [f"{namespace['__name__'].rpartition('.')[2]}.{name}" for namespace, name in self.places]
 
     def enter(self) -> None:
         before = [names[name] for names, name in self.places]
         self._entered.append(before)
         for (names, name), function in zip(self.places, before, strict=True):
-            if function not in _made.values():
+            if function not in _replacements.values():
                 names[name] = self._replaced(function, name)
 
     def leave(self) -> None:
@@ -417,7 +417,7 @@ class MixerNames:
 
     def _replaced(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What replaces `function`: it does the same in each document of the running pack."""
-        if function not in _made:
+        if function not in _replacements:
             replacement, running = REPLACEMENTS[name], self._running
 
             # Not compiled with the model: how documents are separated depends on each pack
@@ -427,9 +427,9 @@ class MixerNames:
                 pack = running()
                 return function(*args, **kwargs) if pack is None else replacement(function, pack, *args, **kwargs)
 
-            _made[function] = replaced
-        return _made[function]
+            _replacements[function] = replaced
+        return _replacements[function]
 
 
 # What replaces each function: one for all models, so that code compiled with it stays valid
-_made: dict[Callable[..., Any], Callable[..., Any]] = {}
+_replacements: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -168,7 +168,7 @@ class SharedRuns:
                 before = keys
             path.enter(run.before, run.rows.start, run.num_rows, below=run.rows.stop)
         path.leave(0, self.runs[-1].rows.stop)
-        return path.found
+        return path.left
 
     def chunked(self, chunk: int | None) -> list[Run]:
         """The runs, or the parts of them in each chunk of their document; a part has keys of its own chunk only."""
@@ -210,7 +210,7 @@ class SharedRuns:
         """
         by_level: list[list[Stretch]] = []
         stops: list[int] = []
-        for stretch in sorted(self.stretches, key=lambda found: (found.rows.start, -found.rows.stop)):
+        for stretch in sorted(self.stretches, key=lambda stretch: (stretch.rows.start, -stretch.rows.stop)):
             while stops and stops[-1] <= stretch.rows.start:
                 stops.pop()
             if len(stops) == len(by_level):
@@ -261,10 +261,10 @@ def _compared(keys: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> tup
 
 
 class _Path:
-    """The rows of the document before, from its first, as stretches; `found` are those that documents have left."""
+    """The rows of the document before, from its first, as stretches; `left` are those that documents have left."""
 
     def __init__(self) -> None:
-        self.found: list[Stretch] = []
+        self.left: list[Stretch] = []
         # place in the document, first row, number of rows, first row below
         self._stretches: list[tuple[int, int, int, int]] = []
 
@@ -277,7 +277,7 @@ class _Path:
             start, first, count, below = self._stretches.pop()
             stays = max(place - start, 0)
             if below < row:
-                self.found.append(Stretch(slice(below, row), slice(first + stays, first + count)))
+                self.left.append(Stretch(slice(below, row), slice(first + stays, first + count)))
             if stays:
                 self.enter(start, first, stays, below=below)
 

@@ -117,13 +117,13 @@ def _hands_over_boundaries(kind: Any) -> bool:
 
 def tower_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of towers that hand boundaries to a flash attention, and call any other image by image."""
-    found = {}
+    configs = {}
     for module in (module for tower in towers(model) for module in tower.modules()):
         kind: Any = type(module)
         config = getattr(module, "config", None)
         if config is not None and _hands_over_boundaries(kind):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 def set_tower_attention(model: PreTrainedModel, name: str) -> None:

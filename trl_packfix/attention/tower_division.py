@@ -76,8 +76,8 @@ def divide(
     args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, *, index: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
     """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
-    given = dict(enumerate(args)) | kwargs
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    arguments = dict(enumerate(args)) | kwargs
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     pixels = next(iter(tensors.values()), None)
     grid = tensors.get("grid_thw")
     if pixels is None:
@@ -96,9 +96,9 @@ def divide(
     first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
     own = slice(starts[first], starts[stop])
     cut = {name: value[first:stop] if value is grid else value[own] for name, value in tensors.items()}
-    given |= cut
+    arguments |= cut
     division = TowerDivision(rows, index, own.stop - own.start)
-    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}, division
+    return tuple(arguments[i] for i in range(len(args))), {name: arguments[name] for name in kwargs}, division
 
 
 def _bounds(sizes: list[int], degree: int) -> list[int]:
@@ -118,8 +118,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, ModelOutput | list | tuple):
-        for each in value.values() if isinstance(value, ModelOutput) else value:
-            yield from _tensors(each)
+        for item in value.values() if isinstance(value, ModelOutput) else value:
+            yield from _tensors(item)
 
 
 def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
@@ -127,9 +127,9 @@ def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: _replaced(each, replace) for name, each in value.items()})
+        return type(value)(**{name: _replaced(item, replace) for name, item in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(each, replace) for each in value)
+        return type(value)(_replaced(item, replace) for item in value)
     return value
 
 

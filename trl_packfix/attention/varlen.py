@@ -137,7 +137,7 @@ def varlen_attention(
     batch = query.shape[0]
     if repaired is not None:
         query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
-        kwargs = {name: given for name, given in kwargs.items() if name not in BOUNDARIES}
+        kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast(module, query, key, value)
     window, chunk = _local_pattern(module, kwargs)
@@ -193,9 +193,9 @@ def varlen_mask(
             f"without padding or cache, with as many keys as queries. {FEED_A_PACK}"
         )
     if (attention_mask is not None or kwargs.get("use_vmap")) and not running.ignores_masks:
-        given = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
+        what = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
         raise OwnMaskError(
-            f"the model lays {given} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
+            f"the model lays {what} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
             f"it. {FEED_A_PACK}",
             attention_mask,
         )
@@ -336,11 +336,11 @@ def _device_boundaries(
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """(cu_seq_lens of queries and keys, longest document of each), without a device-to-host copy if all are given."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    given: list[Any] = [kwargs.get(name) for name in names]
-    if any(x is None for x in given) and running is not None:
-        given = [getattr(running, name) for name in names]
-    if any(x is None for x in given):
-        if given[0] is not None:
+    boundaries: list[Any] = [kwargs.get(name) for name in names]
+    if any(x is None for x in boundaries) and running is not None:
+        boundaries = [getattr(running, name) for name in names]
+    if any(x is None for x in boundaries):
+        if boundaries[0] is not None:
             raise ValueError(
                 f"attention got cu_seq_lens_q but not all of {', '.join(names[1:])}: to find the longest document the "
                 "host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
@@ -348,15 +348,15 @@ def _device_boundaries(
         # The fallback described at the top of this module: here the host has to wait for the device.
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
-        given = [bounds, bounds, max(lengths), max(lengths)]
+        boundaries = [bounds, bounds, max(lengths), max(lengths)]
     # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
-    if max(given[2:]) > num_tokens or given[0].numel() - 1 > num_tokens:
+    if max(boundaries[2:]) > num_tokens or boundaries[0].numel() - 1 > num_tokens:
         raise ValueError(
-            f"the boundaries describe {given[0].numel() - 1} documents of up to {max(given[2:])} tokens, and the pack "
-            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
-            "PackedDataCollator returns them."
+            f"the boundaries describe {boundaries[0].numel() - 1} documents of up to {max(boundaries[2:])} tokens, and "
+            f"the pack has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, "
+            "as PackedDataCollator returns them."
         )
-    return (given[0], given[1]), (given[2], given[3])
+    return (boundaries[0], boundaries[1]), (boundaries[2], boundaries[3])
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
