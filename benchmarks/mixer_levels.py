@@ -19,7 +19,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from trl_packfix.attention import mixer_prefixes, mixers
-from trl_packfix.attention.forwards import PackedForward
+from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import layout_of

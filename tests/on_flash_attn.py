@@ -35,7 +35,8 @@ from transformers.utils import import_utils
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention import choice
-from trl_packfix.data.image_collator import ImageExamples, RopeIndex
+from trl_packfix.data.image_collator import RopeIndex
+from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel

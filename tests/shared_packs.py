@@ -52,13 +52,8 @@ from trl_packfix import PackingLeakError
 from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixer_states, mixers, tower_division, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.forwards import (
-    CU_SEQ_LENS,
-    PackedForward,
-    entered,
-    mark_packed_forwards,
-    packed_forwards,
-)
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
 from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.cli import recipes

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from trl_packfix.attention import choice as attention
 from trl_packfix.attention import kernels, varlen
 from trl_packfix.attention.choice import AttentionChoice, select_attention, set_attention
-from trl_packfix.attention.forwards import mark_packed_forwards, packed_forwards
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
 

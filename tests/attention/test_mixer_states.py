@@ -11,9 +11,9 @@ from support.double import in_double
 from torch.nn.functional import normalize, softplus
 
 from trl_packfix.attention import mixer_states, mixers
-from trl_packfix.attention.forwards import PackedForward
-from trl_packfix.attention.mixer_states import Transition, volume_of
-from trl_packfix.attention.mixers import Scan
+from trl_packfix.attention.mixer_states import volume_of
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.scan import Scan, Transition
 from trl_packfix.planning.degrees import Speeds
 from trl_packfix.survey import zoo
 

@@ -18,8 +18,9 @@ from sweep.judge import Judge, PrefixJudge
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_prefixes, mixers
-from trl_packfix.attention.forwards import PackedForward, mark_packed_forwards, packed_forwards
+from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.mixers import REPLACEMENTS, MixerNames
+from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import PackedModel

@@ -16,8 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trl_packfix.attention import kernels, runs, varlen
 from trl_packfix.attention.choice import select_attention
-from trl_packfix.attention.forwards import PackedForward, entered, mark_packed_forwards, packed_forwards
+from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention, visible_keys
+from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
 from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX

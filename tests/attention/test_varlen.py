@@ -16,7 +16,6 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix import check_isolation
 from trl_packfix.attention import choice, kernels, varlen
-from trl_packfix.attention.forwards import PackedForward, packed_forwards
 from trl_packfix.attention.kernels import (
     KernelError,
     attend_by_document,
@@ -25,6 +24,7 @@ from trl_packfix.attention.kernels import (
     chunk_bounds,
     visible_keys,
 )
+from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
 from trl_packfix.isolation.packed_model import PackedModel
 

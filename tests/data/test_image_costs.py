@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.data.image_collator import ImageExamples
+from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents

@@ -15,7 +15,8 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.image_collator import ImageExamples, PackedImages, PaddedImageCollator, RopeIndex
+from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
+from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.spans import make_documents
@@ -477,7 +478,7 @@ def test_the_judge_of_images_sees_a_fault_in_them(family):
 
 
 @pytest.mark.rule(
-    "trl_packfix/data/image_collator.py",
+    "trl_packfix/data/image_examples.py",
     "Outputs of a processor that cannot be joined along one axis are refused before training",
 )
 def test_cross_attention_to_images_is_refused():

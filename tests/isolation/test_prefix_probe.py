@@ -11,7 +11,7 @@ from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention.forwards import packed_forwards
+from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import prefix_probe

@@ -16,7 +16,7 @@ from sweep.judge import Judge
 from torch.utils.checkpoint import checkpoint
 
 from trl_packfix import check_isolation
-from trl_packfix.attention.forwards import PackedForward, packed_forwards
+from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel

@@ -10,7 +10,7 @@ from sweep.image_families import build_processor as build_processor
 from sweep.image_families import make_examples
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.image_collator import ImageExamples
+from trl_packfix.data.image_examples import ImageExamples
 
 from .runs import config
 

@@ -51,7 +51,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix.data.image_collator import ImageExamples, RopeIndex
+from trl_packfix.data.image_collator import RopeIndex
+from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.survey.zoo import byte_tokenizer, random_model
 

@@ -16,9 +16,10 @@ from support.versions import trl_trains
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, make
 
 from trl_packfix.attention import mixer_prefixes
-from trl_packfix.attention.forwards import packed_forwards
+from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.data import image_collator
-from trl_packfix.data.image_collator import ImageExamples, PackedImages
+from trl_packfix.data.image_collator import PackedImages
+from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import RowProcessor, images_between
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator

@@ -23,7 +23,7 @@ from support.rows import build_trainer, train
 from support.vision import make
 
 from trl_packfix import PackingLeakError, pack_forward
-from trl_packfix.attention.forwards import packed_forwards
+from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.data.padded_rows import pack_rows
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_rows

@@ -21,7 +21,7 @@ from torch import nn
 from trl_packfix import IsolationReport, PackingLeakError, SFTTrainer
 from trl_packfix.attention import exchange
 from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
-from trl_packfix.attention.forwards import PackedForward, entered
+from trl_packfix.attention.packed_forward import PackedForward, entered
 from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak

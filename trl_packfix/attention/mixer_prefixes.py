@@ -13,18 +13,15 @@ rank lends the rows of its part that the convolutions of other parts read.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .exchange import exchange_pieces
+from .packed_forward import PackedForward
 from .rows import group_by_length
-
-if TYPE_CHECKING:
-    from .forwards import PackedForward
-    from .mixers import Scan
-
+from .scan import Scan
 
 MAX_LEVELS = 8
 """Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
@@ -58,7 +55,7 @@ class Levels:
     place: Tensor
 
 
-def pieces_of(running: "PackedForward") -> list[tuple[int, int, int]]:
+def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
     """The start, the stop and the number of the parent of each piece, or -1; in the order of rows."""
     assert running.shared is not None and running.kv_index is not None
     index, runs = running.kv_index.tolist(), running.shared.runs
@@ -93,7 +90,7 @@ def batches_of(
     return batches, order
 
 
-def levels_of(running: "PackedForward") -> Levels:
+def levels_of(running: PackedForward) -> Levels:
     """The levels of a pack; once per pack."""
     if "levels" in running.derived:
         return running.derived["levels"]
@@ -139,7 +136,7 @@ def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
     return paths
 
 
-def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
+def run_levels(scan: Scan, running: PackedForward) -> Tensor:
     """Run a scan on a pack whose documents share prefixes: (1, T, H, D).
 
     Raises:
@@ -162,13 +159,13 @@ def run_levels(scan: "Scan", running: "PackedForward") -> Tensor:
     return torch.cat(outs).index_select(0, by_level.place)[None]
 
 
-def padded_by_zeros(scan: "Scan") -> list[Tensor]:
+def padded_by_zeros(scan: Scan) -> list[Tensor]:
     """The values and keys of a scan with a row of zeros behind, which batches read as padding."""
     return [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
 
 
 def run_batches(
-    scan: "Scan", padded: list[Tensor], batches: list[Tensor], *, starts: Tensor | None
+    scan: Scan, padded: list[Tensor], batches: list[Tensor], *, starts: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
     """Run batches from these states: the outputs of each, (places, H, D), and the states after all pieces."""
     assert scan.from_states is not None
@@ -184,12 +181,12 @@ def run_batches(
     return outs, torch.cat(ends)
 
 
-def run_of(running: "PackedForward", rows: Tensor) -> Tensor:
+def run_of(running: PackedForward, rows: Tensor) -> Tensor:
     """The number of the document, or of the run, of each row."""
     return torch.bucketize(rows, running.cu_seq_lens_q.to(rows)[1:], right=True)
 
 
-def rows_before(running: "PackedForward", rows: Tensor, run: Tensor, *, back: int) -> tuple[Tensor, Tensor]:
+def rows_before(running: PackedForward, rows: Tensor, run: Tensor, *, back: int) -> tuple[Tensor, Tensor]:
     """The row that comes `back` tokens before each row in its document, and whether the document has one."""
     bounds = running.cu_seq_lens_q.to(rows)
     keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(rows)
@@ -220,7 +217,7 @@ class Lent(NamedTuple):
         return exchange_pieces(flat, sent, received, group=group).view(1, -1, channels)
 
 
-def rows_lent(running: "PackedForward", width: int, num_rows: int) -> Lent:
+def rows_lent(running: PackedForward, width: int, num_rows: int) -> Lent:
     """What ranks lend each other where documents share prefixes: the rows before a run may be in any part.
 
     Each rank finds it for all of them, once per pack. The host waits for the numbers.

@@ -13,56 +13,19 @@ it computes the document that began in an earlier part, from the state that this
 T tokens of the pack, s ranks that share it, H heads of values, K x V numbers of the state of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .exchange import exchange_pieces, group_of
+from .exchange import Volume, exchange_pieces, group_of
 from .mixer_prefixes import batches_of, padded_by_zeros, run_batches
-
-if TYPE_CHECKING:
-    from .forwards import PackedForward
-    from .mixers import Scan
+from .packed_forward import PackedForward
+from .scan import Scan
 
 
-class Transition(NamedTuple):
-    """What a scan does to a state, M.
-
-    Attributes:
-        of_state, of_itself: sizes of the state and of M of a head: (K, V), and (K, K) or (1, 1) for one factor.
-        of: (values, keys, parameters) of one row -> M, (1, H, ...).
-        apply: (M, states) -> states.
-    """
-
-    of_state: tuple[int, int]
-    of_itself: tuple[int, int]
-    of: Callable[..., Tensor]
-    apply: Callable[[Tensor, Tensor], Tensor]
-
-
-class Volume(NamedTuple):
-    """What the two ways to run a scan over ranks take.
-
-    Attributes:
-        per_token: bytes of a token, for all heads, that are exchanged for heads and back.
-        state: bytes that a rank sends to each other one, U and M.
-        repeated: FLOPs per token that are computed more, where a document fills a part.
-    """
-
-    per_token: float
-    state: float
-    repeated: float
-
-
-# Whether sending states takes less time, for (volume, tokens of a part, ranks that share the pack)
-SendsStates = Callable[[Volume, int, int], bool]
-
-
-def volume_of(scan: "Scan", degree: int) -> Volume:
+def volume_of(scan: Scan, degree: int) -> Volume:
     """The volume of a scan on so many ranks; shapes and dtypes are all that it reads."""
     assert scan.transition is not None
     like, copies = scan.values[0], max(1.0, degree / scan.keys[0].shape[2])
@@ -75,7 +38,7 @@ def volume_of(scan: "Scan", degree: int) -> Volume:
     return Volume(sum(sizes) + sum(keys), sum(numbers) * max(like.element_size(), 4), 2 * 8.0 * numbers[0])
 
 
-def sends_states(scan: "Scan", running: "PackedForward") -> bool:
+def sends_states(scan: Scan, running: PackedForward) -> bool:
     """Whether this scan sends states to the other ranks of the group."""
     choose, tokens = running.sends_states, running.part_tokens
     if running.degree == 1 or running.kv_index is not None or scan.transition is None or choose is None or not tokens:
@@ -102,7 +65,7 @@ class OwnDocuments:
     goes_on: bool
 
 
-def own_documents(running: "PackedForward") -> OwnDocuments:
+def own_documents(running: PackedForward) -> OwnDocuments:
     """The documents of the part of this rank; once per pack. The host waits for the boundaries."""
     if "own documents" not in running.derived:
         assert running.part_tokens is not None
@@ -123,7 +86,7 @@ def own_documents(running: "PackedForward") -> OwnDocuments:
     return running.derived["own documents"]
 
 
-def run_parts(scan: "Scan", running: "PackedForward") -> Tensor:
+def run_parts(scan: Scan, running: PackedForward) -> Tensor:
     """Run a scan on the part of this rank, from the states of the parts before: (1, T / s, H, D)."""
     assert scan.from_states is not None and scan.transition is not None
     own, transition, like = own_documents(running), scan.transition, scan.values[0]

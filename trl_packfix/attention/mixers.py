@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,41 +35,17 @@ from torch.nn.functional import softplus
 
 from .exchange import HeadExchange, exchange_halo, group_of
 from .mixer_prefixes import rows_before, rows_lent, run_levels, run_of
-from .mixer_states import Transition, run_parts, sends_states
+from .mixer_states import run_parts, sends_states
+from .packed_forward import PackedForward
 from .rows import Axes
-
-if TYPE_CHECKING:
-    from .forwards import PackedForward
+from .scan import Scan, Transition
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 
-class Scan(NamedTuple):
-    """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
-
-    Attributes:
-        values: tensors of H heads, (1, T, H) or (1, T, H, D).
-        keys: tensors of G heads, each read by H / G neighbouring heads of values.
-        parameters: one entry per head of values, or None.
-        call: (values, keys, parameters, **boundaries) -> (rows, T, H, D).
-        boundaries: name of the argument of boundaries, if the kernel takes one.
-        from_states: (values, keys, parameters, states) -> (rows, T, H, D) and the states after it, for rows that begin
-            with these states (None: zeros). Zeros in all tensors leave a state as it is. None if it cannot.
-        transition: what the scan does to a state, if `from_states` is not None.
-    """
-
-    values: Sequence[Tensor]
-    keys: Sequence[Tensor]
-    parameters: Sequence[Tensor | None]
-    call: Callable[..., Tensor]
-    boundaries: str | None
-    from_states: Callable[..., tuple[Tensor, Tensor]] | None = None
-    transition: Transition | None = None
-
-
-def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
+def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
     if running.degree == 1:
         return _run_whole(scan, running)
@@ -82,7 +58,7 @@ def run_scan(scan: Scan, running: "PackedForward") -> Tensor:
     return exchange.to_tokens(out.transpose(1, 2))
 
 
-def _run_whole(scan: Scan, running: "PackedForward") -> Tensor:
+def _run_whole(scan: Scan, running: PackedForward) -> Tensor:
     """The same for all T tokens of the heads in the scan: (1, T, heads, D)."""
     if running.kv_index is not None:
         return run_levels(scan, running)
@@ -116,7 +92,7 @@ def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) 
     return ordered[: len(values)], ordered[len(values) :]
 
 
-def _boundaries(running: "PackedForward", name: str, like: Tensor) -> Tensor:
+def _boundaries(running: PackedForward, name: str, like: Tensor) -> Tensor:
     """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
 
     flash-linear-attention keeps what it derives from boundaries, and finds it by the identity of the tensor.
@@ -128,7 +104,7 @@ def _boundaries(running: "PackedForward", name: str, like: Tensor) -> Tensor:
     return running.derived[name]
 
 
-def _documents(running: "PackedForward", num_tokens: int) -> Tensor:
+def _documents(running: PackedForward, num_tokens: int) -> Tensor:
     """The number of the document of each token, (T,), without a wait for the device."""
     bounds = running.cu_seq_lens_q
     numbers = torch.arange(len(bounds) - 1, device=bounds.device)
@@ -140,7 +116,7 @@ def _documents(running: "PackedForward", num_tokens: int) -> Tensor:
 
 def convolve(
     inner: Callable[..., Any],
-    running: "PackedForward",
+    running: PackedForward,
     states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -165,7 +141,7 @@ def convolve(
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
 
 
-def _stretches(running: "PackedForward", width: int, num_rows: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
+def _stretches(running: PackedForward, width: int, num_rows: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
 
     The first tensor has places in: a row of zeros, rows of other parts with several ranks, own rows. The second are
@@ -200,7 +176,7 @@ def _stretches(running: "PackedForward", width: int, num_rows: int, *, device: t
 
 def scan_delta(
     inner: Callable[..., Any],
-    running: "PackedForward",
+    running: PackedForward,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -233,7 +209,7 @@ def scan_delta(
 
 def scan_chunks(
     inner: Callable[..., Any],
-    running: "PackedForward",
+    running: PackedForward,
     states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -275,7 +251,7 @@ def scan_chunks(
 
 def scan_channels(
     inner: Callable[..., Any],
-    running: "PackedForward",
+    running: PackedForward,
     states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -305,7 +281,7 @@ def scan_channels(
     return (out, None) if returns_state else out
 
 
-def run_fused(inner: Callable[..., Any], running: "PackedForward", *args: Any, **options: Any) -> Tensor | None:
+def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
     """Convolution, scan and output projection in one kernel; None makes the mixer run them one by one.
 
     The kernel gets the weights of the projection, so an adapter on it would have no effect and no gradient. Under an
@@ -391,7 +367,7 @@ class MixerNames:
         names: the same, such as "modeling_lfm2.causal_conv1d_fn".
     """
 
-    def __init__(self, model: nn.Module, running: Callable[[], "PackedForward | None"]):
+    def __init__(self, model: nn.Module, running: Callable[[], PackedForward | None]):
         self._running = running
         self._entered: list[list[Callable[..., Any]]] = []  # for each `enter`, what the names were
         classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}

@@ -4,7 +4,7 @@ It is registered with transformers' attention and mask interfaces. `choice.py` c
 does the computation. In packed forwards no (T, T) mask is built.
 
 A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward marked
-by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
+by `forwards.mark_running_forward`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
 error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
 Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
 
@@ -26,15 +26,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .exchange import HeadExchange
-from .forwards import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
-from .forwards import (
-    BOUNDARIES,
-    FEED_A_PACK,
-    PackedForward,
-    bounds_on_host,
-    in_backward,
-    packed_forwards,
-)
 from .kernels import (
     CUDA_DTYPES,
     MAX_CUDA_HEAD_DIM,
@@ -48,6 +39,8 @@ from .kernels import (
     kernel_head_dim,
     math_in_tiles,
 )
+from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
+from .packed_forward import BOUNDARIES, FEED_A_PACK, PackedForward, bounds_on_host, in_backward, running_forward
 from .runs import SharedRuns, attend_shared, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
@@ -109,7 +102,7 @@ def varlen_attention(
     True
     """
     _check_arguments(module, kwargs)
-    running = packed_forwards[-1] if packed_forwards else None
+    running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     repaired = running if running is not None and running.rows is not None else None
     if repaired is not None:
@@ -183,7 +176,7 @@ def varlen_mask(
 
     Raises ValueError if a packed forward has padding, a cache, several rows, or a mask pattern made by the model.
     """
-    running = packed_forwards[-1] if packed_forwards else None
+    running = running_forward()
     if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
         kwargs["attention_mask"] = attention_mask
         return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)

@@ -5,13 +5,11 @@ Only the rows pad, in one place: T is a multiple of the setting and of the numbe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .collator import PackedDataCollator
+from .image_collator import PackedImages
 from .parts import PartOf, cut_part
-
-if TYPE_CHECKING:
-    from .image_collator import PackedImages
 
 
 @dataclass
@@ -24,7 +22,7 @@ class PackCollator:
     """
 
     rows: PackedDataCollator
-    images: "PackedImages | None" = None
+    images: PackedImages | None = None
 
     def __call__(self, pack: Sequence[dict[str, Any]] | PartOf) -> dict[str, Any]:
         """The batch of a whole pack, or of the part of it that this rank holds."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import BOUNDARIES, ModelHooks
+from ..attention.forwards import ModelHooks
 from ..attention.models import base_model
+from ..attention.packed_forward import BOUNDARIES
 
 DROPPED = (*BOUNDARIES, "position_ids")
 TOKENS = ("input_ids", "token_type_ids", "mm_token_type_ids")  # inputs of shape (1, T)

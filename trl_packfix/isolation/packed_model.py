@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention import hopper
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
+from ..attention.exchange import SendsStates, Volume
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
-from ..attention.mixer_states import SendsStates, Volume
 from ..attention.models import base_model, has_attention, text_config
 from ..attention.tower_attention import (
     REPLACED,

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
-from ..attention.forwards import all_in_one_batch
 from ..attention.kernels import KernelError
 from ..attention.mixers import tokens_summed_in_common
 from ..attention.models import base_model, below_head, text_config
+from ..attention.packed_forward import all_in_one_batch
 from ..attention.tower_attention import towers_as_given
 from ..attention.varlen import ATTENTION_NAME
 from ..data.collator import PackedDataCollator

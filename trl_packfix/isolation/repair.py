@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import (
+from ..attention.forwards import ModelHooks
+from ..attention.packed_forward import (
     DocumentBatch,
     DocumentBatches,
-    ModelHooks,
     PackedForward,
+    enter,
     entered,
     in_backward,
-    packed_forwards,
+    leave,
+    running_forward,
 )
 from ..attention.rows import Axes
 from .arguments import argument_leaves, output_leaves
@@ -106,14 +108,14 @@ class RepairedModule(ModelHooks):
         documents = running.documents(budget)
         self._running.append((documents, args, kwargs))
         first = documents.batches[0]
-        packed_forwards.append(first.forward)  # until `_leave`: the module's forward runs between the two hooks
+        enter(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, batch=first)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         state = self._running.pop() if self._running else None
         if state is None:
             return output
-        packed_forwards.pop()
+        leave()
         if output is None:
             return None
         documents, args, kwargs = state
@@ -192,7 +194,7 @@ class RestartedPositions(ModelHooks):
 
 def _running(module: nn.Module) -> PackedForward | None:
     """The packed forward whose documents this module must separate; None outside of packs and in repaired modules."""
-    running = packed_forwards[-1] if packed_forwards else None
+    running = running_forward()
     if running is None and module.training and in_backward():
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "

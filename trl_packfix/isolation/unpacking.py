@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import BOUNDARIES, ModelHooks, undivided
+from ..attention.forwards import ModelHooks
 from ..attention.models import backbone, base_model
+from ..attention.packed_forward import BOUNDARIES, undivided
 from ..attention.rows import Axes, DocumentRows, Group
 from .repair import is_sharded
 

@@ -11,7 +11,8 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.image_collator import ImageExamples, PackedImages, PaddedImageCollator, RopeIndex
+from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
+from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows, RowProcessor, has_images, measure
 from ..data.reader import TokenReader
 from .config import SFTConfig

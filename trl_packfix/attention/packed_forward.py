@@ -1,0 +1,235 @@
+"""The packed forward that is running: its document boundaries, and what modules derive from them once per pack.
+
+Many models do not pass boundaries on to the modules that need them. So `forwards.py` records them here while a forward
+runs, and attention and mixers read them here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .exchange import SendsStates
+from .rows import DocumentRows, Group
+from .runs import SharedRuns
+
+# The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
+# "flex_attention": transformers runs other code for such names.
+ATTENTION_NAME = "packfix_varlen"
+# The entries of a packed batch that hold boundaries, except position_ids
+CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
+
+FEED_A_PACK = (
+    "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
+    "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
+)
+
+
+def bounds_on_host(cu_seq_lens: Tensor) -> list[int]:
+    """Boundaries as a list, without the empty documents at the end, which only pad them to a constant number."""
+    bounds = cu_seq_lens.tolist()
+    while len(bounds) > 2 and bounds[-2] == bounds[-1]:
+        bounds.pop()
+    return bounds
+
+
+class Replaced(Protocol):
+    """Functions of other modules that are replaced while a packed forward runs; calls may be nested."""
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PackedForward:
+    """Boundaries of a packed forward that is running.
+
+    Attributes:
+        rows: inside a repaired module the number of rows of a batch, one document each, right-padded to
+            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. Else None.
+        ignores_masks: whether masks that the model makes itself are ignored, because they contain nothing but the
+            boundaries. The leak probe confirms this.
+        degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
+            holds a part of its tokens.
+        index: which of these ranks this one is, 0 to s - 1.
+        part_tokens: tokens of each part; None with degree 1.
+        kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
+            int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
+        run_lengths: rows and keys of each run on the host, (runs, 2), or None.
+        launches: what one launch of a flash kernel computes, as (first document, last + 1, first token, last + 1,
+            longest), on the host; () for one launch of all documents.
+        mixers: the functions of mixers that are replaced during this forward, or None.
+        sends_states: see `forwards.PackedForwardGuard`.
+        derived: what modules derive from the boundaries once per pack.
+    """
+
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+    rows: int | None = None
+    ignores_masks: bool = False
+    degree: int = 1
+    index: int = 0
+    part_tokens: int | None = None
+    kv_index: Tensor | None = None
+    run_lengths: Tensor | None = None
+    launches: tuple[tuple[int, int, int, int, int], ...] = ()
+    mixers: Replaced | None = field(default=None, repr=False, compare=False)
+    sends_states: SendsStates | None = field(default=None, repr=False, compare=False)
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shared(self) -> SharedRuns | None:
+        """The runs of documents that share prefixes; None if none do."""
+        if self.kv_index is None:
+            return None
+        bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
+        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self.derived)
+
+    @property
+    def slices(self) -> list[tuple[slice, Tensor, int]]:
+        """Tokens, boundaries and longest document of each launch, derived once per pack without a read on the host."""
+        if "slices" not in self.derived:
+            self.derived["slices"] = [
+                (slice(start, stop), self.cu_seq_lens_q[first : last + 1] - start, longest)
+                for first, last, start, stop, longest in self.launches
+            ]
+        return self.derived["slices"]
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
+        return bounds_on_host(self.cu_seq_lens_q)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, on the host, without the empty ones that pad."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def document_rows(self, budget: float) -> DocumentRows:
+        """The rows of documents in batches of at most `budget` padded tokens, cached per pack."""
+        name = ("rows", undivided(budget))
+        if name not in self.derived:
+            self.derived[name] = DocumentRows(self.lengths, self.cu_seq_lens_q.device, name[1])
+        return self.derived[name]
+
+    def documents(self, budget: float) -> "DocumentBatches":
+        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack.
+
+        Raises ValueError if this rank holds only a part of the pack, or if documents share prefixes.
+        """
+        if self.kv_index is not None:
+            raise ValueError(
+                f"a repaired module got a pack of {len(self.lengths)} runs whose documents share prefixes: it runs on "
+                'whole documents, and a run is the end of one. Set share_prefixes="off".'
+            )
+        if self.degree > 1:
+            raise ValueError(
+                f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
+                "and some of their tokens are on other ranks. Set tokens_per_rank=None."
+            )
+        budget = undivided(budget)
+        if budget not in self._batches:
+            device = self.cu_seq_lens_q.device
+            rows = self.document_rows(budget)
+            batches = []
+            for group in rows.groups:
+                bounds = torch.arange(group.num_rows + 1, dtype=torch.int32, device=device) * group.longest
+                running = PackedForward(bounds, bounds, group.longest, group.longest, rows=group.num_rows)
+                batches.append(DocumentBatch(group, running))
+            self._batches[budget] = DocumentBatches(rows, batches)
+        return self._batches[budget]
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Documents that a repaired module computes in one call, and the packed forward that is running during it."""
+
+    group: Group
+    forward: PackedForward
+
+
+@dataclass(frozen=True)
+class DocumentBatches:
+    """All documents of a pack, in the batches that a repaired module computes."""
+
+    rows: DocumentRows
+    batches: list[DocumentBatch]
+
+
+_undivided: list[bool] = []
+
+
+@contextmanager
+def all_in_one_batch() -> Iterator[None]:
+    """Within this context, all documents that may share a padded batch share one, whatever its size.
+
+    The leak probe uses it: training may bring documents of any two lengths together in a batch.
+    """
+    _undivided.append(True)
+    try:
+        yield
+    finally:
+        _undivided.pop()
+
+
+def undivided(budget: float) -> float:
+    """The budget of a padded batch, unlimited within `all_in_one_batch`. 0, one document per batch, stays 0."""
+    return inf if budget and _undivided else budget
+
+
+# The packed forwards that are running, the innermost last.
+packed_forwards: list[PackedForward] = []
+
+
+def running_forward() -> PackedForward | None:
+    """The packed forward that is running, the innermost of several; None outside of packs."""
+    return packed_forwards[-1] if packed_forwards else None
+
+
+def running_pack() -> PackedForward | None:
+    """The packed forward whose documents a module must separate; None outside of packs and in repaired modules."""
+    running = running_forward()
+    return None if running is None or running.rows is not None else running
+
+
+def enter(running: PackedForward) -> None:
+    """Make `running` the packed forward from which modules read their boundaries, until `leave`."""
+    packed_forwards.append(running)
+    if running.mixers is not None:
+        running.mixers.enter()
+
+
+def leave() -> None:
+    running = packed_forwards.pop()
+    if running.mixers is not None:
+        running.mixers.leave()
+
+
+@contextmanager
+def entered(running: PackedForward) -> Iterator[None]:
+    """Within this context, `running` is the packed forward from which modules read their boundaries."""
+    enter(running)
+    try:
+        yield
+    finally:
+        leave()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running, so that a forward is a recomputation of a checkpointed layer."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,145 @@
+"""Documents with random images of any size, made by a processor, and how its outputs are joined in a pack."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .collator import IGNORE_INDEX, READ, PackedDataCollator
+from .image_collator import ImageLayout, PackedImages, RopeIndex
+from .image_rows import RowProcessor
+from .pack_collator import PackCollator
+from .parts import PartOf
+from .prefix_collator import PrefixCollator
+
+if TYPE_CHECKING:
+    from PIL import Image  # text is trained without it, and nothing that is required installs it
+
+SMALL = (56, 56)  # width and height in pixels: two by two patches of Qwen-VL
+
+
+class ImageExamples:
+    """Makes documents with random images of any size through a processor, in the form of its chat template.
+
+    The leak probe runs them, and one of them stands in for images where a pack has none.
+
+    Args:
+        process: one row of a dataset -> its document.
+        text_field: the column of plain text, for a processor without a chat template.
+        rope_index: the positions of models with M-RoPE; None for others.
+    """
+
+    def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
+        # The user's collator may train completions or answers only, so it may refuse plain messages.
+        self.process = process.without_masks()
+        self.processor, self.text_field = process.processor, text_field
+        self._random = np.random.default_rng(0)
+        self.layout = self._learn_layout()
+        self.images = PackedImages(self.layout, rope_index)
+
+    def image(self, width: int, height: int) -> "Image.Image":
+        """Random pixels."""
+        from PIL import Image
+
+        return Image.fromarray(self._random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+    def document(self, images: "list[Image.Image]", text: str = "a") -> dict[str, Any]:
+        """The document of a row with these images before this text."""
+        if self.processor.chat_template is None:
+            token = getattr(self.processor, "image_token", "<image>")
+            return self.process({"images": images, self.text_field: token * len(images) + text})
+        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
+        return self.process({"images": images, "messages": [{"role": "user", "content": content}]})
+
+    def placeholder(self) -> dict[str, Any]:
+        """A document with one small image and no trained token."""
+        document = self.document([self.image(*SMALL)])
+        return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
+
+    def joined(self, parts: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
+        """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
+        pieces = [{"input_ids": part} if isinstance(part, Tensor) else self._cut_out(part) for part in parts]
+        lengths = [len(piece["input_ids"]) for piece in pieces]
+        document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])}
+        for name in self.layout.tokens:
+            kinds = [
+                piece.get(name, torch.zeros(1, length, dtype=torch.int64))
+                for piece, length in zip(pieces, lengths, strict=True)
+            ]
+            document[name] = torch.cat(kinds, dim=1)
+        for name in self.layout.images:
+            outputs = [piece[name] for piece in pieces if name in piece]
+            if outputs:
+                document[name] = self.layout.join(name, outputs)
+        return document
+
+    def packed(
+        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, *, index: int | None = None
+    ) -> dict[str, Any]:
+        """The batch of documents in one pack, as in training, without labels.
+
+        With `shares` documents share every common beginning. The pack is one for `degree` ranks: the part with this
+        index, or the whole pack without one.
+        """
+        multiple = degree if index is None else None
+        rows = PackedDataCollator(multiple)
+        if shares:
+            rows = PrefixCollator(multiple, min_shared=1, compare=self.process.compare)
+        part = PartOf(list(documents), 1, 0) if index is None else PartOf(list(documents), degree, index)
+        batch = PackCollator(rows, self.images)(part)
+        return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+
+    def alone(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The batch of one document in unpacked training, without labels."""
+        batch = {name: value for name, value in document.items() if name not in READ}
+        return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
+
+    def _cut_out(self, image: "Image.Image") -> dict[str, Any]:
+        document = self.document([image])
+        start, stop = self.process.image_span(document)
+        cut = {name: document[name][:, start:stop] for name in self.layout.tokens & document.keys()}
+        return document | cut | {"input_ids": document["input_ids"][start:stop]}
+
+    def _learn_layout(self) -> ImageLayout:
+        image, other = self.image(*SMALL), self.image(*SMALL)
+        one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
+        tokens, images = set(), {}
+        for name in sorted(one.keys() - READ):
+            shapes = [getattr(document[name], "shape", None) for document in (one, longer, two)]
+            with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
+            if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
+                tokens.add(name)
+            elif with_text == [] and (axis := _image_axis(shapes[0], shapes[2])) is not None:
+                images[name] = axis
+            else:
+                sizes = [None if shape is None else tuple(shape) for shape in shapes]
+                raise ValueError(
+                    f"The processor ({type(self.processor).__name__}) returns `{name}` of shapes {sizes} for an image, "
+                    "for the same with more text, and for two images, and packing is on. The documents of a pack are "
+                    "joined along one axis, of tokens or of images, and this has none or several. Set `packing=False` "
+                    "and `padding_free=False`."
+                )
+        return ImageLayout(frozenset(tokens), images)
+
+
+def _changed(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> list[int] | None:
+    if shape is None or other is None or len(shape) != len(other):
+        return None
+    return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]
+
+
+def _image_axis(one: tuple[int, ...] | None, two: tuple[int, ...] | None) -> int | None:
+    """The axis that grows from one image to two; None if none or several do.
+
+    Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An output
+    that does not change at all has a row per document, such as its number of images.
+    """
+    changed = _changed(one, two)
+    if changed is None or one is None or two is None:
+        return None
+    grown = [i for i in changed if two[i] > one[i]]
+    if not changed and one[0] == 1:
+        return 0
+    return grown[0] if grown in ([0], [1]) else None
