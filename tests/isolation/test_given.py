@@ -122,7 +122,7 @@ def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back
 def test_a_model_with_our_attention_is_compared_with_that_of_transformers():
     model = build_tiny_model()
     set_attention(model, ATTENTION_NAME)
-    assert Probe(model).given == "sdpa" and check_isolation(model, max_length=64).equal
+    assert Probe(model).user_attention == "sdpa" and check_isolation(model, max_length=64).equal
 
 
 def test_a_long_document_does_not_run_on_eager(monkeypatch):

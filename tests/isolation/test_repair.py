@@ -121,7 +121,7 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
     model = zoo.build_model("paligemma", kind="image-text")
     packed = packed_model(model)
     packed.prove(model)
-    probe = Probe(model, given="sdpa")
+    probe = Probe(model, user_attention="sdpa")
     with probe.undisturbed():
         axes = learn_axes(probe, ["model"])["model"]
         documents = [probe.tokens(n) for n in (7, 20, 9)]

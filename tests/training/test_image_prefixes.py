@@ -178,7 +178,7 @@ def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
 def test_documents_that_share_images_are_what_they_are_alone(family):
     model, packed = proved(family)
     assert packed.prove_prefixes(model) is None
-    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    found = check_prefixes(model, 512, images=packed.images, user_attention=packed.attention.previous)
     assert found.max_gradient == 0 and 0 < found.max_difference < found.tolerance < 1e-4
 
 
@@ -227,11 +227,11 @@ def test_the_probe_sees_images_of_others(fault, monkeypatch):
     plant(monkeypatch, fault)
     model, packed = proved("llava")
     assert packed.is_proved, "documents packed whole are right"
-    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    found = check_prefixes(model, 512, images=packed.images, user_attention=packed.attention.previous)
     assert not (found.isolated and found.equal) and found.error is None
     assert max(found.max_change, found.max_difference) > 100 * found.tolerance
     assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
-    text = check_prefixes(model, 512, given=packed.attention.previous)
+    text = check_prefixes(model, 512, user_attention=packed.attention.previous)
     assert text.isolated and text.equal, "text alone shows nothing"
 
 
@@ -253,7 +253,7 @@ def test_the_probe_sees_images_without_a_gradient():
     for layer in model.base_model.language_model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
-    found = check_prefixes(model, 512, images=packed.images, given=packed.attention.previous)
+    found = check_prefixes(model, 512, images=packed.images, user_attention=packed.attention.previous)
     assert found.equal and found.max_gradient > 1e-2 and not found.isolated
 
 

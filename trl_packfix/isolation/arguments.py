@@ -19,12 +19,12 @@ def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     leaves: Any
     leaves, tree = tree_flatten_with_path((args, kwargs))
     names = _parameter_names(type(module).forward)
-    found = []
+    named = []
     for path, value in leaves:
         by_name = path[0].idx == 1
         name = path[1].key if by_name else names[path[1].idx] if path[1].idx < len(names) else f"*{path[1].idx}"
-        found.append((name + keystr(path[2:]), value))
-    return found, tree
+        named.append((name + keystr(path[2:]), value))
+    return named, tree
 
 
 def output_leaves(output: Any) -> tuple[Leaves, TreeSpec]:

@@ -46,7 +46,7 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     packs = [_watch(modules, lambda n=n: probe.packed([probe.tokens(k) for k in n])) for n in PACKS]
     rows = [_watch(modules, lambda b=b, n=n: probe.rows(torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
     totals = [sum(lengths) for lengths in PACKS]
-    found = {}
+    axes = {}
     for name in names:
         if not all(name in sizes for sizes in packs):
             continue
@@ -67,8 +67,8 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             if isinstance(one, tuple) and isinstance(longer, tuple):
                 tokens = _growing(name, place, one, other=longer, totals=[n for _, n in ROWS[:2]])
                 outputs[place] = _axes(tokens, longer, [one, longer, double])
-        found[name] = ModuleAxes(inputs, outputs, numbers)
-    return found
+        axes[name] = ModuleAxes(inputs, outputs, numbers)
+    return axes
 
 
 def _growing(name: str, place: str, size: Any, *, other: Any, totals: list[int]) -> tuple[int, ...]:
@@ -96,13 +96,13 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[Any]) -> Ax
 
 def _sizes(leaves: Leaves) -> Sizes:
     """Shapes of tensors and values of integers, by place."""
-    found: Sizes = {}
+    sizes: Sizes = {}
     for place, value in leaves:
         if isinstance(value, Tensor):
-            found[place] = tuple(value.shape)
+            sizes[place] = tuple(value.shape)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found[place] = value
-    return found
+            sizes[place] = value
+    return sizes
 
 
 def _watch(modules: dict[str, nn.Module], run: Any) -> dict[str, tuple[Sizes, Sizes]]:

@@ -47,7 +47,7 @@ def check_isolation(
     degree: int = 1,
     *,
     images: ImageSource | None = None,
-    given: str | None = None,
+    user_attention: str | None = None,
 ) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
@@ -63,8 +63,8 @@ def check_isolation(
         degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
             with the same model and images.
         images: makes documents with images, which are tested after those of text alone; None tests text.
-        given: the attention implementation that the model had before it was set up for packs. A document alone runs on
-            it. None: the current one, or transformers' default if that is `packfix_varlen`.
+        user_attention: the attention implementation that the model had before it was set up for packs. A document alone
+            runs on it. None: the current one, or transformers' default if that is `packfix_varlen`.
 
     Returns:
         The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
@@ -81,7 +81,11 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe: Probe = Probe(model, degree, given) if images is None else ImageProbe(model, images, degree, given=given)
+    probe: Probe = (
+        Probe(model, degree, user_attention)
+        if images is None
+        else ImageProbe(model, images, degree, user_attention=user_attention)
+    )
     with probe.undisturbed(), _marked(probe.inner):
         try:
             if degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
@@ -107,7 +111,7 @@ def check_prefixes(
     degree: int = 1,
     *,
     images: ImageSource | None = None,
-    given: str | None = None,
+    user_attention: str | None = None,
 ) -> IsolationReport:
     """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
 
@@ -118,7 +122,9 @@ def check_prefixes(
     """
     make_groups((degree,))
     probe = (
-        PrefixProbe(model, degree, given) if images is None else ImagePrefixProbe(model, images, degree, given=given)
+        PrefixProbe(model, degree, user_attention)
+        if images is None
+        else ImagePrefixProbe(model, images, degree, user_attention=user_attention)
     )
     with probe.undisturbed(), _marked(probe.inner):
         try:

@@ -61,20 +61,20 @@ def image_documents(
     square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
     head, tail, end = tokens(5), tokens(9), tokens(6)
 
-    def made(*parts: Any) -> ImageDocument:
+    def document(*parts: Any) -> ImageDocument:
         return ImageDocument(images.joined(parts))
 
-    documents = [made(head, square, tail), made(tokens(3), first, tokens(4), last), made(high, end)]
+    documents = [document(head, square, tail), document(tokens(3), first, tokens(4), last), document(high, end)]
     before = sum(map(len, documents[:2]))
-    documents.append(made(tokens(max(11, before - len(end)) if splits else 11)))
+    documents.append(document(tokens(max(11, before - len(end)) if splits else 11)))
     changes = [
-        (0, made(head, images.image(*SQUARE), tail)),  # another image
-        (0, made(head, images.image(*HIGH), tail)),  # of another size
-        (0, made(head, square, tokens(2), images.image(*WIDE), tail)),  # one image more
-        (0, made(tokens(8))),  # no image
-        (1, made(tokens(3), first, tokens(4), images.image(*SQUARE))),
-        (2, made(images.image(*HIGH), end)),
-        (2, made(tokens(7), high)),  # in another place
+        (0, document(head, images.image(*SQUARE), tail)),  # another image
+        (0, document(head, images.image(*HIGH), tail)),  # of another size
+        (0, document(head, square, tokens(2), images.image(*WIDE), tail)),  # one image more
+        (0, document(tokens(8))),  # no image
+        (1, document(tokens(3), first, tokens(4), images.image(*SQUARE))),
+        (2, document(images.image(*HIGH), end)),
+        (2, document(tokens(7), high)),  # in another place
     ]
     return documents, changes
 
@@ -87,8 +87,8 @@ class ImageProbe(Probe):
 
     shares = False  # whether documents of a pack share common beginnings
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, given: str | None = None):
-        super().__init__(model, degree, given)
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+        super().__init__(model, degree, user_attention)
         self.images = images
 
     def image_examples(self) -> Examples:
@@ -96,7 +96,7 @@ class ImageProbe(Probe):
         return image_documents(self.images, self.tokens, splits=self.degree > 1)
 
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
-        values = [self._values(each) for each in documents]
+        values = [self._values(document) for document in documents]
         index = dist.get_rank(group_of(degree)) if degree > 1 else None
         return self._moved(self.images.packed(values, self.shares, self.degree, index=index))
 

@@ -105,10 +105,10 @@ class IsolationReport:
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
-            given = f"changed others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
+            finding = f"changed others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
             why = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
         else:
-            given = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
+            finding = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
             if self.reads_ahead:
                 why = (
@@ -116,20 +116,20 @@ class IsolationReport:
                     "the padding behind it, and a pack has none."
                 )
         raise PackingLeakError(
-            f"Documents in a pack {given} on this model with attention {self.attention!r}. {why} {remedy}"
+            f"Documents in a pack {finding} on this model with attention {self.attention!r}. {why} {remedy}"
         )
 
     def _raise_of_parts(self) -> None:
         if self.error is not None:
-            found = f"the model raised: {self.error}"
+            finding = f"the model raised: {self.error}"
         else:
             gap = max(self.max_change, self.max_difference)
-            found = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
+            finding = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
             if gap <= self.tolerance and self.max_gradient:
-                found = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
+                finding = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         raise PackingLeakError(
-            f"A pack was shared by {self.degree} ranks, and {found}. It worked on one rank, so a module other than "
+            f"A pack was shared by {self.degree} ranks, and {finding}. It worked on one rank, so a module other than "
             f"attention needs tokens that other ranks hold{': ' + where if where else ''}. Set `tokens_per_rank=None` "
             "(documents are then at most as long as one rank can train)."
         )
@@ -142,7 +142,7 @@ def finite(value: Any) -> Any:
     {'max_change': None, 'leaks': [0.5]}
     """
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value

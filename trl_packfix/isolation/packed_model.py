@@ -166,28 +166,28 @@ class PackedModel:
         gather_lm_head_with_model(base_model(self.model))
         if self._head is None:  # the engine may have sharded the model since `attend`
             self._head = unshard_lm_head(base_model(self.model))
-        self.isolation = found = self._judged(wrapped)
+        self.isolation = report = self._judged(wrapped)
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
             self._unpack()
             self.isolation = self._check(wrapped)
-            reason = f"UNPACKED, documents as rows of padded batches, because {found.summary()}"
+            reason = f"UNPACKED, documents as rows of padded batches, because {report.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
     def _judged(self, wrapped: nn.Module) -> IsolationReport:
         """Probe the model. Where a kernel refuses it or computes it wrongly, do without that kernel."""
-        found = self._check_on_kernels(wrapped)
+        report = self._check_on_kernels(wrapped)
         for kernel in (self.attention.activates, TOWER_ATTENTION if self._has_own_towers else None):
-            if kernel is None or (found.isolated and found.equal):
+            if kernel is None or (report.isolated and report.equal):
                 continue
-            self._use(kernel, refusal=found.summary())
+            self._use(kernel, refusal=report.summary())
             without = self._check_on_kernels(wrapped)
             if without.isolated and without.equal:
                 return without
             self._use(kernel)  # the defect is elsewhere
-        return found
+        return report
 
     def _check_on_kernels(self, wrapped: nn.Module) -> IsolationReport:
         """Probe the model on the first kernels that do not refuse it."""
@@ -268,27 +268,29 @@ class PackedModel:
             volumes.append(volume)
             return False
 
-        found = self._check_degree(wrapped, degree, note)
-        found.raise_if_leaking(self.on_leak)
+        report = self._check_degree(wrapped, degree, note)
+        report.raise_if_leaking(self.on_leak)
         if self.sends_states is not None:
             sends, tokens = self.sends_states
             if any(sends(volume, tokens, degree) for volume in set(volumes)):
-                self._check_degree(wrapped, degree, lambda *given: True).raise_if_leaking(self.on_leak)
+                self._check_degree(wrapped, degree, lambda *scan: True).raise_if_leaking(self.on_leak)
                 self._proved_states.add(degree)
         if self.prefixes_are_proved and (reason := self._refusal_of_prefixes(wrapped, degree)) is not None:
             raise PackingLeakError(
                 f"Documents that share prefixes were packed, {degree} ranks shared the pack, and {reason}. Each of the "
                 'two alone has passed. Set `share_prefixes="off"` or `tokens_per_rank=None`.'
             )
-        self._proved_degrees[degree] = found
-        return found
+        self._proved_degrees[degree] = report
+        return report
 
     def _check_degree(self, wrapped: nn.Module, degree: int, sends_states: SendsStates) -> IsolationReport:
         self._guard.sends_states = sends_states
-        found = check_isolation(wrapped, self.max_length, degree, images=self.images, given=self.attention.previous)
+        report = check_isolation(
+            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
+        )
         self._guard.sends_states = self._may_send_states
-        agreed((found.isolated, found.equal))
-        return found
+        agreed((report.isolated, report.equal))
+        return report
 
     def _may_send_states(self, volume: Volume, tokens: int, degree: int) -> bool:
         if self.sends_states is None or degree not in self._proved_states:
@@ -305,16 +307,18 @@ class PackedModel:
         if reason is None and (rates := dropped_weights(text_config(base_model(self.model)))):
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
-            found = self._refusal_of_prefixes(wrapped)
-            reason = None if found is None else f"where documents share prefixes, {found}"
+            refusal = self._refusal_of_prefixes(wrapped)
+            reason = None if refusal is None else f"where documents share prefixes, {refusal}"
         self.prefixes_are_proved = reason is None
         return reason
 
     def _refusal_of_prefixes(self, wrapped: nn.Module, degree: int = 1) -> str | None:
         """What the probe finds where documents share prefixes; None if nothing."""
-        found = check_prefixes(wrapped, self.max_length, degree, images=self.images, given=self.attention.previous)
-        agreed((found.isolated, found.equal))
-        return None if found.isolated and found.equal else found.summary()
+        report = check_prefixes(
+            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
+        )
+        agreed((report.isolated, report.equal))
+        return None if report.isolated and report.equal else report.summary()
 
     def _cannot_share(self) -> str | None:
         """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
@@ -327,30 +331,32 @@ class PackedModel:
         return None
 
     def _check(self, wrapped: nn.Module) -> IsolationReport:
-        found = check_isolation(wrapped, self.max_length, images=self.images, given=self.attention.previous)
-        agreed((found.isolated, found.equal))
-        return replace(found, repaired=self.repaired)
+        report = check_isolation(wrapped, self.max_length, images=self.images, user_attention=self.attention.previous)
+        agreed((report.isolated, report.equal))
+        return replace(report, repaired=self.repaired)
 
     def _repair(self, wrapped: nn.Module) -> None:
         """Repair with the chosen attention, else with the model's own, whose masks may hold more than boundaries."""
         for name in dict.fromkeys((self.attention.name, self.attention.previous)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            given = self.attention.previous
+            user_attention = self.attention.previous
             probe = (
-                Probe(wrapped, given=given) if self.images is None else ImageProbe(wrapped, self.images, given=given)
+                Probe(wrapped, user_attention=user_attention)
+                if self.images is None
+                else ImageProbe(wrapped, self.images, user_attention=user_attention)
             )
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             try:
                 with probe.undisturbed():
-                    found = search.run()
+                    report = search.run()
             except OwnAttentionError:
                 search.give_up()
                 continue
-            if self.images is not None and found.isolated and found.equal:
-                found = self._check(wrapped)  # the search repairs and tests documents of text
-            if found.isolated and found.equal:
-                self.isolation = replace(found, repaired=search.repairs)
+            if self.images is not None and report.isolated and report.equal:
+                report = self._check(wrapped)  # the search repairs and tests documents of text
+            if report.isolated and report.equal:
+                self.isolation = replace(report, repaired=search.repairs)
                 if name != self.attention.name:
                     reason = f"the model's own, because {self.attention.name} does not support its masks"
                     self.attention = replace(self.attention, name=name, is_flash="flash" in name, reason=reason)

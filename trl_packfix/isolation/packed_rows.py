@@ -193,11 +193,11 @@ class PackedRows(ModelHooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         batch = None
-        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        if self.is_active and not any(self._running) and self._is_padded(module, given):
-            batch = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+        inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        if self.is_active and not any(self._running) and self._is_padded(module, inputs):
+            batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and not self._on_rows[torch.is_grad_enabled()]:
-                batch = self._proved_on(module, given, batch)
+                batch = self._proved_on(module, inputs, batch)
         self._running.append(batch)
         if batch is None:
             return None
@@ -205,7 +205,7 @@ class PackedRows(ModelHooks):
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
         self._attend(True)
-        return (), _packed(given, batch)
+        return (), _packed(inputs, batch)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -225,20 +225,20 @@ class PackedRows(ModelHooks):
             output["router_logits"] = tuple(_laid_back(logits, batch) for logits in output["router_logits"])
         return output
 
-    def _is_padded(self, module: nn.Module, given: dict[str, Any]) -> bool:
+    def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether a forward is one on padded rows, and nothing else."""
-        tokens, mask, use_cache = (given.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
+        tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
         if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.shape != tokens.shape:
             return False
         if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
-        if use_cache or given.get("past_key_values") is not None:
+        if use_cache or inputs.get("past_key_values") is not None:
             return False
-        if given.get("output_hidden_states") or given.get("output_attentions"):
+        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):
             return False
         others = [
             name
-            for name, value in given.items()
+            for name, value in inputs.items()
             if name not in REPLACED and isinstance(value, Tensor) and value.dim() > 0
         ]
         if others:
@@ -259,19 +259,19 @@ class PackedRows(ModelHooks):
 
     # The proof on the first batch
 
-    def _proved_on(self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
+    def _proved_on(self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
         """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
 
         Where it does not, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch
         may come later than that of another, and padded rows give the same gradients.
         """
         wants_gradients = torch.is_grad_enabled()
-        reason = self._difference(module, given, batch, wants_gradients=wants_gradients)
+        reason = self._difference(module, inputs, batch, wants_gradients=wants_gradients)
         if reason is not None and self.collate.shares:
             self._share_nothing(f"on its first batch, {reason}")
-            whole = pack_rows(given["input_ids"], given["attention_mask"], self.collate)
+            whole = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert whole is not None
-            batch, reason = whole, self._difference(module, given, whole, wants_gradients=wants_gradients)
+            batch, reason = whole, self._difference(module, inputs, whole, wants_gradients=wants_gradients)
         if reason is not None:
             self._refuse(f"on its first batch, {reason}")
             return None
@@ -279,12 +279,12 @@ class PackedRows(ModelHooks):
         return batch
 
     def _difference(
-        self, module: nn.Module, given: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
+        self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
         """What differs between the padded rows and their pack beyond rounding; None if nothing."""
         packed = self.packed_model
         assert packed.isolation is not None
-        probe = Probe(self.model, given=packed.attention.previous)
+        probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
         limits = [tolerance, max(FINEST, tolerance**0.5)]
         try:
@@ -292,7 +292,7 @@ class PackedRows(ModelHooks):
                 self._attend(True)
                 with _outside_of_autocast(self.model.device.type):
                     probe.silence_draws()
-                runs = _Runs(self, probe, module, given=given, batch=batch)
+                runs = _Runs(self, probe, module, inputs=inputs, batch=batch)
                 padded = runs.padded(wants_gradients)
                 first = runs.packed(wants_gradients)
                 gaps = _gaps(padded, first)
@@ -310,7 +310,7 @@ class PackedRows(ModelHooks):
         finally:
             self._attend(False)
         what, gap, limit = max(
-            zip(("states", "gradients"), gaps, limits, strict=True), key=lambda found: found[1] / found[2]
+            zip(("states", "gradients"), gaps, limits, strict=True), key=lambda worst: worst[1] / worst[2]
         )
         if gap <= limit:
             return None
@@ -344,15 +344,15 @@ class _Runs:
     """The two ways to compute a padded batch: states and gradients of its tokens, (N, hidden)."""
 
     def __init__(
-        self, rows: PackedRows, probe: Probe, module: nn.Module, *, given: dict[str, Any], batch: RowsOfBatch
+        self, rows: PackedRows, probe: Probe, module: nn.Module, *, inputs: dict[str, Any], batch: RowsOfBatch
     ) -> None:
-        self.rows, self.probe, self.module, self.given, self.batch = rows, probe, module, given, batch
+        self.rows, self.probe, self.module, self.inputs, self.batch = rows, probe, module, inputs, batch
         self.weights: Tensor | None = None
 
     def padded(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """The gradients of tokens that share a row of the pack are summed, (T, hidden)."""
         self.rows._attend(False)
-        states, gradient = self._run(self.given, self.batch.cells, wants_gradients)
+        states, gradient = self._run(self.inputs, self.batch.cells, wants_gradients)
         if gradient is not None:
             summed = gradient.new_zeros(self.batch.num_computed, gradient.shape[-1])
             gradient = summed.index_add(0, self.batch.rows, gradient[self.batch.cells])
@@ -360,7 +360,7 @@ class _Runs:
 
     def packed(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         self.rows._attend(True)
-        return self._run(_packed(self.given, self.batch), self.batch.rows, wants_gradients)
+        return self._run(_packed(self.inputs, self.batch), self.batch.rows, wants_gradients)
 
     def _run(self, inputs: dict[str, Any], places: Tensor, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """States at `places`, (N, hidden), and the gradient of all embeddings, (tokens, hidden)."""
@@ -392,8 +392,8 @@ def _gaps(one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None]) 
     return gaps
 
 
-def _packed(given: dict[str, Any], batch: RowsOfBatch) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in REPLACED} | batch.pack
+def _packed(inputs: dict[str, Any], batch: RowsOfBatch) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name not in REPLACED} | batch.pack
 
 
 def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:

@@ -29,8 +29,8 @@ class PrefixProbe(Probe):
 
     traces_leaks = False
 
-    def __init__(self, model: Any, degree: int = 1, given: str | None = None):
-        super().__init__(model, degree, given)
+    def __init__(self, model: Any, degree: int = 1, user_attention: str | None = None):
+        super().__init__(model, degree, user_attention)
         self._collate = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
@@ -91,12 +91,14 @@ class PrefixProbe(Probe):
         for ids, rows, first in zip(documents, every, shared, strict=True):
             if first >= len(rows):
                 continue  # all its rows belong to other documents, too
-            found = self._embedding_gradient(batch, rows[first:], self.degree)
+            gradient = self._embedding_gradient(batch, rows[first:], self.degree)
             with self.evaluating(), self.as_given(len(ids)):
-                wanted = self._embedding_gradient(self.row(ids), torch.arange(first, len(rows), device=self.device))
-            if found is None or wanted is None:
+                gradient_alone = self._embedding_gradient(
+                    self.row(ids), torch.arange(first, len(rows), device=self.device)
+                )
+            if gradient is None or gradient_alone is None:
                 return None
-            largest = max(largest, wrong_gradient(found, rows, wanted[: len(rows)], limit=limit))
+            largest = max(largest, wrong_gradient(gradient, rows, gradient_alone[: len(rows)], limit=limit))
         return largest
 
     def _shared(self, documents: list[Tensor], degree: int = 1) -> tuple[dict[str, Any], list[Tensor], list[int]]:
@@ -121,8 +123,8 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     shares = True
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, given: str | None = None):
-        ImageProbe.__init__(self, model, images, degree, given=given)
+    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+        ImageProbe.__init__(self, model, images, degree, user_attention=user_attention)
 
     def image_examples(self) -> Examples:
         """An image that three documents share, another of its size behind the same text, and two images that two share.
@@ -136,32 +138,32 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
         question, between = self.tokens(6), self.tokens(3)
 
-        def made(*parts: Any) -> ImageDocument:
+        def document(*parts: Any) -> ImageDocument:
             return ImageDocument(self.images.joined(parts))
 
         documents = [
-            made(head, square, question, self.tokens(9)),
-            made(other_head, wide, self.tokens(5)),
-            made(head, square, question, self.tokens(7)),
-            made(head, image(*SQUARE), question, self.tokens(8)),
-            made(head, self.tokens(4), high, self.tokens(6)),
-            made(other_head, wide, between, high, question, self.tokens(2)),
-            made(head, square, question[:2], self.tokens(11)),
-            made(other_head, wide, between, high, question),
-            made(other_head, wide, between, self.tokens(4)),
-            made(self.tokens(8)),
+            document(head, square, question, self.tokens(9)),
+            document(other_head, wide, self.tokens(5)),
+            document(head, square, question, self.tokens(7)),
+            document(head, image(*SQUARE), question, self.tokens(8)),
+            document(head, self.tokens(4), high, self.tokens(6)),
+            document(other_head, wide, between, high, question, self.tokens(2)),
+            document(head, square, question[:2], self.tokens(11)),
+            document(other_head, wide, between, high, question),
+            document(other_head, wide, between, self.tokens(4)),
+            document(self.tokens(8)),
         ]
         if self.degree > 1:  # the collator sorts a document that begins with an image to the end
             before = self._batch(documents)["input_ids"].shape[1]
-            documents.append(made(image(*HIGH), self.tokens(before)))
+            documents.append(document(image(*HIGH), self.tokens(before)))
         changes = [
-            (0, made(head, image(*SQUARE), question, self.tokens(9))),  # another image
-            (0, made(head, wide, question, self.tokens(9))),  # that of other documents, of another size
-            (2, made(head, square, question, self.tokens(12))),
-            (3, made(head, square, question, self.tokens(8))),  # the same image
-            (4, made(head, self.tokens(9))),  # no image
-            (7, made(other_head, wide, between, image(*HIGH), question)),
-            (1, made(self.tokens(6), high)),
+            (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
+            (0, document(head, wide, question, self.tokens(9))),  # that of other documents, of another size
+            (2, document(head, square, question, self.tokens(12))),
+            (3, document(head, square, question, self.tokens(8))),  # the same image
+            (4, document(head, self.tokens(9))),  # no image
+            (7, document(other_head, wide, between, image(*HIGH), question)),
+            (1, document(self.tokens(6), high)),
         ]
         return documents, changes
 

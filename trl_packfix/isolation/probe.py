@@ -108,13 +108,13 @@ class Probe:
     Args:
         model: as it trains, with the attention of packs.
         degree: see below.
-        given: the attention that the model had as the user gave it. A document alone runs on it, so that a mistake of
-            the attention of packs cannot hide in both runs. None: its attention now, or transformers' default if that
-            is `packfix_varlen`.
+        user_attention: the attention that the model had as the user gave it. A document alone runs on it, so that a
+            mistake of the attention of packs cannot hide in both runs. None: its attention now, or transformers'
+            default if that is `packfix_varlen`.
 
     Attributes:
         inner: the transformers model.
-        given: the attention of a document alone.
+        user_attention: the attention of a document alone.
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in the second backward of a forward.
@@ -127,7 +127,7 @@ class Probe:
 
     traces_leaks = True
 
-    def __init__(self, model: Any, degree: int = 1, given: str | None = None):
+    def __init__(self, model: Any, degree: int = 1, user_attention: str | None = None):
         model = self.model = uncompiled(model)
         self.has_engine = _is_wrapped(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         is_ddp = isinstance(model, DistributedDataParallel)
@@ -140,9 +140,9 @@ class Probe:
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
         # Flash attention is a reference for itself only: some kernels leave out sinks or windows without an error
-        self.given = given if given is not None and "flash" not in given else own_attention(self.inner)
-        if self.given == ATTENTION_NAME:
-            self.given = default_attention(self.inner)
+        if user_attention is None or "flash" in user_attention:
+            user_attention = own_attention(self.inner)
+        self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
         self._pads: bool | None = None  # see `_is_padded`
         self.reads_ahead = False
         self.degree = degree
@@ -222,7 +222,7 @@ class Probe:
             other = torch.cat([ids[:-2], self.tokens(2)])
 
             def moves(padded: bool) -> bool:
-                first, second = (self._states(self._row(each, padded))[0][:7] for each in (ids, other))
+                first, second = (self._states(self._row(tokens, padded))[0][:7] for tokens in (ids, other))
                 return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
 
             with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
@@ -241,15 +241,15 @@ class Probe:
         A document so long that the scores of `eager` would not fit runs on `sdpa`, or on the attention of packs, which
         in eval mode computes rows without boundaries as `sdpa` does.
         """
-        current, given = own_attention(self.inner), self.given
+        current, name = own_attention(self.inner), self.user_attention
         heads = getattr(self.config, "num_attention_heads", 1)
-        if given == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
-            given = "sdpa" if self.inner._supports_sdpa else current
+        if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
+            name = "sdpa" if self.inner._supports_sdpa else current
         with towers_as_given(self.inner):
-            if given == current:
+            if name == current:
                 yield
                 return
-            set_attention(self.inner, given)
+            set_attention(self.inner, name)
             try:
                 yield
             finally:
@@ -280,9 +280,9 @@ class Probe:
             problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-        found = next((each for each in problems if each is not None), None)
-        if found is not None or states is None:
-            raise CannotRun(found)
+        problem = next((text for text in problems if text is not None), None)
+        if problem is not None or states is None:
+            raise CannotRun(problem)
         parts = [torch.empty_like(states) for _ in range(self.degree)]
         dist.all_gather(parts, states.contiguous(), group=group_of(self.degree))
         return torch.cat(parts, dim=1)
@@ -415,12 +415,14 @@ class Probe:
         for ids in documents:
             own = torch.arange(start, start + len(ids), device=self.device)
             start += len(ids)
-            found = self._embedding_gradient(self._batch(documents, self.degree), own, self.degree)
+            gradient = self._embedding_gradient(self._batch(documents, self.degree), own, self.degree)
             with self.evaluating(), self.as_given(len(ids)):
-                wanted = self._embedding_gradient(self.row(ids), torch.arange(len(ids), device=self.device))
-            if found is None or wanted is None:
+                gradient_alone = self._embedding_gradient(self.row(ids), torch.arange(len(ids), device=self.device))
+            if gradient is None or gradient_alone is None:
                 return None
-            largest = max(largest, wrong_gradient(found, own, wanted[: len(ids)], limit=limit, rounding=rounding))
+            largest = max(
+                largest, wrong_gradient(gradient, own, gradient_alone[: len(ids)], limit=limit, rounding=rounding)
+            )
         return largest
 
     def _embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
@@ -539,9 +541,9 @@ class Probe:
         """
         if not ((self.has_engine or self.degree > 1) and dist.is_initialized()):
             return bool(condition)
-        found: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(found, bool(condition))
-        return any(found)
+        on_ranks: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, bool(condition))
+        return any(on_ranks)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -595,19 +597,21 @@ def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
 
 
-def wrong_gradient(found: Tensor, own: Tensor, wanted: Tensor, *, limit: float, rounding: float = 0.0) -> float:
+def wrong_gradient(
+    gradient: Tensor, own: Tensor, gradient_alone: Tensor, *, limit: float, rounding: float = 0.0
+) -> float:
     """What is wrong with the gradient of a document with respect to the rows of its pack, (T, D); 0 if nothing.
 
     It is the largest one of rows that are not its own (above `rounding` times the largest), or the difference from
     `wanted`, that of the document alone, relative to its largest and above `limit`.
     """
-    is_other = torch.ones(len(found), dtype=torch.bool, device=found.device)
+    is_other = torch.ones(len(gradient), dtype=torch.bool, device=gradient.device)
     is_other[own] = False
-    mine, scale = found[own], wanted.abs().max()
-    others = found[is_other].abs().max().item() if is_other.any() else 0.0
+    mine, scale = gradient[own], gradient_alone.abs().max()
+    others = gradient[is_other].abs().max().item() if is_other.any() else 0.0
     largest = others if others > rounding * scale.item() else 0.0
-    is_lost = ((mine == 0).all(-1) & (wanted != 0).any(-1)).any().item()
-    gap = inf if is_lost else ((mine - wanted).abs().max() / scale).item()
+    is_lost = ((mine == 0).all(-1) & (gradient_alone != 0).any(-1)).any().item()
+    gap = inf if is_lost else ((mine - gradient_alone).abs().max() / scale).item()
     return largest if gap <= limit and not is_lost else max(largest, gap)
 
 

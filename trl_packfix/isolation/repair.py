@@ -124,7 +124,7 @@ class RepairedModule(ModelHooks):
             with entered(batch.forward):
                 args_here, kwargs_here = self._inputs(module, args, kwargs, batch=batch)
                 outputs.append(module.forward(*args_here, **kwargs_here))
-        leaves = [output_leaves(each)[0] for each in outputs]
+        leaves = [output_leaves(output)[0] for output in outputs]
         joined = [
             self._join(places[0][0], [value for _, value in places], documents) for places in zip(*leaves, strict=True)
         ]
@@ -134,7 +134,7 @@ class RepairedModule(ModelHooks):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: DocumentBatch
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = argument_leaves(module, args, kwargs)
-        given = []
+        values = []
         for place, value in leaves:
             if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.way.positions):
                 value = None
@@ -149,8 +149,8 @@ class RepairedModule(ModelHooks):
                 value = value if axes is None else batch.group.split(value, axes)
             elif place in self.axes.numbers:
                 value = batch.group.longest
-            given.append(value)
-        return tree_unflatten(given, tree)
+            values.append(value)
+        return tree_unflatten(values, tree)
 
     def _join(self, place: str, values: list[Any], documents: DocumentBatches) -> Any:
         if not isinstance(values[0], Tensor):
@@ -182,8 +182,8 @@ class RestartedPositions(ModelHooks):
         if running is None:
             return None
         leaves, tree = argument_leaves(module, args, kwargs)
-        given = [self._restarted(value, running) if place == self.place else value for place, value in leaves]
-        return tree_unflatten(given, tree)
+        values = [self._restarted(value, running) if place == self.place else value for place, value in leaves]
+        return tree_unflatten(values, tree)
 
     def _restarted(self, positions: Tensor, running: PackedForward) -> Tensor:
         bounds = running.cu_seq_lens_q

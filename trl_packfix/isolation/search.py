@@ -59,10 +59,10 @@ class RepairSearch:
         for _ in range(MAX_ROUNDS):
             report, evidence = self._judge()
             # Before any other forward: with different results, ranks would wait for each other in it.
-            found = agreed("raised" if report.error is not None else "isolated" if evidence is None else "leaked")
-            if found == "isolated":
+            verdict = agreed("raised" if report.error is not None else "isolated" if evidence is None else "leaked")
+            if verdict == "isolated":
                 return report
-            if found == "leaked" and not self._restarted and self._restart_positions():
+            if verdict == "leaked" and not self._restarted and self._restart_positions():
                 continue
             if evidence is not None:
                 name = self._locate(report, evidence)
@@ -95,7 +95,7 @@ class RepairSearch:
     @property
     def hooks(self) -> list[ModelHooks]:
         """The hooks of all current repairs, in the order of installation."""
-        restarted: list[ModelHooks] = [each for each, _ in self._restarted]
+        restarted: list[ModelHooks] = [module for module, _ in self._restarted]
         return restarted + [module for site in self._sites.values() for module in site.repaired]
 
     @property
@@ -122,10 +122,12 @@ class RepairSearch:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS])
         except CannotRun:
             return False
-        for each in shifted:
-            module = self._modules[each.name]
-            repair = Repair(type(module).__name__, each.name, 1, f"with positions from {each.first} in each document")
-            restarted = RestartedPositions(module, each.place, each.axis, first=each.first)
+        for positions in shifted:
+            module = self._modules[positions.name]
+            repair = Repair(
+                type(module).__name__, positions.name, 1, f"with positions from {positions.first} in each document"
+            )
+            restarted = RestartedPositions(module, positions.place, positions.axis, first=positions.first)
             restarted.install()
             self._restarted.append((restarted, repair))
         return bool(self._restarted)
@@ -222,4 +224,4 @@ def _is_from_torch(module: nn.Module) -> bool:
 
 
 def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
-    return any(place == "position_ids" for each in axes for place in each.inputs)
+    return any(place == "position_ids" for module_axes in axes for place in module_axes.inputs)

@@ -35,32 +35,32 @@ def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict
     positions = vars(config).get(config.attribute_map.get(POSITIONS, POSITIONS))
     positions = positions if isinstance(positions, int) else inf
     limit = positions if max_length is None else max_length
-    found = _lengths(vars(config)) | _rope_thresholds(config)
-    to_test = {name: n for name, n in found.items() if shortest <= n < limit}
-    return to_test, {name: n for name, n in found.items() if limit <= n < positions}
+    lengths = _lengths(vars(config)) | _rope_thresholds(config)
+    to_test = {name: n for name, n in lengths.items() if shortest <= n < limit}
+    return to_test, {name: n for name, n in lengths.items() if limit <= n < positions}
 
 
 def _lengths(fields: dict[str, Any]) -> dict[str, int]:
     """The fields that hold a length above which tokens are computed differently, in tokens."""
-    found = {name: n for name, n in fields.items() if THRESHOLD.search(name) and _is_length(n)}
+    lengths = {name: n for name, n in fields.items() if THRESHOLD.search(name) and _is_length(n)}
     for name, blocks in fields.items():
         match = BLOCKS.match(name)
         block_size = match and fields.get(f"{match[1] or ''}block_size")
         if block_size and _is_length(block_size * blocks):
-            found[name] = block_size * blocks
+            lengths[name] = block_size * blocks
     rates = fields.get(RATES)
     if isinstance(rates, dict):
-        found |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
-        if "index_topk" in found:
-            found["index_topk"] *= rates.get(INDEXED, 1)
-    return found
+        lengths |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
+        if "index_topk" in lengths:
+            lengths["index_topk"] *= rates.get(INDEXED, 1)
+    return lengths
 
 
 def _rope_thresholds(config: Any) -> dict[str, int]:
     rope = vars(config).get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
-    found = {}
+    lengths = {}
     layer_types: list[str | None] = [*nested_rope_keys(config, rope)]
     for layer_type in layer_types or [None]:
         parameters = rope if layer_type is None else rope[layer_type]
@@ -69,8 +69,8 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
         for name in ROPE_LENGTHS:
             length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
-                found[name] = length
-    return found
+                lengths[name] = length
+    return lengths
 
 
 def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str | None, *, length: int) -> bool:

@@ -114,26 +114,26 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
     # The other runs are compared while they run, so that only one run needs memory.
     repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
 
-    def note_repeat(name: str, call: int, given: Values, made: Values) -> None:
-        if call < len(first.get(name, [])) and not _moved(first[name][call][1], made, [(slice(None), slice(None))]):
+    def note_repeat(name: str, call: int, inputs: Values, outputs: Values) -> None:
+        if call < len(first.get(name, [])) and not _moved(first[name][call][1], outputs, [(slice(None), slice(None))]):
             repeats.add((name, call))
 
     moved: dict[str, Leak] = {}
     leaking = set()
 
-    def note_variant(name: str, call: int, given: Values, made: Values) -> None:
+    def note_variant(name: str, call: int, inputs: Values, outputs: Values) -> None:
         if name in moved or (name, call) not in repeats:
             return
         came_in, went_out = first[name][call]
-        if not came_in.keys() & given.keys() or _moved(came_in, given, pairs):
+        if not came_in.keys() & inputs.keys() or _moved(came_in, inputs, pairs):
             return
-        change = _moved(went_out, made, pairs)
+        change = _moved(went_out, outputs, pairs)
         if change:
             moved[name] = Leak(name, type(modules[name]).__name__, change)
             if evidence.same_length:
-                leaks = change > tolerance or _share_moved(went_out, made, pairs, minimum=tolerance / 16) > 0.5
+                leaks = change > tolerance or _share_moved(went_out, outputs, pairs, minimum=tolerance / 16) > 0.5
             else:  # integers may be positions in the pack
-                leaks = _moved(_numbers(went_out), _numbers(made), pairs) > tolerance
+                leaks = _moved(_numbers(went_out), _numbers(outputs), pairs) > tolerance
             if leaks:
                 leaking.add(name)
 
@@ -163,15 +163,15 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
         probe.packed(documents)
     first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
-    found = {}
+    leaks = {}
     for name, module in modules.items():
         for one, other in zip(whole.get(name, []), part.get(name, []), strict=False):
             came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
             if came_in <= tolerance < went_out:
-                found[name] = Leak(name, type(module).__name__, went_out)
+                leaks[name] = Leak(name, type(module).__name__, went_out)
                 break
     on_ranks: list[dict[str, Leak]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(on_ranks, found)
+    dist.all_gather_object(on_ranks, leaks)
     largest: dict[str, Leak] = {}
     for leak in (leak for leaks in on_ranks for leak in leaks.values()):
         if leak.name not in largest or leak.change > largest[leak.name].change:
@@ -210,22 +210,25 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
         with recording(probe.row_length(ids)) as records:
             probe.alone(ids)
         alone.append(records)
-    found = []
+    shifted = []
     for name in packed:
         for place, (axis, values) in packed[name][0][0].items():
             if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
                 continue
             seen = [records[name][0][0].get(place) for records in alone if name in records]
-            given = [each for each in seen if each is not None]
-            if len(given) < len(alone):
+            counts = [alone_values[1].flatten() for alone_values in seen if alone_values is not None]
+            if len(counts) < len(alone):
                 continue
-            counts = [each[1].flatten() for each in given]
             parts = values.flatten().split(lengths)
             counts_up = all(torch.equal(part.diff(), torch.ones_like(part[1:])) for part in [*counts, *parts])
-            first = {int(each[0]) for each in counts}
+            first = {int(count[0]) for count in counts}
             if counts_up and len(first) == 1 and any(int(part[0]) not in first for part in parts):
-                found.append(ShiftedPositions(name, place, axis, first.pop()))
-    return [each for each in found if not any(_inside(other.name, each.name) for other in found if other is not each)]
+                shifted.append(ShiftedPositions(name, place, axis, first.pop()))
+    return [
+        outer
+        for outer in shifted
+        if not any(_inside(other.name, outer.name) for other in shifted if other is not outer)
+    ]
 
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
@@ -256,8 +259,8 @@ def _recorded(
     """Within this context, record what `_watching` sees; on the device, or `on_host`."""
     records: Records = {}
 
-    def note(name: str, call: int, given: Values, made: Values) -> None:
-        records.setdefault(name, []).append((given, made))
+    def note(name: str, call: int, inputs: Values, outputs: Values) -> None:
+        records.setdefault(name, []).append((inputs, outputs))
 
     with _watching(modules, positions_only, num_tokens, note=note, on_host=on_host):
         yield records
@@ -282,15 +285,15 @@ def _watching(
     for name, module in modules.items():
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            given, _ = argument_leaves(module, args, kwargs)
-            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in given)
+            leaves, _ = argument_leaves(module, args, kwargs)
+            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in leaves)
             wanted = sees_positions or not positions_only
-            inputs.setdefault(name, []).append(_by_token(given, num_tokens, on_host) if wanted else None)
+            inputs.setdefault(name, []).append(_by_token(leaves, num_tokens, on_host) if wanted else None)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-            given = inputs[name].pop()
-            if given is not None:
-                note(name, calls[name], given, _by_token(output_leaves(output)[0], num_tokens, on_host))
+            call_inputs = inputs[name].pop()
+            if call_inputs is not None:
+                note(name, calls[name], call_inputs, _by_token(output_leaves(output)[0], num_tokens, on_host))
                 calls[name] += 1
 
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -317,14 +320,14 @@ def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice,
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool) -> Values:
-    found = {}
+    values_by_place = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
             rows = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
             # a copy: the model may go on to change the tensor in place
-            found[place] = (axis, rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone())
-    return found
+            values_by_place[place] = (axis, rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone())
+    return values_by_place
 
 
 def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
@@ -358,5 +361,5 @@ def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]
         one, other = (x if x.is_complex() else exact(x) for x in (before[place][1], after[place][1]))
         if one.shape[1] == other.shape[1] > 1:
             moved = [(one[here] - other[there]).abs() > minimum * one[here].abs() for here, there in pairs]
-            shares += [each.float().mean(1).max().item() for each in moved]
+            shares += [change.float().mean(1).max().item() for change in moved]
     return max(shares)

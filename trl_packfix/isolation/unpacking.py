@@ -87,10 +87,10 @@ class UnpackedForward(ModelHooks):
         outputs = [output]
         outputs += [module.forward(**_inputs(group, name, tokens, rest=rest)) for group in documents.groups[1:]]
         if isinstance(output, tuple):
-            return (documents.join([each[0] for each in outputs], TOKENS), *output[1:])
-        output["last_hidden_state"] = documents.join([each["last_hidden_state"] for each in outputs], TOKENS)
+            return (documents.join([one[0] for one in outputs], TOKENS), *output[1:])
+        output["last_hidden_state"] = documents.join([one["last_hidden_state"] for one in outputs], TOKENS)
         if output.get("router_logits") is not None:
-            layers = zip(*(each["router_logits"] for each in outputs), strict=True)
+            layers = zip(*(one["router_logits"] for one in outputs), strict=True)
             output["router_logits"] = tuple(documents.join(list(layer), Axes((0,), 0)) for layer in layers)
         return output
 
