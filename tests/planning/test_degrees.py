@@ -41,7 +41,7 @@ from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.checks import check_before_loading
-from trl_packfix.training.choices import Given
+from trl_packfix.training.choices import Setup
 from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import continued, settings_of, step_hash
 
@@ -536,4 +536,4 @@ def test_documents_beyond_all_ranks_are_refused(tmp_path):
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
-        check_before_loading(Given(args=args, model=model), None)
+        check_before_loading(Setup(args=args, model=model), None)

@@ -20,8 +20,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.training import choices as of
-from trl_packfix.training.checks import check_before_loading, given_to
-from trl_packfix.training.choices import Choice, Given
+from trl_packfix.training.checks import check_before_loading, setup_of
+from trl_packfix.training.choices import Choice, Setup
 from trl_packfix.training.features import FEATURES, experimental, feature_that_refuses, refuse
 
 ROOT = Path(__file__).parents[2]
@@ -172,9 +172,9 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:
             kind(model, args, train_dataset=dataset, processing_class=build_tokenizer(), **arguments)
-        check_before_loading(given_to(kind, args, model, train_dataset=dataset, **arguments), None)
-        refuse(Given(args=args, accelerator=engine))
-        refuse(Given(args=args, own_loss=own_loss))
+        check_before_loading(setup_of(kind, args, model, train_dataset=dataset, **arguments), None)
+        refuse(Setup(args=args, accelerator=engine))
+        refuse(Setup(args=args, own_loss=own_loss))
     except ValueError as error:
         return str(error)
     finally:
@@ -237,10 +237,10 @@ def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
     assert labelled == {"tokens_per_rank", "share_prefixes", "pad_documents_to_multiple_of"}
     args = config(tmp_path, packing=True, share_prefixes="pack")
-    assert experimental(Given(args=args, columns=("images",))) == ('share_prefixes="pack"', "images")
+    assert experimental(Setup(args=args, columns=("images",))) == ('share_prefixes="pack"', "images")
     args = config(tmp_path, packing=True)
-    assert experimental(Given(args=args)) == ()
-    (divided,) = experimental(Given(args=args, model=SimpleNamespace(_tp_size=2)))
+    assert experimental(Setup(args=args)) == ()
+    (divided,) = experimental(Setup(args=args, model=SimpleNamespace(_tp_size=2)))
     assert divided.startswith("tensor or expert parallelism")
 
 

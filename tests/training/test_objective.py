@@ -23,7 +23,7 @@ from trl_packfix import PackedDataCollator, SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.parts import cut_part
 from trl_packfix.survey.zoo import shrink
-from trl_packfix.training.choices import Given
+from trl_packfix.training.choices import Setup
 from trl_packfix.training.features import refuse
 from trl_packfix.training.noise import DocumentNoise
 
@@ -239,8 +239,8 @@ def test_ranks_that_average_on_their_own_refuse_document_weights():
 
     given = {"document_weighting": "document", "use_cpu": True, "bf16": False}
     with pytest.raises(ValueError, match=r"average_tokens_across_devices=False` on 2 ranks"):
-        refuse(Given(args=TwoRanks(**given, average_tokens_across_devices=False)))
-    refuse(Given(args=TwoRanks(**given)))
+        refuse(Setup(args=TwoRanks(**given, average_tokens_across_devices=False)))
+    refuse(Setup(args=TwoRanks(**given)))
 
 
 def test_an_unknown_weighting_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
 from trl_packfix.training.checks import check_one_device, synchronisation
-from trl_packfix.training.choices import Given
+from trl_packfix.training.choices import Setup
 from trl_packfix.training.features import refuse
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
@@ -40,7 +40,7 @@ ARGS = SFTConfig(packing=True, use_cpu=True, bf16=False)
 
 
 def check(engine) -> None:
-    refuse(Given(args=ARGS, accelerator=engine))
+    refuse(Setup(args=ARGS, accelerator=engine))
 
 
 @pytest.mark.rule(
@@ -57,12 +57,12 @@ def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch)
     # Before the accelerator exists: TRL would refuse the first without naming the way out
     with pytest.raises(ValueError, match=message):
         refuse(
-            Given(args=SFTConfig(packing=True, use_cpu=True, bf16=False, parallelism_config=SimpleNamespace(**sizes)))
+            Setup(args=SFTConfig(packing=True, use_cpu=True, bf16=False, parallelism_config=SimpleNamespace(**sizes)))
         )
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
     with pytest.raises(ValueError, match=message):
-        refuse(Given(args=ARGS))
+        refuse(Setup(args=ARGS))
 
 
 @pytest.mark.rule(
@@ -81,12 +81,12 @@ def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other
     with pytest.raises(
         ValueError, match=rf"`DistributedConfig\({name}=2\)` was given with {other}.*Load the model with"
     ):
-        refuse(Given(args=ARGS if other == "packing" else args, model=model))
+        refuse(Setup(args=ARGS if other == "packing" else args, model=model))
     model._is_distributed_loading_by_transformers, model._tp_size = (
         False,
         None,
     )  # it was saved by a run that had divided it
-    refuse(Given(args=ARGS, model=model))
+    refuse(Setup(args=ARGS, model=model))
 
 
 @needs_deepspeed

@@ -78,7 +78,7 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
 
     from ..planning.degrees import possible_degrees
     from ..reporting.report import MAX_LOST_SHARE
-    from ..training.choices import Given
+    from ..training.choices import Setup
     from ..training.features import refuse
     from .forecast import candidate_lengths, forecasts, recommend
     from .sources import open_tables
@@ -109,7 +109,7 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
     if reader.image_counts is not None:
         for config_to_plan in configs:
-            refuse(Given(args=config_to_plan, columns=("images",)))
+            refuse(Setup(args=config_to_plan, columns=("images",)))
     found = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from ..reporting.build import make_report
-    from ..training.choices import Given
+    from ..training.choices import Setup
     from ..training.features import refuse
     from .forecast import planner_for
     from .sources import LengthRows, load_tokenizer, open_tables
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     )
     flags.check_has_tokens(args, reader)
     if reader.image_counts is not None:
-        refuse(Given(args=config, columns=("images",)))
+        refuse(Setup(args=config, columns=("images",)))
     planner = planner_for(reader, config, args.world_size, cost_model=flags.load_cost_model(args, reader))
     picture = None
     if args.plot:

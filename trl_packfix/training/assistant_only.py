@@ -38,11 +38,15 @@ NUM_LOOKED_AT = 100  # rows of a table in which the end of the first turn is loo
 def has_conversations(dataset: Dataset | IterableDataset) -> bool:
     """Whether the rows of a dataset that is not tokenised are conversations."""
     columns = get_dataset_column_names(dataset)
-    found = [column for column in ("messages", "conversations", "prompt", "completion") if column in columns]
-    if not found or "input_ids" in columns or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom"):
+    chat_columns = [column for column in ("messages", "conversations", "prompt", "completion") if column in columns]
+    if (
+        not chat_columns
+        or "input_ids" in columns
+        or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom")
+    ):
         return False  # tokenised; TRL refuses a transform
-    row: dict[str, Any] = next(iter(dataset.select_columns(found)), {})
-    return not any(isinstance(row.get(column), str) for column in found)  # a malformed row is found later
+    row: dict[str, Any] = next(iter(dataset.select_columns(chat_columns)), {})
+    return not any(isinstance(row.get(column), str) for column in chat_columns)  # a malformed row is found later
 
 
 def check_messages(args: SFTConfig, train_dataset: Any, eval_dataset: Any) -> None:
@@ -80,7 +84,7 @@ def _check_conversational(dataset: Dataset | IterableDataset, name: str) -> None
 def _check_weights(dataset: Dataset | IterableDataset, name: str, args: SFTConfig) -> None:
     key = args.message_train_key
     columns = get_dataset_column_names(dataset)
-    trained = [each for each in ("completion", "messages", "conversations") if each in columns]  # no prompt
+    trained = [column for column in ("completion", "messages", "conversations") if column in columns]  # no prompt
     if key is None or not trained or "input_ids" in columns:
         return
     if isinstance(dataset, Dataset):
@@ -167,7 +171,7 @@ def mask_turns(
         return dataset, None  # TRL refuses a transform
     numbers = {column: Value("int64") for column in COUNTS.values()}
     with main_process_first():
-        found = dataset.map(
+        tokenised = dataset.map(
             Cached(_row),
             fn_kwargs=kwargs,
             remove_columns=removed,
@@ -175,12 +179,12 @@ def mask_turns(
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    _refuse_or_name(found, name, drops)
-    counts = MaskCounts(*(int(np.sum(found.with_format("numpy")[column])) for column in COUNTS.values()))
-    found = found.remove_columns(list(numbers))
+    _refuse_or_name(tokenised, name, drops)
+    counts = MaskCounts(*(int(np.sum(tokenised.with_format("numpy")[column])) for column in COUNTS.values()))
+    tokenised = tokenised.remove_columns(list(numbers))
     if is_training_set:
-        _say_if_turns_do_not_end(found.take(NUM_LOOKED_AT), name, processing_class)
-    return (found if marks and drops else without_bad_rows(found)), counts
+        _say_if_turns_do_not_end(tokenised.take(NUM_LOOKED_AT), name, processing_class)
+    return (tokenised if marks and drops else without_bad_rows(tokenised)), counts
 
 
 def _row(row: Any, tokenizer: Any, mask: AssistantMask) -> dict[str, Any]:
@@ -199,27 +203,27 @@ def _columns(counts: MaskCounts) -> dict[str, int]:
 
 
 def _row_of_stream(row: Any, index: int, name: str, *, drops: bool, **kwargs: Any) -> dict[str, Any]:
-    made = {key: value for key, value in _row(row, **kwargs).items() if key not in COUNTS.values()}
+    sample = {key: value for key, value in _row(row, **kwargs).items() if key not in COUNTS.values()}
     if drops:
-        return made
-    if why := made.pop(BAD_ROW):
+        return sample
+    if why := sample.pop(BAD_ROW):
         refuse_row_of_stream(name, index, why)
-    return made
+    return sample
 
 
-def _refuse_or_name(found: Dataset, name: str, drops: bool) -> None:
-    is_bad = bad_rows(found)
+def _refuse_or_name(tokenised: Dataset, name: str, drops: bool) -> None:
+    is_bad = bad_rows(tokenised)
     assert is_bad is not None  # `_row` makes the column
     bad = np.flatnonzero(is_bad)
     if not len(bad):
         return
     first = bad[:NUM_SHOWN]
-    reasons = list(zip(first.tolist(), found.select(first).with_format(None)[BAD_ROW], strict=True))
-    if not drops or len(bad) == len(found):
-        refuse(name, reasons, len(bad), total=len(found))
+    reasons = list(zip(first.tolist(), tokenised.select(first).with_format(None)[BAD_ROW], strict=True))
+    if not drops or len(bad) == len(tokenised):
+        refuse(name, reasons, len(bad), total=len(tokenised))
     logger.warning(
         "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
-        *(len(bad), len(found), name, first.tolist(), *reasons[0]),
+        *(len(bad), len(tokenised), name, first.tolist(), *reasons[0]),
     )
 
 
@@ -252,7 +256,9 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         if not self.assistant_only_loss or "messages" not in examples[0]:
             return super().torch_call(examples)
         in_parts = replace(self, chat_template=PARTS)
-        return DataCollatorForVisionLanguageModeling.torch_call(in_parts, [self._in_parts(each) for each in examples])
+        return DataCollatorForVisionLanguageModeling.torch_call(
+            in_parts, [self._in_parts(example) for example in examples]
+        )
 
     def _in_parts(self, example: dict[str, Any]) -> dict[str, Any]:
         images = [example["image"]] if "image" in example else example["images"]
@@ -276,7 +282,7 @@ def masking_collator(collate: Any, processing_class: Any, rule: TurnRule) -> Any
             f"{transformers.__version__}. Versions before TRL 1.10 and transformers 5.18 do not find the assistant's "
             "turns behind images. Install later ones, or set `assistant_only_loss=False`."
         )
-    values = {each.name: getattr(collate, each.name) for each in fields(collate)}
+    values = {setting.name: getattr(collate, setting.name) for setting in fields(collate)}
     values |= {"assistant_only_loss": True, "chat_template": training_template(processing_class)}
     return AssistantCollator(**values, rule=rule)
 

@@ -72,12 +72,12 @@ class Preparation:
         number, num_good = -1, 0
         for number, row in enumerate(self.rows):
             try:
-                made = _applied(self.steps, row)
+                sample = _applied(self.steps, row)
             except Exception as error:
                 problems.append((number, reason(row, error, self.text_field)))
             else:
                 num_good += 1
-                yield made
+                yield sample
         if not num_good:
             refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
 
@@ -119,10 +119,10 @@ def prepared(
         except Exception as error:
             failure = error
         if dataset.format["type"] != "custom":  # TRL refuses transforms itself
-            found = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=True)
-            bad = _bad_rows(found)
+            tokenised = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=True)
+            bad = _bad_rows(tokenised)
             if len(bad):
-                refuse(name, _first(found, bad), len(bad), total=len(dataset))
+                refuse(name, _first(tokenised, bad), len(bad), total=len(dataset))
         raise failure  # no single row was the cause
     with main_process_first():
         dataset = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=marks)
@@ -186,18 +186,18 @@ def _removed(columns: list[str], steps: tuple[Step, ...]) -> list[str]:
 
 def _applied(steps: tuple[Step, ...], row: dict[str, Any]) -> dict[str, Any]:
     for step in steps:
-        made = step.function(dict(row), **step.kwargs)
-        row = {name: value for name, value in row.items() if name not in step.removed} | made
+        sample = step.function(dict(row), **step.kwargs)
+        row = {name: value for name, value in row.items() if name not in step.removed} | sample
     return row
 
 
 def _tokens(row: Any, steps: tuple[Step, ...], text_field: str) -> dict[str, Any]:
     row = dict(row)
     try:
-        made = _applied(steps, row)
+        sample = _applied(steps, row)
     except Exception as error:
         return {"input_ids": [], "labels": [], BAD_ROW: reason(row, error, text_field)}
-    return {"input_ids": made["input_ids"], "labels": made["labels"], BAD_ROW: ""}
+    return {"input_ids": sample["input_ids"], "labels": sample["labels"], BAD_ROW: ""}
 
 
 def _tokens_of_stream(
@@ -211,13 +211,13 @@ def _tokens_of_stream(
     repeats: Repeats,
 ) -> dict[str, Any]:
     with repeats:
-        made = _tokens(row, steps, text_field)
+        sample = _tokens(row, steps, text_field)
     if drops:
-        return made
-    why = made.pop(BAD_ROW)
+        return sample
+    why = sample.pop(BAD_ROW)
     if why:
         refuse_row_of_stream(name, index, why)
-    return made
+    return sample
 
 
 def is_good(row: dict[str, Any]) -> bool:

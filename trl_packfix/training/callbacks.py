@@ -20,7 +20,7 @@ from ..data.image_rows import IMAGES
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
-from .choices import Given
+from .choices import Setup
 from .features import experimental
 from .progress import shown_proof
 from .proofs import prove_degrees, prove_prefixes
@@ -80,8 +80,8 @@ class BeforeFirstStep(TrainerCallback):
             text += backward_note(trainer.model, report.most_documents)
             if trainer.data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        given = Given(args=args, columns=IMAGES if report.images is not None else (), model=base_model(trainer.model))
-        trainer.packing_report = replace(report, isolation=isolation, attention=text, experimental=experimental(given))
+        setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(trainer.model))
+        trainer.packing_report = replace(report, isolation=isolation, attention=text, experimental=experimental(setup))
         if args.packing_report and trainer.is_world_process_zero():
             trainer.packing_report.show()
             trainer.packing_report.save(args.output_dir)
@@ -132,7 +132,7 @@ class AdaptersLearn(TrainerCallback):
             note = partial(self._note, parent)
             self._handles.append(modules[parent].register_forward_hook(note))
 
-    def _note(self, name: str, *given: Any) -> None:
+    def _note(self, name: str, *call: Any) -> None:
         self._ran.add(name)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -118,20 +118,22 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str | None, str | None]:
+def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | None, str | None]:
     """The whole checkpoint to resume from, and a warning or None.
 
     Args:
-        given: a folder; True for the newest whole checkpoint in `output_dir`; or "newest", for job scripts that restart
-            by themselves: like True, but without a whole checkpoint the result is None and training starts anew.
+        requested: a folder; True for the newest whole checkpoint in `output_dir`; or "newest", for job scripts that
+            restart by themselves: like True, but without a whole checkpoint the result is None and training starts
+            anew.
 
     Raises:
-        ValueError: `given` is not a folder, or is unfinished or damaged. The message names the newest whole checkpoint.
+        ValueError: `requested` is not a folder, or is unfinished or damaged. The message names the newest whole
+            checkpoint.
     """
     why = "Training cannot continue from a part of its state."
-    if given is True or given == "newest":
+    if requested is True or requested == "newest":
         whole, skipped = newest_whole(Path(output_dir))
-        if whole is None and given == "newest":
+        if whole is None and requested == "newest":
             return None, f"Starting anew: {'; '.join(skipped)}." if skipped else None
         if whole is None:
             reasons = f" ({'; '.join(skipped)})" if skipped else ""
@@ -140,19 +142,19 @@ def choose_checkpoint(given: str | bool, output_dir: str) -> tuple[str | None, s
                 f"{reasons}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a checkpoint elsewhere."
             )
         return str(whole), f"Resuming from {whole}: {'; '.join(skipped)}." if skipped else None
-    problem = damage(Path(str(given)))
+    problem = damage(Path(str(requested)))
     if problem is not None:
-        whole, _ = newest_whole(Path(str(given)).parent)
+        whole, _ = newest_whole(Path(str(requested)).parent)
         instead = "No other checkpoint in its folder is whole: leave it unset to start anew"
         if whole is not None:
             instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
-        if not Path(str(given)).is_dir():
+        if not Path(str(requested)).is_dir():
             raise ValueError(
-                f"`resume_from_checkpoint={str(given)!r}` was given, and there is no such folder here (the newest "
+                f"`resume_from_checkpoint={str(requested)!r}` was given, and there is no such folder here (the newest "
                 f'in {output_dir!r} is `True` in Python and "newest" on a command line). {why} {instead}.'
             )
         raise ValueError(
-            f"`resume_from_checkpoint={str(given)!r}` was given, and {problem}. The run ended while it was written, or "
-            f"it was damaged later. {why} {instead}."
+            f"`resume_from_checkpoint={str(requested)!r}` was given, and {problem}. The run ended while it was "
+            f"written, or it was damaged later. {why} {instead}."
         )
-    return str(given), None
+    return str(requested), None

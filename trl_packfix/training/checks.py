@@ -19,16 +19,16 @@ from ..data.row_values import read_row_values
 from ..planning.degrees import possible_degrees
 from ..planning.units import Synchronisation
 from . import images
-from .choices import Given, text_config
+from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
 
 
-def given_to(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Given:
-    """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Given`."""
+def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
+    """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Setup`."""
     has_columns = isinstance(train_dataset, Dataset | IterableDataset)
     samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
-    return Given(
+    return Setup(
         args=args,
         model=model,
         columns=(train_dataset.column_names or ()) if has_columns else (),
@@ -38,7 +38,7 @@ def given_to(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_d
     )
 
 
-def check_before_loading(given: Given, processing_class: Any) -> None:
+def check_before_loading(setup: Setup, processing_class: Any) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised.
 
     Raises:
@@ -46,8 +46,9 @@ def check_before_loading(given: Given, processing_class: Any) -> None:
             processor, a `max_length` beyond the model's positions or with `tokens_per_rank` beyond the ranks, and
             `activation_offloading` on a CPU.
     """
-    refuse(given)
-    args = given.args
+    refuse(setup)
+    args = setup.args
+    assert isinstance(args, SFTConfig)  # `adopt` has made it one
     if not args.packing:
         return
     if args.activation_offloading and args.device.type == "cpu":
@@ -56,9 +57,9 @@ def check_before_loading(given: Given, processing_class: Any) -> None:
             "accelerator to the memory of the CPU, where they are already, and TRL's code for it fails there. Leave "
             "`activation_offloading` unset."
         )
-    if any(name in IMAGES for name in given.columns):
+    if any(name in IMAGES for name in setup.columns):
         images.check_processor(processing_class)
-    config = text_config(given.model, args)
+    config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
         raise ValueError(
@@ -95,7 +96,10 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
         return
     eval_packing = args.packing if args.eval_packing is None else args.eval_packing
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    sets = [("train", train_dataset, args.packing), *((name, each, eval_packing) for name, each in eval_sets.items())]
+    sets = [
+        ("train", train_dataset, args.packing),
+        *((name, dataset, eval_packing) for name, dataset in eval_sets.items()),
+    ]
     for name, dataset, packing in sets:
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:

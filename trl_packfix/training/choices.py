@@ -6,8 +6,9 @@
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import trl
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PretrainedConfig
@@ -16,14 +17,11 @@ from ..attention.choice import dropped_weights
 from ..data.image_rows import IMAGES
 from ..planning.strategies import STRATEGIES, StrategyTraits
 
-if TYPE_CHECKING:
-    from .config import SFTConfig
-
 MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Setup:
     """What a run is given. Only the config is always known; what is not known yet counts as not given.
 
     Attributes:
@@ -32,7 +30,7 @@ class Given:
         own_sampler, own_loss: methods of a subclass that replace ours, by their names.
     """
 
-    args: "SFTConfig"
+    args: trl.SFTConfig
     model: Any = None
     columns: Collection[str] = ()
     is_stream: bool = False
@@ -48,10 +46,6 @@ class Given:
     def packs(self) -> bool:
         return self.args.packing or self.args.padding_free
 
-    @property
-    def strategy(self) -> StrategyTraits:
-        return STRATEGIES[self.args.packing_strategy]
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,16 +53,16 @@ class Choice:
 
     Attributes:
         name: in docs/combinations.md.
-        given: how a message names what was given; None if it was not given.
+        describe: how a message names what was given; None if it was not given.
         undo: what to do to be without it.
     """
 
     name: str
-    given: Callable[[Given], str | None]
+    describe: Callable[[Setup], str | None]
     undo: str
 
 
-def text_config(model: Any, args: "SFTConfig") -> PretrainedConfig:
+def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
     """The text config of a model, given as an object or by name; by name with the fields of `model_init_kwargs`."""
     if isinstance(model, str):
         init: Any = args.model_init_kwargs or {}
@@ -86,19 +80,19 @@ def _setting(name: str, off: Any = None, on: tuple[Any, ...] = ()) -> Choice:
     values = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
-    def given(given: Given) -> str | None:
-        value = getattr(given.args, name)
+    def describe(setup: Setup) -> str | None:
+        value = getattr(setup.args, name)
         return f"`{name}={value!r}`" if (value in on if on else value != off) else None
 
-    return Choice(values or f"`{name}`", given, undo)
+    return Choice(values or f"`{name}`", describe, undo)
 
 
 def _strategies(which: Callable[[StrategyTraits], bool]) -> Choice:
     return _setting("packing_strategy", "stream", tuple(name for name, traits in STRATEGIES.items() if which(traits)))
 
 
-PACKING = Choice("packing", lambda given: "packing" if given.packs else None, "set `packing=False`")
-NO_PACKING = Choice("`packing=False`", lambda given: None if given.packs else "`packing=False`", "set `packing=True`")
+PACKING = Choice("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
+NO_PACKING = Choice("`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`")
 TOKENS_PER_RANK = _setting("tokens_per_rank")
 IN_PACKS, IN_FAMILIES = (_setting("share_prefixes", "off", (value,)) for value in ("pack", "family"))
 PER_TURN = _setting("per_turn", False)
@@ -118,7 +112,7 @@ ASSISTANT_ONLY = _setting("assistant_only_loss", False)
 LAST_TURN, NO_EMPTY_THINKING = _setting("assistant_turns", "all"), _setting("train_empty_thinking", True)
 EVERY_TURN = Choice(
     "neither `assistant_only_loss` nor `per_turn`",
-    lambda given: None if given.args.assistant_only_loss or given.args.per_turn else "`assistant_only_loss=False`",
+    lambda setup: None if ASSISTANT_ONLY.describe(setup) or PER_TURN.describe(setup) else "`assistant_only_loss=False`",
     "set `assistant_only_loss=True` or `per_turn=True`",
 )
 HISTORY_TRAINED = _setting("completion_only_loss", None, (False,))
@@ -126,13 +120,13 @@ CHUNKED = _setting("loss_type", "nll", ("chunked_nll",))
 LIGER = _setting("use_liger_kernel", False)
 NO_END = Choice(
     "no `max_steps`",
-    lambda given: f"`max_steps={given.args.max_steps}`" if given.args.max_steps <= 0 else None,
+    lambda setup: f"`max_steps={setup.args.max_steps}`" if setup.args.max_steps <= 0 else None,
     "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
 )
 
 
-def _liger_loss(given: Given) -> str | None:
-    kernels = given.args.liger_kernel_config or {}
+def _liger_loss(setup: Setup) -> str | None:
+    kernels = setup.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
     return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
@@ -144,18 +138,18 @@ LIGER_LOSS = Choice(
 )
 
 
-def _unprepared(given: Given) -> str | None:
-    options = given.args.dataset_kwargs
-    is_given = isinstance(options, dict) and options.get("skip_prepare_dataset")
-    return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_given else None
+def _unprepared(setup: Setup) -> str | None:
+    options = setup.args.dataset_kwargs
+    is_unprepared = isinstance(options, dict) and options.get("skip_prepare_dataset")
+    return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_unprepared else None
 
 
 UNPREPARED = Choice("`skip_prepare_dataset`", _unprepared, "leave `skip_prepare_dataset` unset")
 
 
-def _divided(given: Given) -> str | None:
+def _divided(setup: Setup) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
-        if getattr(given.args.accelerator_config, name, None):
+        if getattr(setup.args.accelerator_config, name, None):
             return f"`accelerator_config.{name}=True`"
     return None
 
@@ -163,10 +157,10 @@ def _divided(given: Given) -> str | None:
 DIVIDED = Choice("`split_batches`, `dispatch_batches`", _divided, "set both to False in `accelerator_config`")
 
 
-def _own_means(given: Given) -> str | None:
+def _own_means(setup: Setup) -> str | None:
     # The number of ranks sets the device up, so it is asked last
-    is_given = not given.args.average_tokens_across_devices and given.args.world_size > 1
-    return f"`average_tokens_across_devices=False` on {given.args.world_size} ranks" if is_given else None
+    is_given = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
+    return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if is_given else None
 
 
 OWN_MEANS = Choice(
@@ -182,18 +176,18 @@ OWN_MEANS = Choice(
 def _column(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True) -> Choice:
     """A column of the training set, with packing or without."""
 
-    def given(given: Given) -> str | None:
-        column = next((name for name in given.columns if name in names), None)
-        return f"the column `{column}`" if column is not None and given.packs == packs else None
+    def describe(setup: Setup) -> str | None:
+        column = next((name for name in setup.columns if name in names), None)
+        return f"the column `{column}`" if column is not None and setup.packs == packs else None
 
-    return Choice(label, given, undo)
+    return Choice(label, describe, undo)
 
 
 def _stream(packs: bool, label: str) -> Choice:
-    def given(given: Given) -> str | None:
-        return label if given.is_stream and given.packs == packs else None
+    def describe(setup: Setup) -> str | None:
+        return label if setup.is_stream and setup.packs == packs else None
 
-    return Choice(label, given, "load the dataset without streaming")
+    return Choice(label, describe, "load the dataset without streaming")
 
 
 STREAM, UNPACKED_STREAM = _stream(True, "an `IterableDataset`"), _stream(False, "an unpacked `IterableDataset`")
@@ -206,45 +200,45 @@ UNPACKED_IMAGES = _column(IMAGES, "images and `packing=False`", "set `packing=Tr
 
 
 def _argument(name: str) -> Choice:
-    def given(given: Given) -> str | None:
-        value = getattr(given, name)
+    def describe(setup: Setup) -> str | None:
+        value = getattr(setup, name)
         return None if value is None else f"`{name}={getattr(value, '__name__', type(value).__name__)}`"
 
-    return Choice(f"`{name}`", given, f"leave `{name}` unset")
+    return Choice(f"`{name}`", describe, f"leave `{name}` unset")
 
 
 COLLATOR, FORMATTING, LOSS_FUNCTION = map(_argument, ("data_collator", "formatting_func", "compute_loss_func"))
 OWN_LOSS = Choice(
     "a subclass whose `compute_loss` does not call `super().compute_loss`",
-    lambda given: given.own_loss and f"`{given.own_loss}`, which does not call `super().compute_loss`,",
+    lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
     "change what `super().compute_loss` returns",
 )
 OWN_SAMPLER = Choice(
-    "a subclass with `_get_train_sampler`", lambda given: given.own_sampler and f"`{given.own_sampler}`", "remove it"
+    "a subclass with `_get_train_sampler`", lambda setup: setup.own_sampler and f"`{setup.own_sampler}`", "remove it"
 )
 
 
 # The model
 
 
-def _encoder_decoder(given: Given) -> str | None:
-    is_one = getattr(getattr(given.model, "config", None), "is_encoder_decoder", False)
-    return type(given.model).__name__ if is_one else None
+def _encoder_decoder(setup: Setup) -> str | None:
+    is_one = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
+    return type(setup.model).__name__ if is_one else None
 
 
-def _adapters(given: Given) -> str | None:
-    adapters = [*getattr(given.model, "peft_config", {}).values(), given.peft_config]
-    return next((f"an adapter {each.peft_type.value}" for each in adapters if each is not None), None)
+def _adapters(setup: Setup) -> str | None:
+    adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
+    return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
 
 
-def _virtual_tokens(given: Given) -> str | None:
-    adapters = [*getattr(given.model, "peft_config", {}).values(), given.peft_config]
-    config = next((each for each in adapters if getattr(each, "is_prompt_learning", False)), None)
+def _virtual_tokens(setup: Setup) -> str | None:
+    adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
+    config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
 
-def _dropped_weights(given: Given) -> str | None:
-    rates = {} if given.model is None else dropped_weights(text_config(given.model, given.args))
+def _dropped_weights(setup: Setup) -> str | None:
+    rates = {} if setup.model is None else dropped_weights(text_config(setup.model, setup.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
@@ -257,20 +251,20 @@ DROPPED_WEIGHTS = Choice("dropout of attention weights", _dropped_weights, "load
 # The engine
 
 
-def _context_parallelism(given: Given) -> str | None:
+def _context_parallelism(setup: Setup) -> str | None:
     """Context or sequence parallelism of accelerate, whose config may come from its launcher, or of DeepSpeed."""
     sizes: dict[str, Any] = {}
-    config = given.args.parallelism_config if given.accelerator is None else given.accelerator.parallelism_config
-    if config is None and given.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+    config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
+    if config is None and setup.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
         config = ParallelismConfig()  # reads the environment; TRL would refuse it with packing before there is ours
     if config is not None:
         sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
-    sizes["sequence_parallel_size"] = _deepspeed_config(given).get("sequence_parallel_size", 1)
+    sizes["sequence_parallel_size"] = _deepspeed_config(setup).get("sequence_parallel_size", 1)
     return _above_one(sizes)
 
 
-def _deepspeed_tensors(given: Given) -> str | None:
-    tensor = _deepspeed_config(given).get("tensor_parallel", {})
+def _deepspeed_tensors(setup: Setup) -> str | None:
+    tensor = _deepspeed_config(setup).get("tensor_parallel", {})
     of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
     return _above_one(
         {
@@ -280,8 +274,8 @@ def _deepspeed_tensors(given: Given) -> str | None:
     )
 
 
-def _deepspeed_config(given: Given) -> dict[str, Any]:
-    accelerator = given.accelerator
+def _deepspeed_config(setup: Setup) -> dict[str, Any]:
+    accelerator = setup.accelerator
     is_one = accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.deepspeed_plugin.deepspeed_config if is_one else {}
 
@@ -290,37 +284,37 @@ def _above_one(sizes: dict[str, Any]) -> str | None:
     return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
 
 
-def _distributed(name: str) -> Callable[[Given], str | None]:
+def _distributed(name: str) -> Callable[[Setup], str | None]:
     """A size above 1 in the `DistributedConfig` with which transformers has loaded the model."""
 
-    def given(given: Given) -> str | None:
+    def describe(setup: Setup) -> str | None:
         # The config of a model that was saved so has it, too
-        is_divided = getattr(given.model, "is_distributed_loading_by_transformers", False)
-        size = getattr(given.model.config.distributed_config, name) if is_divided else 1
+        is_divided = getattr(setup.model, "is_distributed_loading_by_transformers", False)
+        size = getattr(setup.model.config.distributed_config, name) if is_divided else 1
         return f"`DistributedConfig({name}={size})`" if size > 1 else None
 
-    return given
+    return describe
 
 
-def _tensor_parallelism(given: Given) -> str | None:
-    size = getattr(given.model, "_tp_size", None) or 1
+def _tensor_parallelism(setup: Setup) -> str | None:
+    size = getattr(setup.model, "_tp_size", None) or 1
     return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
 
 
-def _tensors_and_shards(given: Given) -> str | None:
-    is_both = _tensor_parallelism(given) and _distributed("dp_size")(given)
+def _tensors_and_shards(setup: Setup) -> str | None:
+    is_both = _tensor_parallelism(setup) and _distributed("dp_size")(setup)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
 
 
-def _megatron(given: Given) -> str | None:
-    is_one = given.accelerator is not None and given.accelerator.distributed_type == DistributedType.MEGATRON_LM
+def _megatron(setup: Setup) -> str | None:
+    is_one = setup.accelerator is not None and setup.accelerator.distributed_type == DistributedType.MEGATRON_LM
     return "Megatron-LM" if is_one else None
 
 
-def _unpacked_sequences(given: Given) -> str | None:
-    config = None if given.accelerator is None else given.accelerator.parallelism_config
+def _unpacked_sequences(setup: Setup) -> str | None:
+    config = None if setup.accelerator is None else setup.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size
-    return f"`sp_size={size}` and `packing=False`" if size > 1 and not given.packs else None
+    return f"`sp_size={size}` and `packing=False`" if size > 1 and not setup.packs else None
 
 
 TENSOR_PARALLELISM = Choice(

@@ -19,7 +19,7 @@ from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
-from .choices import Given
+from .choices import Setup
 from .features import EXPERIMENTAL, refuse
 
 Weighting = Literal["token", "document"]
@@ -179,7 +179,7 @@ class SFTConfig(trl.SFTConfig):
 
     def __post_init__(self) -> None:
         self._check_json()
-        unset = [each.name for each in fields(self) if getattr(self, each.name) is each.default]
+        unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
             # TRL's default of `gradient_checkpointing` is deprecated in transformers. What a user sets still warns.
             warnings.filterwarnings("ignore", f"`({'|'.join(unset)})` is deprecated", FutureWarning)
@@ -261,7 +261,7 @@ def check_config(args: SFTConfig) -> None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
         _check_truncation(args)
-    refuse(Given(args=args))
+    refuse(Setup(args=args))
 
 
 def _check_truncation(args: SFTConfig) -> None:

@@ -78,7 +78,7 @@ class EvaluationTotals:
         `sources` are those of each value of `targets.of`, or None without sources.
         """
         values = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
-        return self._add([targets.of(each) for each in values], sources)
+        return self._add([targets.of(tensor) for tensor in values], sources)
 
     def add_logits(
         self,
@@ -104,7 +104,7 @@ class EvaluationTotals:
         loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
         entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
         values = [loss, entropy, (logits.argmax(-1) == labels) & mask, mask]
-        return self._add(values if targets is None else [targets.of(each) for each in values], sources)
+        return self._add(values if targets is None else [targets.of(tensor) for tensor in values], sources)
 
     def _add(self, values: list[torch.Tensor], sources: torch.Tensor | None) -> torch.Tensor:
         """`values` are loss, entropy, whether the label is the likeliest token, and whether it is trained."""
@@ -253,19 +253,19 @@ class Evaluation:
             return
         if self.trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return
-        given = self.trainer.eval_dataset
-        for name, dataset in (given if isinstance(given, dict) else {None: given}).items():
+        eval_dataset = self.trainer.eval_dataset
+        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
             if self._evaluates_documents(dataset):
                 self._sources_to_evaluate(dataset)  # refuses a bad column
                 documents = self._evaluation_documents(self._data.read(dataset, "evaluation"))
                 self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
-        given = documents.ledger.given
+        counts = documents.ledger.given
         if not documents.ledger.kept.trained_tokens:
             raise ValueError(
-                f"Cannot compute `{prefix}_loss`: of {given.tokens} tokens in {given.documents} documents, "
-                f"{given.trained_tokens} have a label that is not -100, and 0 after truncation to "
+                f"Cannot compute `{prefix}_loss`: of {counts.tokens} tokens in {counts.documents} documents, "
+                f"{counts.trained_tokens} have a label that is not -100, and 0 after truncation to "
                 f"`max_length={self.args.max_length}`. The loss is a mean over these tokens, and reporting 0.0 would "
                 "make this the best checkpoint. Raise `max_length` or change `truncation_mode` if prompts fill it; "
                 "otherwise check the labels, or evaluate another set."

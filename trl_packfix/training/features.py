@@ -8,7 +8,7 @@ records (`make combinations`). A feature with settings of its own begins with it
 from dataclasses import dataclass, field
 
 from . import choices as of
-from .choices import Choice, Given
+from .choices import Choice, Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,36 +32,36 @@ class Feature:
         """What to set instead of this feature with `other`."""
         return self.remedies.get(other) or f"{_capital(other.undo)}, or {self.choice.undo}"
 
-    def message(self, other: Choice, given: Given) -> str | None:
+    def message(self, other: Choice, setup: Setup) -> str | None:
         """What was given, why it cannot work, and what to set; None if not both were given."""
-        if (ours := self.choice.given(given)) is None or (theirs := other.given(given)) is None:
+        if (ours := self.choice.describe(setup)) is None or (theirs := other.describe(setup)) is None:
             return None
         return f"{_capital(theirs)} was given with {ours}. {self.conflicts[other]}. {self.remedy(other)}."
 
-    def refuse(self, given: Given) -> None:
+    def refuse(self, setup: Setup) -> None:
         """Refuse what this feature cannot be combined with.
 
         Raises:
             ValueError: with what was given, why it cannot work, and what to set.
         """
         for other in self.conflicts:
-            if (message := self.message(other, given)) is not None:
+            if (message := self.message(other, setup)) is not None:
                 raise ValueError(message)
 
 
-def refuse(given: Given) -> None:
+def refuse(setup: Setup) -> None:
     """Refuse two choices that cannot be combined.
 
     Raises:
         ValueError: with what was given, why it cannot work, and what to set.
     """
     for feature in FEATURES:
-        feature.refuse(given)
+        feature.refuse(setup)
 
 
-def experimental(given: Given) -> tuple[str, ...]:
+def experimental(setup: Setup) -> tuple[str, ...]:
     """Names of the choices that were given and that no GPU has run yet."""
-    return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.given(given) is not None)
+    return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.describe(setup) is not None)
 
 
 def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:

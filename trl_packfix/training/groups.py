@@ -61,9 +61,9 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
         ValueError: ranks that must have the same packs have different ones.
     """
     own = torch.stack([_pack_of(batch) for batch in batches])
-    given = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(given, own)
-    for packs in zip(*(each.tolist() for each in given), strict=True):  # of one micro-step, rank after rank
+    on_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(on_ranks, own)
+    for packs in zip(*(rank.tolist() for rank in on_ranks), strict=True):  # of one micro-step, rank after rank
         degree = max(pack[0] for pack in packs)
         size = max(degree, copies)
         if size == 1:

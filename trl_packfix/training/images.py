@@ -30,15 +30,15 @@ def check_processor(processing_class: Any) -> None:
     Raises:
         ValueError: a tokenizer in the place of a processor, or an object of another library.
     """
-    given = f"`processing_class={type(processing_class).__name__}` was given, and the dataset has a column of images."
+    what = f"`processing_class={type(processing_class).__name__}` was given, and the dataset has a column of images."
     if isinstance(processing_class, PreTrainedTokenizerBase):
         raise ValueError(
-            f"{given} It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of "
+            f"{what} It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of "
             "the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
         )
     if processing_class is not None and not isinstance(processing_class, ProcessorMixin):
         raise ValueError(
-            f"{given} Images are made into tokens by a processor of transformers. Give the processor of the model "
+            f"{what} Images are made into tokens by a processor of transformers. Give the processor of the model "
             "(`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
         )
 

@@ -64,8 +64,10 @@ def add_token_scores(model: PreTrainedModel) -> None:
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels}
-            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+            label_arguments = {"labels": labels, "shift_labels": shift_labels}
+            return forward(
+                *args, **kwargs, **{name: value for name, value in label_arguments.items() if value is not None}
+            )
         num_items = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         if getattr(text, "output_router_logits", False):

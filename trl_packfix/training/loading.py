@@ -35,7 +35,7 @@ from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
 from . import checks
 from .assistant_only import what_is_trained
-from .choices import Given, text_config
+from .choices import Setup, text_config
 from .config import SFTConfig
 from .data_ranks import DataRanks
 from .features import refuse
@@ -97,7 +97,7 @@ class TrainingData:
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs. The trainer has its model."""
         trainer = self.trainer
-        refuse(Given(args=self.args, model=trainer.model, accelerator=trainer.accelerator))
+        refuse(Setup(args=self.args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.of(trainer)
         declare_whole_sizes(trainer.model)
         if self.args.world_size > 1:
@@ -189,7 +189,7 @@ class TrainingData:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
                 self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
-        refuse(checks.given_to(type(self.trainer), args, self.trainer.model, train_dataset=dataset))
+        refuse(checks.setup_of(type(self.trainer), args, self.trainer.model, train_dataset=dataset))
         checks.check_weights(args, self.trainer.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
@@ -199,8 +199,8 @@ class TrainingData:
         dataset = self.trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained.line(0, 0)
-        given = make_documents(TokenReader(dataset), max_length=None).ledger.given
-        return self.trained.line(given.trained_tokens, given.tokens)
+        counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
+        return self.trained.line(counts.trained_tokens, counts.tokens)
 
     def read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
         """The rows of a table: tokens, or images and text, which are measured once."""

@@ -94,10 +94,14 @@ def say_what_is_left_out(
             for conversation in _conversations(rows, chat_template, fields)
             for i in _places(conversation, fields)
         ]
-        left_out = [each for each in holders if _is_left_out(*each, fields, tokenizer=tokenizer, per_turn=per_turn)]
+        left_out = [
+            holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=per_turn)
+        ]
         if left_out:
             names = " or ".join(f"`{field}`" for field in fields if _held(rows, field))
-            if per_turn or any(_is_left_out(*each, fields, tokenizer=tokenizer, per_turn=True) for each in left_out):
+            if per_turn or any(
+                _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=True) for holder in left_out
+            ):
                 advice = "`chat_template_path` to a template that renders it, or write it into `content`"
             else:  # it is left out of earlier turns only
                 advice = "`per_turn=True`, which trains each turn as it is rendered when it is the last"
@@ -109,7 +113,9 @@ def say_what_is_left_out(
     rows, count = _holding(dataset, ("role",), ROLES)
     for conversation in _conversations(rows, chat_template, ("role",)):
         messages = conversation.messages
-        texts = [_text(conversation, each, tokenizer) for each in (messages, [_with_role(m, "role") for m in messages])]
+        texts = [
+            _text(conversation, variant, tokenizer) for variant in (messages, [_with_role(m, "role") for m in messages])
+        ]
         if None not in texts and texts[0] != texts[1]:
             logger.warning(
                 "%s of the %s dataset have the roles `human` or `gpt`, and the chat template renders them otherwise "
@@ -166,8 +172,8 @@ def _holding(
     """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.take(NUM_OF_STREAM))
-        found = [row for row in rows if any(_held([row], key, values) for key in keys)]
-        return found, f"{len(found)} of the first {len(rows)} rows"
+        holding = [row for row in rows if any(_held([row], key, values) for key in keys)]
+        return holding, f"{len(holding)} of the first {len(rows)} rows"
     masks = [rows_with(dataset, key, values=values) for key in keys]
     places = np.flatnonzero(np.any(masks, axis=0))
     drawn = places[np.unique(np.linspace(0, len(places) - 1, NUM_DRAWN).astype(int))] if len(places) else places
@@ -177,8 +183,8 @@ def _holding(
 def _held(rows: Iterable[dict[str, Any]], key: str, values: Collection[str] | None = None) -> bool:
     """Whether a message of these rows holds the key, with one of the values if they are given."""
     lists = (row[column] for row in rows for column in COLUMNS if isinstance(row.get(column), list))
-    found = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
-    return any(value in values if values is not None else value for value in found)
+    contents = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
+    return any(value in values if values is not None else value for value in contents)
 
 
 def rows_with(
@@ -199,7 +205,7 @@ def rows_with(
 def _messages_with(messages: pa.Array, key: str, values: Collection[str] | None) -> np.ndarray:
     """Whether each message holds the key, and one of the values if they are given. Shape (messages,)."""
     if pa.types.is_struct(messages.type) and messages.type.get_field_index(key) >= 0:
-        return np.array(_is_given(pc.struct_field(messages, key), values))
+        return np.array(_holds(pc.struct_field(messages, key), values))
     has = np.zeros(len(messages), bool)
     if isinstance(messages.type, pa.JsonType):  # messages of different forms
         text = messages.storage
@@ -210,14 +216,16 @@ def _messages_with(messages: pa.Array, key: str, values: Collection[str] | None)
     return has
 
 
-def _is_given(found: pa.Array, values: Collection[str] | None) -> pa.Array:
-    kind = found.type
+def _holds(contents: pa.Array, values: Collection[str] | None) -> pa.Array:
+    kind = contents.type
     if values is not None:
-        given = pc.is_in(found, pa.array(values, kind)) if pa.types.is_string(kind) else pa.repeat(False, len(found))
+        holds = (
+            pc.is_in(contents, pa.array(values, kind)) if pa.types.is_string(kind) else pa.repeat(False, len(contents))
+        )
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        given = pc.greater(pc.binary_length(found), 0)
+        holds = pc.greater(pc.binary_length(contents), 0)
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        given = pc.greater(pc.list_value_length(found), 0)
+        holds = pc.greater(pc.list_value_length(contents), 0)
     else:
-        given = found.is_valid()
-    return pc.fill_null(given, False)
+        holds = contents.is_valid()
+    return pc.fill_null(holds, False)

@@ -43,7 +43,7 @@ from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
-from .choices import Given
+from .choices import Setup
 from .config import SFTConfig
 from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
@@ -63,7 +63,7 @@ class LossIsOurs(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.training_objective.totals.is_scored:
-            refuse(Given(args=args, own_loss=f"{type(self.trainer).__name__}.compute_loss"))
+            refuse(Setup(args=args, own_loss=f"{type(self.trainer).__name__}.compute_loss"))
 
 
 class Objective:

@@ -11,7 +11,7 @@ from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
 from ..isolation.packed_rows import PackedRows, Tokens
 from . import checks
-from .choices import CONTEXT_PARALLELISM, DEEPSPEED_TENSORS, MEGATRON, PIPELINE, Choice, Given
+from .choices import CONTEXT_PARALLELISM, DEEPSPEED_TENSORS, MEGATRON, PIPELINE, Choice, Setup
 from .features import Feature
 from .progress import shown_proof
 
@@ -22,7 +22,7 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "packing/computed": ("tokens", "that were computed"),
 }
 PACKED_ROWS = Feature(
-    choice=Choice("`pack_forward`", lambda given: "`pack_forward`", "remove `pack_forward`"),
+    choice=Choice("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
         CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were one "
         "document, so rows of a pack would attend to each other",
@@ -52,8 +52,8 @@ class RowPacking:
     @property
     def tokens(self) -> Tokens:
         """Tokens of all forwards that ran as packs on this rank."""
-        each = [rows.tokens for rows in self.rows.values()]
-        return Tokens(*(sum(getattr(one, name) for one in each) for name in ("padded", "real", "computed")))
+        of_models = [rows.tokens for rows in self.rows.values()]
+        return Tokens(*(sum(getattr(one, name) for one in of_models) for name in ("padded", "real", "computed")))
 
     def summary(self) -> str:
         """What was computed, in one line for all models and one for each."""
@@ -260,6 +260,6 @@ def _check(trainer: Trainer) -> None:
             "model, which hooks do not reach. Launch one process per GPU (`accelerate launch` or `torchrun`), or make "
             "one GPU visible with `CUDA_VISIBLE_DEVICES`."
         )
-    PACKED_ROWS.refuse(Given(args=args, model=trainer.model, accelerator=trainer.accelerator))
+    PACKED_ROWS.refuse(Setup(args=args, model=trainer.model, accelerator=trainer.accelerator))
     checks.check_one_device(model)
     checks.check_quantisation(model, args.device.type)

@@ -88,7 +88,7 @@ def split_turns(
         return dataset, None  # TRL refuses a transform
     numbers = dict.fromkeys(NUMBERS, Value("int64"))
     with main_process_first():
-        found = dataset.map(
+        samples = dataset.map(
             Cached(_rows),
             with_indices=True,
             batched=True,
@@ -99,13 +99,13 @@ def split_turns(
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing each assistant turn of {name} dataset",
         )
-    counts = _counted(dataset, found, name, args=args, drops=drops)
+    counts = _counted(dataset, samples, name, args=args, drops=drops)
     if is_training_set:
-        _say_if_turns_do_not_end(found, name, processing_class)
-        reader = TokenReader(found.select(_first_conversations(found)))
-        _say_if_nothing_is_stripped(found, name, reader.lengths, begins=lambda i: _begins(reader, i))
-    found = found.remove_columns(list(numbers))
-    return (found if marks and drops else without_bad_rows(found)), counts
+        _say_if_turns_do_not_end(samples, name, processing_class)
+        reader = TokenReader(samples.select(_first_conversations(samples)))
+        _say_if_nothing_is_stripped(samples, name, reader.lengths, begins=lambda i: _begins(reader, i))
+    samples = samples.remove_columns(list(numbers))
+    return (samples if marks and drops else without_bad_rows(samples)), counts
 
 
 def measure_turns(
@@ -148,8 +148,8 @@ def _rows(
     for i, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
         row = dict(zip(batch.keys(), values, strict=True))
         for turn, sample in _samples(row, tokenizer, rule):
-            made = {column: row[column] for column in others} | sample | {CONVERSATION: i, TURN: turn}
-            for column, value in made.items():
+            sample_row = {column: row[column] for column in others} | sample | {CONVERSATION: i, TURN: turn}
+            for column, value in sample_row.items():
                 columns[column].append(value)
     return columns
 
@@ -182,35 +182,35 @@ def _columns(tokens: list[int], labels: list[int], why: str = "") -> dict[str, A
 
 
 def _rows_of_stream(batch: Any, indices: list[int], name: str, *, drops: bool, **kwargs: Any) -> dict[str, list[Any]]:
-    made = _rows(batch, indices, **kwargs)
+    columns = _rows(batch, indices, **kwargs)
     for column in NUMBERS:
-        del made[column]
+        del columns[column]
     for column in ("input_ids", "labels"):
-        made[column] = [values.tolist() for values in made[column]]
+        columns[column] = [values.tolist() for values in columns[column]]
     if drops:
-        return made
-    for why in made.pop(BAD_ROW):
+        return columns
+    for why in columns.pop(BAD_ROW):
         if why:
             refuse_row_of_stream(name, indices[0], why)
-    return made
+    return columns
 
 
-def _counted(dataset: Dataset, found: Dataset, name: str, *, args: SFTConfig, drops: bool) -> TurnCounts:
+def _counted(dataset: Dataset, samples: Dataset, name: str, *, args: SFTConfig, drops: bool) -> TurnCounts:
     """Count the samples and say how many there are, and refuse or name the turns that cannot be rendered."""
-    bad = bad_rows(found)
+    bad = bad_rows(samples)
     assert bad is not None  # `_rows` makes the column
-    conversations, turns = (_numbers(found, column) for column in (CONVERSATION, TURN))
+    conversations, turns = (_numbers(samples, column) for column in (CONVERSATION, TURN))
     counts = TurnCounts(
         conversations=len(dataset),
         samples=int((~bad & (turns >= 0)).sum()),
         without_turn=int((~bad & (turns < 0)).sum()),
         bad=int(bad.sum()),
-        left_out=int(_numbers(found, LEFT_OUT).sum()),
+        left_out=int(_numbers(samples, LEFT_OUT).sum()),
     )
     if counts.bad:
         rows, where = np.unique(conversations[bad], return_index=True)
         first = np.flatnonzero(bad)[where][:NUM_SHOWN]
-        reasons = list(zip(rows[:NUM_SHOWN].tolist(), found.select(first).with_format(None)[BAD_ROW], strict=True))
+        reasons = list(zip(rows[:NUM_SHOWN].tolist(), samples.select(first).with_format(None)[BAD_ROW], strict=True))
         if not drops or not counts.samples:
             refuse(name, reasons, len(rows), total=len(dataset))
         logger.warning(
@@ -230,8 +230,8 @@ def _counted(dataset: Dataset, found: Dataset, name: str, *, args: SFTConfig, dr
     return counts
 
 
-def _numbers(found: Dataset, column: str) -> np.ndarray:
-    return found.select_columns(column).with_format("arrow")[:][column].to_numpy()
+def _numbers(samples: Dataset, column: str) -> np.ndarray:
+    return samples.select_columns(column).with_format("arrow")[:][column].to_numpy()
 
 
 def _say_if_turns_do_not_end(
@@ -239,7 +239,7 @@ def _say_if_turns_do_not_end(
 ) -> None:
     """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message."""
     labels = (row["labels"] for row in islice(rows, NUM_COMPARED))
-    first = next((each for each in labels if max(each, default=-1) >= 0), None)
+    first = next((of_row for of_row in labels if max(of_row, default=-1) >= 0), None)
     end = None if first is None else unended(first, tokenizer)
     if end is not None:
         logger.warning(
@@ -250,9 +250,9 @@ def _say_if_turns_do_not_end(
         )
 
 
-def _first_conversations(found: Dataset) -> range:
+def _first_conversations(samples: Dataset) -> range:
     """The rows of those in which neighbouring turns are compared."""
-    return range(int(np.searchsorted(_numbers(found, CONVERSATION), NUM_COMPARED)))
+    return range(int(np.searchsorted(_numbers(samples, CONVERSATION), NUM_COMPARED)))
 
 
 def _begins(reader: TokenReader, i: int) -> bool:
@@ -263,15 +263,15 @@ def _begins(reader: TokenReader, i: int) -> bool:
 
 
 def _say_if_nothing_is_stripped(
-    found: Dataset, name: str, lengths: npt.NDArray[np.int64], *, begins: Callable[[int], bool]
+    samples: Dataset, name: str, lengths: npt.NDArray[np.int64], *, begins: Callable[[int], bool]
 ) -> None:
     """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
 
     Args:
         begins: whether sample i is the beginning of sample i + 1.
     """
-    rows = _first_conversations(found)
-    conversations, lengths = _numbers(found, CONVERSATION)[rows], lengths[rows]
+    rows = _first_conversations(samples)
+    conversations, lengths = _numbers(samples, CONVERSATION)[rows], lengths[rows]
     same = (conversations[1:] == conversations[:-1]) & (lengths[1:] > 0) & (lengths[:-1] > 0)
     pairs = np.flatnonzero(same).tolist()
     if pairs and all(begins(i) for i in pairs):

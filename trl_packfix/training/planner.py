@@ -57,5 +57,5 @@ def make_planner(
 
 def speeds(config: SFTConfig) -> Speeds:
     """What devices and links reach, by `exchange_speeds` of the config."""
-    given: Any = config.exchange_speeds or {}
-    return Speeds(**given)
+    speeds_of_config: Any = config.exchange_speeds or {}
+    return Speeds(**speeds_of_config)

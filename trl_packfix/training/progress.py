@@ -46,7 +46,7 @@ def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
             nonlocal count
             count += 1
             kinds = packed_model.repaired
-            what = f"Repairing {', '.join(each.module for each in kinds)}" if kinds else "Proving isolation"
+            what = f"Repairing {', '.join(repair.module for repair in kinds)}" if kinds else "Proving isolation"
             about = f" of about {USUAL_FORWARDS}" if count <= USUAL_FORWARDS and not kinds else ""
             show(f"{what} on {type(model).__name__}: forward {count}{about}")
 

@@ -189,21 +189,21 @@ class Restart:
     def _planner(self) -> EpochPlanner | None:
         return self.trainer.data.planner
 
-    def choose(self, given: str | bool | None) -> str | bool | None:
+    def choose(self, requested: str | bool | None) -> str | bool | None:
         """The checkpoint to resume from, whose state is `resumed` from now on."""
         self.resumed = None
-        return self._whole_checkpoint(given) if given else given
+        return self._whole_checkpoint(requested) if requested else requested
 
-    def _whole_checkpoint(self, given: str | bool) -> str | None:
+    def _whole_checkpoint(self, requested: str | bool) -> str | None:
         """The checkpoint to load. The main process chooses it for all ranks, and `resumed` becomes its state."""
-        found: list[Any] = [None, None, None, None]
+        outcome: list[Any] = [None, None, None, None]
         if self.trainer.is_world_process_zero():
             try:
-                checkpoint, warning = choose_checkpoint(given, str(self.args.output_dir))
-                found = [checkpoint, checkpoint and _read(Path(checkpoint)), warning, None]
+                checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
+                outcome = [checkpoint, checkpoint and _read(Path(checkpoint)), warning, None]
             except (ValueError, OSError) as error:  # raised on all ranks, which wait for the broadcast
-                found[3] = str(error)
-        checkpoint, state, warning, problem = broadcast_object_list(found)
+                outcome[3] = str(error)
+        checkpoint, state, warning, problem = broadcast_object_list(outcome)
         if problem is not None:
             raise ValueError(problem)
         if warning is not None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from ..attention.exchange import group_of
 
@@ -19,9 +18,9 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
     classes: list[Any] = []
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            given = (part._can_record_outputs or {}).get("router_logits", [])
-            given = given if isinstance(given, list) else [given]
-            classes += [each.target_class if isinstance(each, OutputRecorder) else each for each in given]
+            recorders = (part._can_record_outputs or {}).get("router_logits", [])
+            recorders = recorders if isinstance(recorders, list) else [recorders]
+            classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
     return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
 
 

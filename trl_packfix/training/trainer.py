@@ -126,7 +126,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
-        given = checks.given_to(
+        setup = checks.setup_of(
             type(self),
             args,
             model,
@@ -136,7 +136,7 @@ class SFTTrainer(trl.SFTTrainer):
             formatting_func=formatting_func,
             peft_config=peft_config,
         )
-        checks.check_before_loading(given, processing_class)
+        checks.check_before_loading(setup, processing_class)
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         per_turn.check_per_turn(args, train_dataset, eval_dataset)
@@ -278,8 +278,8 @@ class SFTTrainer(trl.SFTTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         known: list[str] = self._signature_columns or []
-        given = (self.args.weight_column, self.args.source_column)
-        columns: Any = known + [column for column in given if column is not None and column not in known]
+        value_columns = (self.args.weight_column, self.args.source_column)
+        columns: Any = known + [column for column in value_columns if column is not None and column not in known]
         self._signature_columns = columns
 
     # Training
@@ -333,11 +333,11 @@ class SFTTrainer(trl.SFTTrainer):
 
     # The Trainer assumes that all epochs have the same number of steps.
 
-    def set_initial_training_values(self, *given: Any) -> tuple[Any, ...]:
-        return self.restart.training_values(super().set_initial_training_values(*given))
+    def set_initial_training_values(self, *arguments: Any) -> tuple[Any, ...]:
+        return self.restart.training_values(super().set_initial_training_values(*arguments))
 
-    def _init_training_state(self, *given: Any) -> tuple[int, int]:
-        return self.restart.position(super()._init_training_state(*given))
+    def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        return self.restart.position(super()._init_training_state(*arguments))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         num_steps = self.restart.steps_of(kwargs["epoch"])
