@@ -97,12 +97,12 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     language = planner.cost_model(planner.documents.lengths)
     total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
     packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
-    found = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
+    images = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
     if costs is None or not costs.any():
-        return found
+        return images
     share = costs.sum() / (costs.sum() + language.sum())
     return replace(
-        found,
+        images,
         tower_share=float(share),
         tower_imbalance=imbalance(schedule, costs, planner.bins.synchronisation),
         language_imbalance=imbalance(schedule, language, planner.bins.synchronisation),

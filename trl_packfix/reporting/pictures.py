@@ -148,7 +148,7 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
     from matplotlib.ticker import MaxNLocator
 
     packs = sample.packs
-    pack = min(packs, key=lambda each: abs(np.log(_blocks(each) / BLOCKS_IN_MASK)))
+    pack = min(packs, key=lambda pack: abs(np.log(_blocks(pack) / BLOCKS_IN_MASK)))
     ends = np.cumsum(pack.runs).tolist()
     starts = [0, *ends[:-1]]
     total = ends[-1]
@@ -201,7 +201,7 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHisto
             hatch=hatch,
         )
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
-    given, ledger = report.ledger.given.documents, report.ledger
+    ledger = report.ledger
     touched = ledger.truncated.documents + ledger.split.documents
     dropped = sum(count.documents for count in ledger.dropped.values())
     note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {dropped:,}"
@@ -222,7 +222,7 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHisto
     for axis in (axes.xaxis, axes.yaxis):
         _label_log(axis)
     axes.set_title(
-        f"lengths of {given:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
+        f"lengths of {ledger.given.documents:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
         loc="left",
         fontsize=11,
     )

@@ -205,8 +205,8 @@ class PackingReport:
     @property
     def lost_trained_share(self) -> float | None:
         """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
-        given = self.ledger.given.trained_tokens
-        return (self.ledger.lost_trained_tokens + self.trained_tokens_not_reached) / given if given else None
+        lost, of_all = self.ledger.lost_trained_tokens, self.ledger.given.trained_tokens
+        return (lost + self.trained_tokens_not_reached) / of_all if of_all else None
 
     @property
     def warning(self) -> str | None:

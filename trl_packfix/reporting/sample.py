@@ -103,17 +103,17 @@ class PackSample:
         >>> PackSample(0, 0, 0, [0, 1], [0, 1], [4, 5], [[], []], shared=[0, 2]).paths()
         [[(0, 4)], [(0, 2), (4, 7)]]
         """
-        found: list[list[tuple[int, int]]] = []
+        paths: list[list[tuple[int, int]]] = []
         start = 0
         for run, length in zip(self.runs, self.lengths, strict=True):
             left, path = length - run, []
-            for first, end in found[-1] if left else ():
+            for first, end in paths[-1] if left else ():
                 if left > 0:
                     path.append((first, min(end, first + left)))
                     left -= end - first
-            found.append([*path, (start, start + run)])
+            paths.append([*path, (start, start + run)])
             start += run
-        return found
+        return paths
 
     def place(self, accumulation: int, world_size: int) -> str:
         """Step, and micro-batch and rank if there are several: "step 3", "step 3.1, rank 2", "step 3.1, ranks 4-7"."""
@@ -195,13 +195,13 @@ def _sorted_packs(
     packs: list[Int64Array], documents: Documents, reader: Rows
 ) -> tuple[list[Int64Array], list[list[int]]]:
     """The packs as the collator sorts them, and what each document shares with the one before it."""
-    found, shared = [], []
+    sorted_packs, shared = [], []
     for pack in packs:
         read = [reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
         order, common = PrefixCollator(compare=reader.compare).order(read)
-        found.append(pack[order] if any(common) else pack)
+        sorted_packs.append(pack[order] if any(common) else pack)
         shared.append(common if any(common) else [])
-    return found, shared
+    return sorted_packs, shared
 
 
 def _trained_runs(reader: Rows, row: int, start: int, *, stop: int) -> list[tuple[int, int]]:

@@ -49,7 +49,7 @@ class ShownDocument:
     def own(self) -> "ShownDocument":
         """The part that is not shared, for display."""
         runs = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.runs]
-        return replace(self, tokens=self.tokens[self.shared :], runs=[each for each in runs if each[2] > 0], shared=0)
+        return replace(self, tokens=self.tokens[self.shared :], runs=[run for run in runs if run[2] > 0], shared=0)
 
     @property
     def has_rows(self) -> bool:
@@ -87,23 +87,23 @@ class ShownPack:
             "cu_seq_lens": self.cu_seq_lens,
             "documents": [
                 {
-                    "row": each.row,
-                    "start": each.start,
-                    "stop": each.stop,
-                    "position_ids": list(each.positions),
-                    **({} if self.cu_seq_lens_k is None else {"shared_tokens": each.shared}),
-                    "trained_tokens": each.num_trained,
-                    **({} if each.num_images is None else {"images": each.num_images}),
+                    "row": document.row,
+                    "start": document.start,
+                    "stop": document.stop,
+                    "position_ids": list(document.positions),
+                    **({} if self.cu_seq_lens_k is None else {"shared_tokens": document.shared}),
+                    "trained_tokens": document.num_trained,
+                    **({} if document.num_images is None else {"images": document.num_images}),
                     "parts": [
                         {
                             "trained": trained,
-                            "input_ids": each.tokens[first:end].tolist() if has_tokens else None,
-                            "text": None if tokenizer is None else _decode(tokenizer, each.tokens[first:end]),
+                            "input_ids": document.tokens[first:end].tolist() if has_tokens else None,
+                            "text": None if tokenizer is None else _decode(tokenizer, document.tokens[first:end]),
                         }
-                        for trained, first, end in each.runs
+                        for trained, first, end in document.runs
                     ],
                 }
-                for each in self.documents
+                for document in self.documents
             ],
             **({} if self.cu_seq_lens_k is None else {"cu_seq_lens_k": self.cu_seq_lens_k}),
         } | ({"ranks": self.ranks()} if len(self.parts) > 1 else {})
@@ -111,7 +111,7 @@ class ShownPack:
     def ranks(self) -> list[dict[str, Any]]:
         """Which rows of the pack, and runs of which of its documents, each rank holds."""
         starts, ends = np.array(self.cu_seq_lens[:-1]), np.array(self.cu_seq_lens[1:])
-        of_runs = np.array([i for i, each in enumerate(self.documents) if each.has_rows])
+        of_runs = np.array([i for i, document in enumerate(self.documents) if document.has_rows])
         return [
             {
                 "rank": rank,
@@ -129,7 +129,7 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
     counts = documents.image_count
     for pack in plan_sample(planner, reader, num_packs).packs:
         read = dataset.__getitems__(pack.documents)
-        batch = collate([{name: each[name] for name in READ if name in each} for each in read])
+        batch = collate([{name: row[name] for name in READ if name in row} for row in read])
         tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
         bounds = batch["cu_seq_lens_q"].tolist()
         shown = [
@@ -171,7 +171,7 @@ def pack_text(
     text = Text()
     heading = f"{pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens"
     if pack.cu_seq_lens_k is not None:
-        tokens = sum(len(each.tokens) for each in pack.documents)
+        tokens = sum(len(document.tokens) for document in pack.documents)
         heading += f" computed, for {tokens:,} of the documents"
     text.append(heading + "\n", "bold")
     rest = len(pack.documents) - num_documents
@@ -186,25 +186,25 @@ def pack_text(
             f"[{numbers[0]}] to [{numbers[-1]}]" if len(numbers) > 1 else f"[{numbers[0]}]" if numbers else "padding"
         )
         text.append(f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
-    for number, each in enumerate(pack.documents[:num_documents]):
+    for number, document in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
-        images = f"images: {each.num_images:,}, " if each.num_images else ""
+        images = f"images: {document.num_images:,}, " if document.num_images else ""
         text.append(
-            f"[{number}] row {each.row:,}, tokens {each.start:,}-{each.stop - 1:,}, {each.num_trained:,} trained, "
-            f"{images}position_ids {each.positions[0]}..{each.positions[1]}"
-            + (f", the first {each.shared:,} tokens shared with [{number - 1}]\n" if each.shared else "\n"),
+            f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
+            f"{document.num_trained:,} trained, {images}position_ids {document.positions[0]}..{document.positions[1]}"
+            + (f", the first {document.shared:,} tokens shared with [{number - 1}]\n" if document.shared else "\n"),
             f"bold {style}",
         )
         if has_tokens:
             text.append("    ")
-            if each.shared:
-                text.append(f"[... {each.shared:,} shared ...] ", style)
-            for part, trained in _parts(each.own if each.shared else each, tokenizer, num_tokens):
+            if document.shared:
+                text.append(f"[... {document.shared:,} shared ...] ", style)
+            for part, trained in _parts(document.own if document.shared else document, tokenizer, num_tokens):
                 text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
             text.append("\n")
     if rest > 0:
         tail = pack.documents[num_documents:]
-        text.append(f"... and {rest:,} documents of {sum(len(each.tokens) for each in tail):,} tokens\n")
+        text.append(f"... and {rest:,} documents of {sum(len(document.tokens) for document in tail):,} tokens\n")
     return text
 
 
@@ -225,7 +225,7 @@ def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if not one_line:
         return text
-    return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])} ", text).replace("\n", "\\n")
+    return REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text).replace("\n", "\\n")
 
 
 def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
