@@ -141,7 +141,7 @@ def check_model(
         packed.rest()
         packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak)
         in_training = packed.prove(model)
-    repaired = [str(each) for each in packed.repaired]
+    repaired = [str(repair) for repair in packed.repaired]
     return CheckResult(
         model=name,
         architecture=type(base_model(model)).__name__ + (", tiny and random" if config_only else ""),
@@ -163,20 +163,20 @@ def check_model(
 def implementations(model: PreTrainedModel) -> dict[str, str]:
     """Attention implementation -> why it is not available for this model here; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
-    found = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
+    reasons = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
     for version, is_installed in (
         (2, is_flash_attn_2_available),
         (3, is_flash_attn_3_available),
         (4, is_flash_attn_4_available),
     ):
         why = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
-        found[f"flash_attention_{version}"] = why if model._supports_flash_attn else unsupported
-    found["flex_attention"] = "" if model._supports_flex_attn else unsupported
+        reasons[f"flash_attention_{version}"] = why if model._supports_flash_attn else unsupported
+    reasons["flex_attention"] = "" if model._supports_flex_attn else unsupported
     takes_ours = model._supports_attention_backend or model._supports_sdpa
-    found[ATTENTION_NAME] = ""
+    reasons[ATTENTION_NAME] = ""
     if not takes_ours or not model._can_set_attn_implementation():
-        found[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code"
-    return found
+        reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code"
+    return reasons
 
 
 def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

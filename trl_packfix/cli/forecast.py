@@ -62,10 +62,10 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
     >>> candidate_lengths(5000)
     [1024, 2048, 4096, 8192]
     """
-    found = [1024 if positions is None else min(1024, positions)]
-    while found[-1] < longest and (positions is None or 2 * found[-1] <= positions):
-        found.append(2 * found[-1])
-    return found
+    lengths = [1024 if positions is None else min(1024, positions)]
+    while lengths[-1] < longest and (positions is None or 2 * lengths[-1] <= positions):
+        lengths.append(2 * lengths[-1])
+    return lengths
 
 
 def forecasts(
@@ -157,28 +157,28 @@ class Recommendation:
     reasons: list[str]
 
 
-def recommend(found: Sequence[Forecast]) -> Recommendation:
+def recommend(forecasts: Sequence[Forecast]) -> Recommendation:
     """The smallest `max_length` that loses at most 1 % of the trained tokens, else the one that loses the fewest.
 
     Strategies that split lose almost no token at any length, but a fragment does not see the earlier fragments that it
     may refer to. So lengths are compared with the first given strategy that does not split. One that splits is used
     only if all given strategies split.
     """
-    whole = [each for each in found if each.report.overlong != "split"] or list(found)
+    whole = [forecast for forecast in forecasts if forecast.report.overlong != "split"] or list(forecasts)
     first = whole[0].report
     group = (first.strategy, first.world_size)
-    rows = [each for each in whole if (each.report.strategy, each.report.world_size) == group]
-    rows.sort(key=lambda each: each.report.max_length)
-    enough = [i for i, each in enumerate(rows) if each.lost <= MAX_LOST_SHARE]
+    rows = [forecast for forecast in whole if (forecast.report.strategy, forecast.report.world_size) == group]
+    rows.sort(key=lambda forecast: forecast.report.max_length)
+    enough = [i for i, forecast in enumerate(rows) if forecast.lost <= MAX_LOST_SHARE]
     chosen = enough[0] if enough else min(range(len(rows)), key=lambda i: (rows[i].lost, i))
     pick = rows[chosen]
     reasons = [_what_is_lost(pick, bool(enough))]
     for other, word in ((chosen - 1, "shorter"), (chosen + 1, "longer")):
         if 0 <= other < len(rows):
-            each = rows[other]
+            neighbour = rows[other]
             reasons.append(
-                f"The next {word}, {each.report.max_length:,}, loses {each.lost:.2%} and computes "
-                f"{each.flops / pick.flops:.2f} times as much per epoch."
+                f"The next {word}, {neighbour.report.max_length:,}, loses {neighbour.lost:.2%} and computes "
+                f"{neighbour.flops / pick.flops:.2f} times as much per epoch."
             )
     report = pick.report
     if report.shared is None:
@@ -193,7 +193,8 @@ def recommend(found: Sequence[Forecast]) -> Recommendation:
             "tokens_per_rank."
         )
     widest = max(
-        (each.report for each in whole if each.report.max_length == report.max_length), key=lambda each: each.world_size
+        (of_run.report for of_run in whole if of_run.report.max_length == report.max_length),
+        key=lambda of_run: of_run.world_size,
     )
     if widest.world_size > 1 and widest.imbalance is not None and widest.imbalance_bound is not None:
         reasons.append(

@@ -139,11 +139,11 @@ def hints(names: Iterable[str]) -> str:
     >>> hints(["sequence_len", "train_on_inputs", "learning_rat"])
     ' `sequence_len` is `max_length` here. `train_on_inputs` is `assistant_only_loss` here (with the opposite value).'
     """
-    found = ""
+    sentences = ""
     for name in names:
         if name in RENAMED:
             note = f" ({EXPLAINED[name]})" if name in EXPLAINED else ""
-            found += f" `{name}` is `{RENAMED[name]}` here{note}."
+            sentences += f" `{name}` is `{RENAMED[name]}` here{note}."
         elif name in NOT_NEEDED:
-            found += f" `{name}` can be removed: {NOT_NEEDED[name]}."
-    return found
+            sentences += f" `{name}` can be removed: {NOT_NEEDED[name]}."
+    return sentences

@@ -93,10 +93,10 @@ def predictions(args: argparse.Namespace, max_length: int, documents: int, *, co
             copied_keys=copied,
             offload=args.offload,
         )
-        found = peak(tokens=tokens)
+        prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row["host"] = sum(of_model.saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
-        row |= {name: getattr(found, "total" if name == "peak" else name) / GIB for name in PARTS}
+        row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PARTS}
         row["modelled_activations"] = of_model.saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
             most = largest_tokens(partial(peak, fused_loss=fused), (args.memory - ASIDE) * GIB, MOST_TOKENS)
@@ -111,7 +111,7 @@ def tables(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> "tuple
     from rich.table import Table
 
     unit = "max_length" if args.tokens_per_rank is None else "tokens_per_rank"
-    found = []
+    per_number = []
     for gpus in args.world_size:
         table = Table(box=SIMPLE, pad_edge=False, title_justify="left")
         table.title = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
@@ -122,11 +122,11 @@ def tables(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> "tuple
                 cells = [f"{row[name]:.1f}" for name in PARTS]
                 most = [f"{row[name]:,}" if row[name] else "-" for name in ("largest", "largest_plain_loss")]
                 table.add_row(row["method"], "yes" if row["checkpointing"] else "no", *cells, *most)
-        found.append(table)
+        per_number.append(table)
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
     copied = "" if args.share_prefixes == "off" else ", with copied keys of shared prefixes"
     notes = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"the largest {unit}")
     if args.offload:
         most = max(row["host"] for row in rows)
         notes += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."
-    return found, notes
+    return per_number, notes

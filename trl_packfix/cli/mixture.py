@@ -72,28 +72,32 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 f"`datasets: {getattr(self.datasets, 'path', self.datasets)}` was given. A mixture is a list, also of "
                 "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
             )
-        self.datasets = [_entry(each) for each in self.datasets]
-        for each in self.datasets:
-            if each.repeat is not None and not (each.repeat > 0 and math.isfinite(each.repeat)):
-                raise ValueError(
-                    f"`repeat: {each.repeat}` was given for the dataset `{each.path}`. It says how often a row is seen "
-                    "per epoch, so it is a number above 0. Set it to such a number (0.5 keeps half of the rows), or "
-                    "remove the dataset."
-                )
-            if each.repeat is not None and (self.streaming or each.fraction is not None):
-                other = "`streaming: true`" if self.streaming else f"`fraction: {each.fraction}`"
-                raise ValueError(
-                    f"`repeat: {each.repeat}` was given for the dataset `{each.path}`, with {other}. Rows are counted "
-                    "to repeat them, which a stream does not allow, and `fraction` sets the same ratio in another way. "
-                    "Remove one of the two."
-                )
+        self.datasets = [_entry(entry) for entry in self.datasets]
+        for source in self.datasets:
+            if source.repeat is not None:
+                self._check_repeat(source.repeat, source)
         if self.test_split_size is not None:
             self._check_listed_once()
 
+    def _check_repeat(self, repeat: float, source: SourceConfig) -> None:
+        if not (repeat > 0 and math.isfinite(repeat)):
+            raise ValueError(
+                f"`repeat: {repeat}` was given for the dataset `{source.path}`. It says how often a row is seen per "
+                "epoch, so it is a number above 0. Set it to such a number (0.5 keeps half of the rows), or remove the "
+                "dataset."
+            )
+        if self.streaming or source.fraction is not None:
+            other = "`streaming: true`" if self.streaming else f"`fraction: {source.fraction}`"
+            raise ValueError(
+                f"`repeat: {repeat}` was given for the dataset `{source.path}`, with {other}. Rows are counted to "
+                "repeat them, which a stream does not allow, and `fraction` sets the same ratio in another way. Remove "
+                "one of the two."
+            )
+
     def _check_listed_once(self) -> None:
-        for each, count in Counter(each.rows for each in self.datasets).items():
+        for rows, count in Counter(source.rows for source in self.datasets).items():
             if count > 1:
-                path = next(entry.path for entry in self.datasets if entry.rows == each)
+                path = next(entry.path for entry in self.datasets if entry.rows == rows)
                 raise ValueError(
                     f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
                     f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
@@ -105,12 +109,12 @@ class MixtureConfig(trl.DatasetMixtureConfig):
 
         As many folders are added as are needed so that different datasets have different names.
         """
-        names = [list(each.names()) for each in self.datasets]
-        labels = [each.pop(0) for each in names]
+        names = [list(source.names()) for source in self.datasets]
+        labels = [source.pop(0) for source in names]
         while any(names):
             datasets_of = defaultdict(set)
-            for label, each in zip(labels, self.datasets, strict=True):
-                datasets_of[label].add(each.rows)
+            for label, source in zip(labels, self.datasets, strict=True):
+                datasets_of[label].add(source.rows)
             shared = [i for i, label in enumerate(labels) if len(datasets_of[label]) > 1 and names[i]]
             if not shared:
                 break
@@ -129,35 +133,35 @@ TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _entry(given: Any) -> SourceConfig:
+def _entry(entry: Any) -> SourceConfig:
     """One entry of `datasets`.
 
     Raises:
         ValueError: no mapping, an unknown key, no path, or a value of another type.
     """
-    if isinstance(given, DatasetConfig):
-        return given if isinstance(given, SourceConfig) else SourceConfig(**vars(given))
-    if not isinstance(given, dict):
+    if isinstance(entry, DatasetConfig):
+        return entry if isinstance(entry, SourceConfig) else SourceConfig(**vars(entry))
+    if not isinstance(entry, dict):
         raise ValueError(
-            f"`{given}` was given as an entry of `datasets`. An entry is a mapping with a `path`. Write "
-            f"`- path: {given}`."
+            f"`{entry}` was given as an entry of `datasets`. An entry is a mapping with a `path`. Write "
+            f"`- path: {entry}`."
         )
-    known = [each.name for each in fields(SourceConfig)]
-    wrong = [str(name) for name in given if name not in known]
-    if wrong or "path" not in given:
+    known = [setting.name for setting in fields(SourceConfig)]
+    wrong = [str(name) for name in entry if name not in known]
+    if wrong or "path" not in entry:
         problem = f"the unknown keys {', '.join(f'`{name}`' for name in wrong)}" if wrong else "no `path`"
         raise ValueError(
-            f"An entry of `datasets` has {problem}: {given}{did_you_mean(wrong, known)}. Without a path nothing can be "
+            f"An entry of `datasets` has {problem}: {entry}{did_you_mean(wrong, known)}. Without a path nothing can be "
             f"read, and an unknown key would be ignored.{hints(wrong)} The keys are {', '.join(known)}."
         )
     for name, (wanted, what) in TYPES.items():
-        value = given.get(name)
-        if name in given and not isinstance(value, wanted) and (value is not None or name in ("path", "split")):
+        value = entry.get(name)
+        if name in entry and not isinstance(value, wanted) and (value is not None or name in ("path", "split")):
             raise ValueError(
-                f"`{name}: {value}` was given for the dataset `{given['path']}`. It has the type "
+                f"`{name}: {value}` was given for the dataset `{entry['path']}`. It has the type "
                 f"{type(value).__name__}, which `{name}` cannot be. Write {what}."
             )
-    return SourceConfig(**given)
+    return SourceConfig(**entry)
 
 
 def repeated(num_rows: int, repeat: float, rng: np.random.Generator) -> np.ndarray:
@@ -184,9 +188,10 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
         return get_dataset(mixture)
     labels = mixture.labels()
     parts = [
-        _with_source(_load(each), label, source_column) for each, label in zip(mixture.datasets, labels, strict=True)
+        _with_source(_load(source), label, source_column)
+        for source, label in zip(mixture.datasets, labels, strict=True)
     ]
-    fractions = [each.fraction for each in mixture.datasets]
+    fractions = [source.fraction for source in mixture.datasets]
     if any(fraction is not None for fraction in fractions):
         parts = _in_fractions(parts, fractions)
     together = concatenate_datasets(parts)
@@ -197,13 +202,13 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
         numbers = Dataset.from_dict({"row": rows}).train_test_split(mixture.test_split_size, seed=seed)
         rows, test = np.sort(np.array(numbers["train"]["row"])), np.array(numbers["test"]["row"])
     chosen = []
-    for number, each in enumerate(mixture.datasets):
+    for number, source in enumerate(mixture.datasets):
         own = rows[part_of_row[rows] == number]
-        if each.repeat is not None:
-            _check_some_row(each, len(own))
-            own = own[repeated(len(own), each.repeat, np.random.default_rng((seed, number)))]
+        if source.repeat is not None:
+            _check_some_row(source, len(own))
+            own = own[repeated(len(own), source.repeat, np.random.default_rng((seed, number)))]
         chosen.append(own)
-        seen = "once" if each.repeat is None else f"{each.repeat:g} times"
+        seen = "once" if source.repeat is None else f"{source.repeat:g} times"
         PartialState().print(f"{labels[number]}: {len(own):,} rows per epoch ({seen})")
     splits = {"train": together.select(np.concatenate(chosen))}
     if test is not None:
@@ -220,35 +225,35 @@ def _check_test_size(size: float, num_rows: int) -> None:
         )
 
 
-def _check_some_row(each: SourceConfig, num_rows: int) -> None:
-    assert each.repeat is not None
-    if num_rows and not math.floor(each.repeat) and not round(each.repeat * num_rows):
+def _check_some_row(source: SourceConfig, num_rows: int) -> None:
+    assert source.repeat is not None
+    if num_rows and not math.floor(source.repeat) and not round(source.repeat * num_rows):
         raise ValueError(
-            f"`repeat: {each.repeat:g}` was given for the dataset `{each.path}` of {num_rows:,} rows. That is less "
+            f"`repeat: {source.repeat:g}` was given for the dataset `{source.path}` of {num_rows:,} rows. That is less "
             f"than half a row, so none would be trained. Set it to {1 / num_rows:.2g} or more, or remove the dataset."
         )
 
 
-def _load(each: SourceConfig) -> Dataset:
-    path = Path(each.path)
+def _load(source: SourceConfig) -> Dataset:
+    path = Path(source.path)
     is_local = path.suffix in FORMATS or any(
         (path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")
     )
-    if is_local and each.data_files is None and each.data_dir is None:
-        dataset: Any = load_rows(each.path, each.split, setting="split: ")
+    if is_local and source.data_files is None and source.data_dir is None:
+        dataset: Any = load_rows(source.path, source.split, setting="split: ")
     else:
         dataset = load_named(
-            each.path, name=each.name, data_dir=each.data_dir, data_files=each.data_files, split=each.split
+            source.path, name=source.name, data_dir=source.data_dir, data_files=source.data_files, split=source.split
         )
     assert not isinstance(dataset, IterableDataset)
-    missing = [name for name in each.columns or () if name not in dataset.column_names]
+    missing = [name for name in source.columns or () if name not in dataset.column_names]
     if missing:
         raise ValueError(
-            f"`columns: {each.columns}` was given for the dataset `{each.path}`, which has the columns "
+            f"`columns: {source.columns}` was given for the dataset `{source.path}`, which has the columns "
             f"{dataset.column_names}{did_you_mean(missing, dataset.column_names)}. Columns that do not exist cannot be "
             "selected. List those to keep, or remove `columns`."
         )
-    return dataset if each.columns is None else dataset.select_columns(each.columns)
+    return dataset if source.columns is None else dataset.select_columns(source.columns)
 
 
 def _with_source(dataset: Dataset, label: str, column: str | None) -> Dataset:
@@ -259,12 +264,12 @@ def _with_source(dataset: Dataset, label: str, column: str | None) -> Dataset:
 
 def _in_fractions(parts: list[Dataset], fractions: list[float | None]) -> list[Dataset]:
     """The first rows of each part, as many as TRL takes for these fractions: no dataset is oversampled."""
-    given = [fraction for fraction in fractions if fraction is not None]
-    if len(given) < len(parts):
+    known = [fraction for fraction in fractions if fraction is not None]
+    if len(known) < len(parts):
         raise ValueError(
-            f"`fraction` was given for {len(given)} of {len(parts)} datasets. It is a share of the mixture, so all "
+            f"`fraction` was given for {len(known)} of {len(parts)} datasets. It is a share of the mixture, so all "
             "datasets need one. Set it for each, or use `repeat`, which may be left out."
         )
-    shares = [fraction / sum(given) for fraction in given]
+    shares = [fraction / sum(known) for fraction in known]
     total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
     return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]

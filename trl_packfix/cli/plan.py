@@ -110,25 +110,25 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     if reader.image_counts is not None:
         for config_to_plan in configs:
             refuse(Setup(args=config_to_plan, columns=("images",)))
-    found = []
+    plans = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
-        for each in forecasts(
+        for plan in forecasts(
             reader, configs, args.world_size, cost_model=model, synchronisation=args.synchronisation, tflops=args.tflops
         ):
-            found.append(each)
+            plans.append(plan)
             progress.advance(task)
-    advice = recommend(found)
+    advice = recommend(plans)
     needed = []
     if args.memory is not None:
-        documents = max((each.report.most_documents or 1 for each in found), default=1)
+        documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
         needed = memory.predictions(args, advice.max_length, documents, config=config)
     if args.json:
-        result = {"plans": [each.to_dict() for each in found], "max_length": advice.max_length}
+        result = {"plans": [plan.to_dict() for plan in plans], "max_length": advice.max_length}
         result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
         print(json.dumps(result, indent=2))
     else:
-        _show(found, advice.reasons, args)
+        _show(plans, advice.reasons, args)
         if needed:
             _show_memory(needed, args)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
@@ -175,13 +175,13 @@ def _tables(cells: dict[Column, list[str]], console: "Console") -> "list[Table]"
     from rich.table import Table
 
     def table(columns: list[Column]) -> Table:
-        made = Table(box=SIMPLE, pad_edge=False)
+        rich_table = Table(box=SIMPLE, pad_edge=False)
         for column in columns:
             justify: Any = "left" if column.heading == "strategy" else "right"
-            made.add_column(column.heading, justify=justify, no_wrap=not column.wraps)
+            rich_table.add_column(column.heading, justify=justify, no_wrap=not column.wraps)
         for row in zip(*(cells[column] for column in columns), strict=True):
-            made.add_row(*row)
-        return made
+            rich_table.add_row(*row)
+        return rich_table
 
     unlimited = console.options.update_width(10_000)
     parts = [[*KEYS]]
@@ -195,13 +195,13 @@ def _tables(cells: dict[Column, list[str]], console: "Console") -> "list[Table]"
     return [table(columns) for columns in parts]
 
 
-def _show(found: "list[Forecast]", reasons: list[str], args: argparse.Namespace) -> None:
+def _show(plans: "list[Forecast]", reasons: list[str], args: argparse.Namespace) -> None:
     console = _console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    first = found[0].report
+    first = plans[0].report
     say(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     assert first.lengths is not None  # of a table
     say(f"lengths  {first.lengths.line()}")
@@ -211,7 +211,7 @@ def _show(found: "list[Forecast]", reasons: list[str], args: argparse.Namespace)
     shares = args.tokens_per_rank is not None
     size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
     say(f"micro-batches of {size}, accumulation {args.accumulation}, balance {args.balance!r}")
-    cells = _shown(found)
+    cells = _shown(plans)
     for table in _tables(cells, console):
         console.print(table)
     say("; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))

@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
         )
     with _all_or_nothing(output):
         if with_images:
-            rows, given, ledger = _save_measured(parts, tokenizer_name, settings, output=output)
+            rows, num_given, ledger = _save_measured(parts, tokenizer_name, settings, output=output)
         else:
-            rows, given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=output)
+            rows, num_given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=output)
         manifest = {
             "data": args.data,
             "split": args.split,
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             "settings": vars(settings),
             "conversations": sum(map(len, parts)) if settings.per_turn else None,
             "rows": rows,
-            "bad_rows_dropped": given - rows,
+            "bad_rows_dropped": num_given - rows,
             "documents": ledger.given.documents,
             "tokens": ledger.given.tokens,
             "trained_tokens": ledger.given.trained_tokens,
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
-    if given > rows:
-        print(f"{given - rows:,} of {given:,} rows cannot be tokenised and are dropped")
+    if num_given > rows:
+        print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
     if settings.per_turn:
         without = manifest["documents_without_a_trained_token"]
         what = "document" if with_images else "row"
@@ -171,7 +171,7 @@ def _save_measured(
     from .sources import joined, measured
 
     table = joined(parts)
-    given = len(table)
+    num_given = len(table)
     if settings.bad_rows == "drop":
         reader = measured(table, processor, settings)
         bad, rows = reader.bad_rows(), reader.conversations
@@ -180,4 +180,4 @@ def _save_measured(
     table.save_to_disk(output, num_proc=settings.dataset_num_proc)
     reader = measured(load_from_disk(str(output)), processor, settings)
     ledger = make_documents(reader, max_length=None).ledger
-    return len(table), given, ledger
+    return len(table), num_given, ledger

@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _picture(given: str) -> Path:
+def _picture(target: str) -> Path:
     """The file to draw: `packs.png` in a folder, and `.png` without a suffix, which matplotlib would add unsaid."""
-    path = Path(given)
+    path = Path(target)
     if path.is_dir():
         return path / "packs.png"
     return path if path.suffix else path.with_suffix(".png")

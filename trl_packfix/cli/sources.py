@@ -136,10 +136,10 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     elif path.suffix == ".json":
         text = path.read_text()
         try:
-            found = json.loads(text) if text.lstrip()[:1] == "[" else None
+            values_in_file = json.loads(text) if text.lstrip()[:1] == "[" else None
         except ValueError:
-            found = None  # broken JSON: `datasets` reports the error
-        values = found if found and not isinstance(found[0], dict) else None
+            values_in_file = None  # broken JSON: `datasets` reports the error
+        values = values_in_file if values_in_file and not isinstance(values_in_file[0], dict) else None
     elif path.suffix == ".csv":
         csv.field_size_limit(LONGEST)  # of the texts beside the lengths
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -306,9 +306,9 @@ def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = 
 
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer, settings.trust_remote_code)
-    found = _trainer(dataset, tokenizer, settings).train_dataset
-    assert isinstance(found, Dataset)
-    return _with_labels(found, settings)
+    train_dataset = _trainer(dataset, tokenizer, settings).train_dataset
+    assert isinstance(train_dataset, Dataset)
+    return _with_labels(train_dataset, settings)
 
 
 def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = None) -> ImageRows:
@@ -327,11 +327,11 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
 
     settings = settings or Tokenisation()
     name = next(name for name in IMAGES if name in dataset.column_names)
-    given = processor
+    name_of_model = processor
     if isinstance(processor, str):
         processor = AutoProcessor.from_pretrained(processor, trust_remote_code=settings.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
-        what = "no model was given" if given is None else f"`{given}` has a tokenizer only"
+        what = "no model was given" if name_of_model is None else f"`{name_of_model}` has a tokenizer only"
         raise ValueError(
             f"The dataset of {len(dataset)} rows has the column `{name}`, and {what}. The number of tokens of an image "
             "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
@@ -385,7 +385,7 @@ def _with_labels(dataset: Dataset, settings: Tokenisation) -> Dataset:
 
 def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     bits = zip(*(row[name] for name in masks), strict=True)
-    return {"labels": [i if all(each) else IGNORE_INDEX for i, each in zip(row["input_ids"], bits, strict=True)]}
+    return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
 def open_tables(
@@ -406,16 +406,18 @@ def open_tables(
     for name in names:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
-            found = read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
-        if found is not None:
+            lengths_in_file = (
+                read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
+            )
+        if lengths_in_file is not None:
             check_split(name, split)
             if settings.per_turn:
                 raise ValueError(
-                    f"`--per-turn` was given with `{name}`, a file of {len(found):,} lengths. The turns of a "
+                    f"`--per-turn` was given with `{name}`, a file of {len(lengths_in_file):,} lengths. The turns of a "
                     "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
                     "`--per-turn`."
                 )
-            lengths.append(found)
+            lengths.append(lengths_in_file)
         else:
             rows = load_rows(name, split, config)
             is_tokenised = "input_ids" in rows.column_names
@@ -453,7 +455,7 @@ def joined(tables: Sequence[Dataset]) -> Dataset:
     """
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
-        one, other = columns[0], next(each for each in columns if each != columns[0])
+        one, other = columns[0], next(names for names in columns if names != columns[0])
         raise ValueError(
             f"{len(tables)} datasets were given, one with the columns {one} and another with {other}. To join them, "
             "all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix prepare`; of "

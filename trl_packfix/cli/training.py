@@ -123,12 +123,12 @@ def parse(
     flags_of_run = [action.dest for action in parser._actions]
     _refuse_unknown([name for name in settings if name not in flags_of_run], flags_of_run)
     _check_types(settings, kinds)
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
-    if "tokens_per_rank" in given:  # it sets the size of micro-batches
+    names_set = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
+    if "tokens_per_rank" in names_set:  # it sets the size of micro-batches
         defaults = {"per_device_train_batch_size": 1} | defaults
     parser.set_defaults(**machine_settings() | {"packing": True} | defaults)
     parser.set_defaults(padding_free=settings.get("padding_free", False))
-    is_by_default = "packing" not in given
+    is_by_default = "packing" not in names_set
     if is_by_default and parser.parse_known_args(words)[0].padding_free:
         is_by_default = False
         parser.set_defaults(packing=False)
@@ -172,20 +172,20 @@ def read_settings(file: str) -> dict[str, Any]:
     """
     try:
         with Path(file).open(encoding="utf-8") as stream:
-            found = yaml.safe_load(stream)
+            settings = yaml.safe_load(stream)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ValueError(
             f"`--config {file}` was given. It cannot be read: {reason}. Give the path of a YAML file in UTF-8 with one "
             "`flag: value` per line."
         ) from error
-    if not isinstance(found, dict):
-        what = "nothing" if found is None else f"a {type(found).__name__}"
+    if not isinstance(settings, dict):
+        what = "nothing" if settings is None else f"a {type(settings).__name__}"
         raise ValueError(
             f"`--config {file}` was given. The file holds {what}, and settings need names. Write one `flag: value` per "
             "line, or omit `--config`."
         )
-    return found
+    return settings
 
 
 def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
@@ -201,7 +201,7 @@ def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
         value, allowed = settings[name], (plain | {str}) | ({int} if plain & {float, bool} else set())
         if type(value) not in allowed:
             expected = " or ".join(
-                "nothing" if each is type(None) else each.__name__ for each in get_args(wanted) or [wanted]
+                "nothing" if kind is type(None) else kind.__name__ for kind in get_args(wanted) or [wanted]
             )
             raise ValueError(
                 f"`{name}: {value}` was given in the config file. It has the type {type(value).__name__}, and the "
@@ -244,13 +244,13 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
 
     A file or a folder with one table has the split `dataset_train_split`.
     """
-    given: Any = script_args.dataset_name
-    found = [_splits(name, script_args) for name in ([given] if isinstance(given, str) else given)]
-    if len(found) == 1:
-        return found[0]
-    names = dict.fromkeys(name for splits in found for name in splits)
+    paths: Any = script_args.dataset_name
+    datasets = [_splits(path, script_args) for path in ([paths] if isinstance(paths, str) else paths)]
+    if len(datasets) == 1:
+        return datasets[0]
+    names = dict.fromkeys(name for splits in datasets for name in splits)
     kind = IterableDatasetDict if script_args.dataset_streaming else DatasetDict
-    return kind({name: concatenate_datasets([splits[name] for splits in found if name in splits]) for name in names})
+    return kind({name: concatenate_datasets([splits[name] for splits in datasets if name in splits]) for name in names})
 
 
 def _splits(name: str, script_args: ScriptArguments) -> Any:
@@ -345,7 +345,7 @@ def make_trainer(
 
 def dataset_names(script_args: TrainArguments, mixture: MixtureConfig) -> list[str]:
     """Name or path of each dataset of a run."""
-    return [each.path for each in mixture.datasets] or script_args.dataset_name or []
+    return [source.path for source in mixture.datasets] or script_args.dataset_name or []
 
 
 def train(trainer: SFTTrainer, names: Sequence[str]) -> None:
