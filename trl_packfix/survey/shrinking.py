@@ -40,24 +40,26 @@ def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreT
 
 def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, depth: int | None) -> dict[str, Any]:
     """Fields of the config with small sizes; its text part has the first `depth` layers, or all if `depth` is None."""
-    given = config.to_dict()
+    fields = config.to_dict()
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in fields.items():
         inner = vars(config).get(name)
         if isinstance(inner, PreTrainedConfig):
             values[name] = _shrunk(inner, text, depth)
         elif name == "per_layer_config" and value:
-            layers = {int(layer): each for layer, each in value.items()}
-            values[name] = {i: _sized(each, given) for i, each in layers.items() if depth is None or i < depth}
-    values = _sized(given, given) | values
+            layers = {int(layer): layer_fields for layer, layer_fields in value.items()}
+            values[name] = {
+                i: _sized(layer_fields, fields) for i, layer_fields in layers.items() if depth is None or i < depth
+            }
+    values = _sized(fields, fields) | values
     sizes = SIZES_OF_TYPE.get(config.model_type, {})
     values |= {name: min(values[name], size) for name, size in sizes.items() if isinstance(values.get(name), int)}
     if config is text:
         num_layers = config.num_hidden_layers
     else:  # no text reaches its layers
-        num_layers, depth = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), 0), 2
+        num_layers, depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), 0), 2
     if depth is not None:
-        values |= {name: depth for name in LAYERS if given.get(name) == num_layers}
+        values |= {name: depth for name in LAYERS if fields.get(name) == num_layers}
         for name, value in values.items():
             # A string may have as many characters by chance, such as "silu" in four layers.
             is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
@@ -82,7 +84,7 @@ def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, int) and size is not None:
             value = min(value, size)
         elif isinstance(value, list) and size is not None:
-            value = [min(each, size) for each in value]
+            value = [min(number, size) for number in value]
         elif names_a_token(name):
             value = _small_ids(value, 3 + 4 * sum(map(names_a_token, values)))
         values[name] = value
@@ -95,7 +97,7 @@ def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 def _small_ids(value: Any, first: int) -> Any:
     """Ids within the small vocabulary: small ones stay, larger ones get distinct ids from `first` on."""
     if isinstance(value, list):
-        return [_small_ids(each, first + i) for i, each in enumerate(value)]
+        return [_small_ids(number, first + i) for i, number in enumerate(value)]
     return first % FIRST_WORD if isinstance(value, int) and value >= FIRST_WORD else value
 
 
@@ -132,7 +134,7 @@ def _num_kinds(model: PreTrainedModel) -> int:
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
                     offsets[key].add(value - index if type(value) is int else None)
-            counts = {key for key, found in offsets.items() if len(found) == 1 and found != {None}}
+            counts = {key for key, of_field in offsets.items() if len(of_field) == 1 and of_field != {None}}
             kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
             return max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
     return num_layers
@@ -140,12 +142,12 @@ def _num_kinds(model: PreTrainedModel) -> int:
 
 def _features(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """The features that distinguish layers: classes of the modules inside, their settings, shapes of parameters."""
-    found: dict[tuple[str, str], Any] = {}
+    features: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():
-        found[name, "class"] = type(module)
+        features[name, "class"] = type(module)
         for key, value in vars(module).items():
             if value is None or isinstance(value, bool | str | int):
-                found[name, key] = value
+                features[name, key] = value
         for key, parameter in module.named_parameters(recurse=False):
-            found[name, key] = tuple(parameter.shape)
-    return found
+            features[name, key] = tuple(parameter.shape)
+    return features

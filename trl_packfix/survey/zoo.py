@@ -221,21 +221,21 @@ def byte_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments that make a tiny config of the class of `config`."""
-    given: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer raise
+    fields: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer raise
     stored = {
         name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters
     }
     values: dict[str, Any] = {}
     per_layer: dict[str, Sequence[Any]] = {}
-    num_layers = next((given[name] for name in LAYERS if isinstance(given.get(name), int)), None)
+    num_layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
     for name, key in stored.items():
-        value = given.get(key)
+        value = fields.get(key)
         if isinstance(value, dict) and "mrope_section" in value:
             values[name] = value | {"mrope_section": mrope_section(value)}
         elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
         elif name in KEY_VALUE_HEADS:
-            values[name] = key_value_heads(given.get(key), given.get(name.replace("key_value", "attention")))
+            values[name] = key_value_heads(fields.get(key), fields.get(name.replace("key_value", "attention")))
         elif name == "head_dim":
             values[name] = HEAD_DIM
         elif name == "is_decoder":
@@ -270,8 +270,8 @@ def names_a_token(name: str) -> bool:
 
 def mrope_section(rope: dict[str, Any]) -> list[int]:
     """Frequencies of time, height and width: in sum those that a tiny head rotates, in about the same shares."""
-    wanted, given = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
-    section = [wanted * share // sum(given) for share in given]
+    wanted, section_of_model = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
+    section = [wanted * share // sum(section_of_model) for share in section_of_model]
     return [wanted - sum(section[1:]), *section[1:]]
 
 
