@@ -32,7 +32,7 @@ def report(tmp_path, data, **settings):
 
 
 @pytest.mark.rule(
-    "trl_packfix/reporting/report.py",
+    "trl_packfix/reporting/report_numbers.py",
     "A loss of more than 1 % of the trained tokens leads to a warning that names the remedy",
 )
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     assert sum(shared.micro_steps.values()) == run.num_steps * 2 and shared.smallest_degree == 4
     lines = dict(made.lines())
     assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
-    assert f"micro-steps by degree (ranks that share a pack): {shared.histogram()}" in lines["sequence parallelism"]
+    assert f"micro-steps by degree (ranks that share a pack): {shared.histogram}" in lines["sequence parallelism"]
     assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
     assert "imbalance" not in lines and "minibatch" not in lines["against unpacked"]
     assert metrics(made)["packing/exchange_share"] == shared.exchange_share
@@ -203,5 +203,5 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     counted = stream.micro_steps(3)
     assert sum(counted.values()) == 2 * 3
     made = make_stream_report(stream, 9, stream.counts(3), micro_steps=counted)
-    assert f"micro-steps by degree (ranks that share a pack): {made.groups.histogram()}" in str(made.lines())
+    assert f"micro-steps by degree (ranks that share a pack): {made.groups.histogram}" in str(made.lines())
     assert made.to_dict()["groups"]["micro_steps"] == counted

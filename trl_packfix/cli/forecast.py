@@ -19,7 +19,8 @@ from ..planning.strategies import STRATEGIES
 from ..planning.units import Synchronisation
 from ..reporting.build import make_report
 from ..reporting.lines import prefixes_text
-from ..reporting.report import MAX_LOST_SHARE, PackingReport
+from ..reporting.report import PackingReport
+from ..reporting.report_numbers import MAX_LOST_SHARE
 from ..reporting.savings import estimated_savings
 from ..training.config import SFTConfig
 from ..training.planner import make_planner

@@ -77,7 +77,7 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     from rich.progress import Progress
 
     from ..planning.degrees import possible_degrees
-    from ..reporting.report import MAX_LOST_SHARE
+    from ..reporting.report_numbers import MAX_LOST_SHARE
     from ..training.choices import Setup
     from ..training.features import refuse
     from .forecast import candidate_lengths, forecasts, recommend

@@ -12,7 +12,8 @@ from ..planning.degrees import SequenceParallel, modelled_time
 from ..planning.imbalance import imbalance, imbalance_bound
 from ..planning.schedule import Schedule
 from ..planning.units import Units
-from .report import Groups, PackedImages, PackingReport, SharedPacks
+from .report import PackingReport
+from .report_numbers import Groups, ImageNumbers, SharedPacks
 from .sample import length_histogram, plan_sample
 from .savings import planned_savings
 
@@ -88,7 +89,7 @@ def make_report(
     )
 
 
-def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
+def _packed_images(planner: EpochPlanner, reader: Rows) -> ImageNumbers | None:
     """The images of the first epoch; None for rows without."""
     counts = planner.documents.image_count
     if counts is None:
@@ -97,7 +98,7 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> PackedImages | None:
     language = planner.cost_model(planner.documents.lengths)
     total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
     packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
-    images = PackedImages(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
+    images = ImageNumbers(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
     if costs is None or not costs.any():
         return images
     share = costs.sum() / (costs.sum() + language.sum())

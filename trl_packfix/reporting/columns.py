@@ -5,10 +5,9 @@ A new number is an entry here. If it is not known from the report's attributes, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .report import PackingReport
+from .report_numbers import ReportNumbers
 
 
 @dataclass(frozen=True)
@@ -40,34 +39,17 @@ class Column:
         return "-" if value is None else format(value, self.text)
 
 
-def _of_images(name: str) -> Callable[["PackingReport"], Any]:
-    return lambda report: None if report.images is None else getattr(report.images, name)
+def _of(part: str, name: str) -> Callable[[ReportNumbers], Any]:
+    """An attribute of a part of the report; None where the report does not have this part."""
+    return lambda report: getattr(getattr(report, part), name, None)
 
 
-def _of_groups(name: str) -> Callable[["PackingReport"], Any]:
-    return lambda report: None if report.shared is None else getattr(report.shared, name)
-
-
-def _of_prefixes(name: str) -> Callable[["PackingReport"], Any]:
-    def value(report: "PackingReport") -> Any:
-        prefixes = report.prefixes
-        shares = prefixes is not None and prefixes.setting != "off" and prefixes.refused is None
-        return getattr(prefixes, name) if shares else None
-
-    return value
-
-
-def _smallest_degree(report: "PackingReport") -> int | None:
-    groups = report.shared or report.groups
-    return None if groups is None else groups.smallest_degree
-
-
-def _too_long(report: "PackingReport") -> int | None:
+def _too_long(report: ReportNumbers) -> int | None:
     count = report.ledger.dropped.get("overlong")
     return None if report.images is None else 0 if count is None else count.documents
 
 
-def _cut(report: "PackingReport") -> int:
+def _cut(report: ReportNumbers) -> int:
     ledger = report.ledger
     return sum(count.documents for count in (ledger.truncated, ledger.split, *ledger.dropped.values()))
 
@@ -132,7 +114,7 @@ COLUMNS = (
     ),
     Column(
         "computed",
-        _of_prefixes("rows"),
+        _of("shared_prefixes", "rows"),
         ".2f",
         "computed_share",
         "share of the tokens of the documents",
@@ -140,17 +122,17 @@ COLUMNS = (
     ),
     Column(
         "families/step",
-        _of_prefixes("families_per_step"),
+        _of("shared_prefixes", "families_per_step"),
         ",.1f",
         "families_per_step",
         "those that begin alike, each as one",
         unit="families",
     ),
-    Column("images/pack", _of_images("per_pack"), ".1f", "images_per_pack", unit="images", meaning="mean"),
+    Column("images/pack", _of("images", "per_pack"), ".1f", "images_per_pack", unit="images", meaning="mean"),
     Column("too long", _too_long, legend='documents dropped because an image does not fit, or by overlong="drop"'),
     Column(
         "language",
-        _of_images("language_imbalance"),
+        _of("images", "language_imbalance"),
         ".3f",
         "language_imbalance",
         "imbalance of the language model alone",
@@ -158,7 +140,7 @@ COLUMNS = (
     ),
     Column(
         "tower",
-        _of_images("tower_imbalance"),
+        _of("images", "tower_imbalance"),
         ".3f",
         "tower_imbalance",
         "imbalance of the vision tower alone",
@@ -166,7 +148,7 @@ COLUMNS = (
     ),
     Column(
         "exchange",
-        _of_groups("exchange_share"),
+        _of("shared", "exchange_share"),
         ".1%",
         "exchange_share",
         "share of the time in the exchange between ranks that share a pack",
@@ -174,21 +156,25 @@ COLUMNS = (
     ),
     Column(
         "time/bound",
-        _of_groups("time_over_bound"),
+        _of("shared", "time_over_bound"),
         ".3f",
         "time_over_bound",
         "modelled time over a lower bound",
         unit="ratio",
     ),
-    Column("part", _of_groups("largest_part"), legend="tokens of the largest part of a pack on a rank"),
+    Column("part", _of("shared", "largest_part"), legend="tokens of the largest part of a pack on a rank"),
     Column(
         "micro-steps by degree",
-        lambda report: None if report.shared is None else report.shared.histogram(),
+        _of("shared", "histogram"),
         text="",
         legend="degree: ranks that share a pack",
         wraps=True,
     ),
     Column(
-        "", _smallest_degree, metric="smallest_degree", unit="ranks", meaning="that share a pack, where documents allow"
+        "",
+        _of("sharing", "smallest_degree"),
+        metric="smallest_degree",
+        unit="ranks",
+        meaning="that share a pack, where documents allow",
     ),
 )

@@ -4,20 +4,17 @@ A new line is a function and its entry in `LINES`.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import STRATEGIES
+from .report_numbers import ReportNumbers
 from .savings import PrefixSavings
-
-if TYPE_CHECKING:
-    from .report import PackingReport
 
 WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 Lines = Iterator[tuple[str, str]]  # label and text
 
 
-def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
+def lines_of(report: ReportNumbers) -> list[tuple[str, str]]:
     """Label and text of each line."""
     lines = OF_STREAM if report.num_rows is None else OF_TABLE
     return [line for part in (*lines, *LINES) for line in part(report)]
@@ -26,43 +23,43 @@ def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
 # Tables
 
 
-def _conversations(report: "PackingReport") -> Lines:
+def _conversations(report: ReportNumbers) -> Lines:
     if report.turns is not None:
         yield "conversations", report.turns.line()
 
 
-def _documents(report: "PackingReport") -> Lines:
+def _documents(report: ReportNumbers) -> Lines:
     packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
     yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows{packs}"
 
 
-def _micro_batch(report: "PackingReport") -> Lines:
-    groups = report.shared or report.groups
+def _micro_batch(report: ReportNumbers) -> Lines:
+    groups = report.sharing
     settings = f"per_device_train_batch_size {report.batch_size} x max_length {report.max_length:,}"
     text = f"{report.capacity:,} tokens at most: {settings}"
     yield "micro-batch", text if groups is None else groups.micro_batch(report.max_length)
 
 
-def _tokens(report: "PackingReport") -> Lines:
+def _tokens(report: ReportNumbers) -> Lines:
     yield "tokens", f"{report.num_tokens:,}, of which {report.num_trained_tokens:,} trained"
 
 
-def _trained(report: "PackingReport") -> Lines:
+def _trained(report: ReportNumbers) -> Lines:
     if report.trained is not None:
         yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
 
 
-def _images(report: "PackingReport") -> Lines:
+def _images(report: ReportNumbers) -> Lines:
     if report.images is not None:
         yield "images", report.images.line()
 
 
-def _lengths(report: "PackingReport") -> Lines:
+def _lengths(report: ReportNumbers) -> Lines:
     if report.lengths is not None:
         yield "lengths", report.lengths.line()
 
 
-def _efficiency(report: "PackingReport") -> Lines:
+def _efficiency(report: ReportNumbers) -> Lines:
     if report.num_packs is None:
         yield "efficiency", f"no padding; padded batches are filled to {report.padding_efficiency:.2%}"
     else:
@@ -73,7 +70,7 @@ def _efficiency(report: "PackingReport") -> Lines:
         )
 
 
-def _steps(report: "PackingReport") -> Lines:
+def _steps(report: ReportNumbers) -> Lines:
     yield (
         "steps",
         f"{report.num_steps:,} per epoch, about {report.documents_per_step:,.1f} documents each "
@@ -81,12 +78,12 @@ def _steps(report: "PackingReport") -> Lines:
     )
 
 
-def _common_prefixes(report: "PackingReport") -> Lines:
+def _common_prefixes(report: ReportNumbers) -> Lines:
     if (text := prefixes_text(report)) is not None:
         yield "common prefixes", text
 
 
-def prefixes_text(report: "PackingReport") -> str | None:
+def prefixes_text(report: ReportNumbers) -> str | None:
     """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
     prefixes = report.prefixes
     if prefixes is None:
@@ -115,7 +112,7 @@ def prefixes_text(report: "PackingReport") -> str | None:
     return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
 
 
-def _families_text(report: "PackingReport", prefixes: PrefixSavings, families: str) -> str:
+def _families_text(report: ReportNumbers, prefixes: PrefixSavings, families: str) -> str:
     assert prefixes.families_per_step is not None
     text = (
         f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
@@ -132,12 +129,12 @@ def _families_text(report: "PackingReport", prefixes: PrefixSavings, families: s
     return text
 
 
-def _against_unpacked(report: "PackingReport") -> Lines:
+def _against_unpacked(report: ReportNumbers) -> Lines:
     """What packing changes in the optimisation, and what to do about it."""
     yield "against unpacked", _unpacked_text(report)
 
 
-def _unpacked_text(report: "PackingReport") -> str:
+def _unpacked_text(report: ReportNumbers) -> str:
     documents = report.batch_size * report.accumulation * report.world_size
     steps = -(-report.num_documents // documents)
     if STRATEGIES[report.strategy].keeps_steps:
@@ -166,7 +163,7 @@ def _unpacked_text(report: "PackingReport") -> str:
     )
 
 
-def _unpacked_loss(report: "PackingReport") -> Lines:
+def _unpacked_loss(report: ReportNumbers) -> Lines:
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
@@ -176,13 +173,13 @@ def _unpacked_loss(report: "PackingReport") -> Lines:
         )
 
 
-def _shared_packs(report: "PackingReport") -> Lines:
+def _shared_packs(report: ReportNumbers) -> Lines:
     shared = report.shared
     if shared is None:
         return
     yield (
         "sequence parallelism",
-        f"micro-steps by degree (ranks that share a pack): {shared.histogram()}; the largest part of a rank has "
+        f"micro-steps by degree (ranks that share a pack): {shared.histogram}; the largest part of a rank has "
         f"{shared.largest_part:,} tokens",
     )
     yield (
@@ -192,7 +189,7 @@ def _shared_packs(report: "PackingReport") -> Lines:
     )
 
 
-def _imbalance(report: "PackingReport") -> Lines:
+def _imbalance(report: ReportNumbers) -> Lines:
     if report.shared is not None or report.world_size == 1:
         return
     parts = ""
@@ -211,11 +208,11 @@ def _imbalance(report: "PackingReport") -> Lines:
 # Streams
 
 
-def _stream(report: "PackingReport") -> Lines:
+def _stream(report: ReportNumbers) -> Lines:
     yield "documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"
 
 
-def _steps_of_stream(report: "PackingReport") -> Lines:
+def _steps_of_stream(report: ReportNumbers) -> Lines:
     degree = 1 if report.groups is None else report.groups.smallest_degree
     yield (
         "steps",
@@ -224,15 +221,15 @@ def _steps_of_stream(report: "PackingReport") -> Lines:
     )
 
 
-def _groups(report: "PackingReport") -> Lines:
+def _groups(report: ReportNumbers) -> Lines:
     if report.groups is not None and report.groups.micro_steps:
         yield (
             "sequence parallelism",
-            f"micro-steps by degree (ranks that share a pack): {report.groups.histogram()}",
+            f"micro-steps by degree (ranks that share a pack): {report.groups.histogram}",
         )
 
 
-def _trained_so_far(report: "PackingReport") -> Lines:
+def _trained_so_far(report: ReportNumbers) -> Lines:
     if not report.num_packs:
         return
     read = report.ledger.given
@@ -248,7 +245,7 @@ def _trained_so_far(report: "PackingReport") -> Lines:
 # Both
 
 
-def _lost(report: "PackingReport") -> Lines:
+def _lost(report: ReportNumbers) -> Lines:
     ledger, truncated = report.ledger, report.ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
@@ -264,16 +261,16 @@ def _lost(report: "PackingReport") -> Lines:
         yield "warning", report.warning
 
 
-def _attention(report: "PackingReport") -> Lines:
+def _attention(report: ReportNumbers) -> Lines:
     yield "attention", report.attention
 
 
-def _experimental(report: "PackingReport") -> Lines:
+def _experimental(report: ReportNumbers) -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
 
 
-def _isolation(report: "PackingReport") -> Lines:
+def _isolation(report: ReportNumbers) -> Lines:
     if report.isolation is None:
         return
     if report.isolation.repaired:
@@ -299,7 +296,7 @@ def _isolation_text(isolation: IsolationReport) -> str:
     return text
 
 
-OF_TABLE: tuple[Callable[["PackingReport"], Lines], ...] = (
+OF_TABLE: tuple[Callable[[ReportNumbers], Lines], ...] = (
     _conversations,
     _documents,
     _micro_batch,

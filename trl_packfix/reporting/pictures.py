@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .report_numbers import ReportNumbers
+from .sample import LengthHistogram, PackSample, PlanSample
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from .report import PackingReport
-    from .sample import LengthHistogram, PackSample, PlanSample
 
 BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
 HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
@@ -32,7 +33,7 @@ MIN_BOUNDED = 1 / 250  # share of the capacity: narrower documents get no line a
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
-def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
+def plot_report(report: ReportNumbers, path: str | Path | None = None) -> "Figure":
     """Four panels about one plan, saved to `path` if one is given, in the format of its suffix.
 
     Raises:
@@ -80,7 +81,7 @@ def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
     axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
 
 
-def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+def _draw_strips(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
     from matplotlib.patches import Patch
 
     packs = sample.packs
@@ -129,7 +130,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
 
 
-def _packs_title(report: "PackingReport") -> str:
+def _packs_title(report: ReportNumbers) -> str:
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
@@ -143,7 +144,7 @@ def _thousands(value: float, _: float) -> str:
     return f"{value:,.0f}"
 
 
-def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+def _draw_mask(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
@@ -175,13 +176,13 @@ def _draw_mask(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> N
     axes.set_title(f"attention in {place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
 
 
-def _blocks(pack: "PackSample") -> float:
+def _blocks(pack: PackSample) -> float:
     """Number of visible blocks: the number of equal documents with the same total and the same sum of squares."""
     lengths = np.array(pack.lengths, dtype=float)
     return lengths.sum() ** 2 / (lengths**2).sum()
 
 
-def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: "LengthHistogram") -> None:
+def _draw_lengths(axes: "Axes", report: ReportNumbers, histogram: LengthHistogram) -> None:
     edges, counts = np.array(histogram.edges), np.array(histogram.counts)
     first_over = report.max_length + 1
     if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
@@ -242,7 +243,7 @@ def _label_log(axis: "Axis") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+def _draw_costs(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
     costs = np.array(sample.costs)
     costs = costs / costs.mean()
     steps, ranks = costs.shape

@@ -1,9 +1,9 @@
-"""The report: what packing did with the data, in numbers to act on."""
+"""The report as a user sees it: lines, a picture, a file, numbers for loggers, and a section of the model card."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,100 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..data.documents import Ledger
-from ..data.masks import Trained
-from ..data.turns import TurnCounts
-from ..isolation.isolation_report import IsolationReport, finite
-from ..planning.strategies import Strategy
+from ..isolation.isolation_report import finite
 from .columns import COLUMNS
 from .lines import lines_of
-from .sample import LengthHistogram, PlanSample
-from .savings import PrefixSavings
+from .pictures import plot_report
+from .report_numbers import ReportNumbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
-
 
 @dataclass(frozen=True)
-class Groups:
-    """The ranks that share packs.
-
-    Attributes:
-        tokens_per_rank: most tokens of a pack on one rank.
-        smallest_degree: ranks that a document of `max_length` needs.
-        micro_steps: number of micro-steps by degree.
-    """
-
-    tokens_per_rank: int
-    smallest_degree: int
-    micro_steps: dict[int, int]
-
-    def histogram(self) -> str:
-        """Micro-steps by degree.
-
-        >>> Groups(16384, 8, {1: 30, 8: 10}).histogram()
-        '1: 30, 8: 10'
-        """
-        return ", ".join(f"{degree}: {count:,}" for degree, count in sorted(self.micro_steps.items()))
-
-    def micro_batch(self, max_length: int) -> str:
-        """The room of a micro-batch."""
-        return (
-            f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
-            f"{max_length:,} needs {self.smallest_degree} ranks"
-        )
-
-
-@dataclass(frozen=True)
-class SharedPacks(Groups):
-    """What sequence parallelism does in the first epoch of a table, modelled.
-
-    Attributes:
-        exchange_share: share of the time in the exchange between the ranks of a group.
-        time_over_bound: time over a lower bound of the time of these steps, with any groups.
-        largest_part: tokens of the largest part of a pack on one rank.
-    """
-
-    exchange_share: float
-    time_over_bound: float
-    largest_part: int
-
-
-@dataclass(frozen=True)
-class PackedImages:
-    """The images of the documents, and what they cost in the first epoch, modelled.
-
-    Attributes:
-        num_images, num_documents: images, and documents with any.
-        per_pack, most: images in a pack, mean and largest number.
-        tower_share: share of the vision tower in the FLOPs; None if its cost is not known.
-        tower_imbalance, language_imbalance: imbalance of the vision tower and of the language model, each by itself.
-            Ranks are balanced by the sum of both.
-    """
-
-    num_images: int
-    num_documents: int
-    per_pack: float
-    most: int
-    tower_share: float | None = None
-    tower_imbalance: float | None = None
-    language_imbalance: float | None = None
-
-    def line(self) -> str:
-        """How many images there are, and what they cost."""
-        tower = "cost not known, so not balanced"
-        if self.tower_share is not None:
-            tower = f"{self.tower_share:.1%} of the modelled FLOPs"
-        return (
-            f"{self.num_images:,} in {self.num_documents:,} documents; {self.per_pack:.1f} in a pack, at most "
-            f"{self.most:,}; vision tower: {tower}"
-        )
-
-
-@dataclass(frozen=True)
-class PackingReport:
+class PackingReport(ReportNumbers):
     """What packing did with the training set. It is made once, before the first step.
 
     Units are documents, packs and tokens.
@@ -140,43 +58,6 @@ class PackingReport:
     (2, 1.0, 2)
     """
 
-    strategy: Strategy
-    overlong: str
-    max_length: int
-    batch_size: int
-    accumulation: int
-    world_size: int
-    capacity: int
-    num_rows: int | None
-    num_documents: int
-    num_tokens: int
-    num_trained_tokens: int
-    num_packs: int | None
-    lower_bound: int | None
-    efficiency: float | None
-    padding_efficiency: float | None
-    num_steps: int
-    documents_per_step: float | None
-    documents_not_reached: int
-    ledger: Ledger
-    tokens_not_reached: int = 0
-    trained_tokens_not_reached: int = 0
-    most_documents: int | None = None
-    unpacked_loss: float = 1.0
-    imbalance: float | None = None
-    imbalance_bound: float | None = None
-    shared: SharedPacks | None = None
-    groups: Groups | None = None
-    prefixes: PrefixSavings | None = None
-    images: PackedImages | None = None
-    turns: TurnCounts | None = None
-    trained: Trained | None = None
-    lengths: LengthHistogram | None = None
-    attention: str = "not chosen yet"
-    isolation: IsolationReport | None = None
-    experimental: tuple[str, ...] = ()
-    sample: PlanSample | None = field(default=None, repr=False)
-
     def to_dict(self) -> dict[str, Any]:
         """All attributes except the sample, as JSON values."""
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
@@ -191,8 +72,6 @@ class PackingReport:
         Raises:
             ValueError: the report is of a stream, or was read from a file.
         """
-        from .pictures import plot_report
-
         return plot_report(self, path)
 
     def save(self, directory: str | Path) -> Path:
@@ -201,26 +80,6 @@ class PackingReport:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         return path
-
-    @property
-    def lost_trained_share(self) -> float | None:
-        """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
-        lost, of_all = self.ledger.lost_trained_tokens, self.ledger.given.trained_tokens
-        return (lost + self.trained_tokens_not_reached) / of_all if of_all else None
-
-    @property
-    def warning(self) -> str | None:
-        """What to set, if more than 1 % of the trained tokens are lost; else None."""
-        lost = self.lost_trained_share
-        if lost is None or lost <= MAX_LOST_SHARE:
-            return None
-        remedies = []
-        if self.ledger.lost_trained_tokens:
-            instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
-            remedies.append(f"raise max_length ({self.max_length:,}){instead}")
-        if self.trained_tokens_not_reached:
-            remedies.append("set dataloader_drop_last=False")
-        return f"{lost:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
