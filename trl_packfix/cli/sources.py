@@ -59,7 +59,7 @@ class Tokenisation:
 
 
 @dataclass(frozen=True)
-class LengthRows:
+class LengthRows(Rows):
     """Rows of which only the lengths are known. Every token except the first of a document counts as trained.
 
     Attributes:
@@ -70,18 +70,6 @@ class LengthRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    # Lengths alone have no images
-    image_stops = image_counts = compare = None
-
-    def of_images(self, row: Any, start: Any, stop: Any) -> dict[str, npt.NDArray[np.int64]]:
-        return {}
-
-    def cuts(self, row: int, max_length: int) -> None:
-        return None
-
-    def seq_lengths(self) -> None:
-        return None
 
     def bad_rows(self) -> None:
         return None

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from datasets import is_caching_enabled
@@ -29,25 +29,12 @@ logger = logging.getLogger(__name__)
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 
-class CachedRows(Rows, Protocol):
-    """Rows whose documents can be cached: `datasets` knows their content by a fingerprint."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def files(self) -> list[Path]: ...
-
-    def digests(self, rows: np.ndarray) -> bytes | None:
-        """Hashes of the documents of these rows; None if the tokens are at hand."""
-
-
 Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
 
 
 def cached_documents(
-    reader: CachedRows,
+    reader: Rows,
     max_length: int | None,
     overlong: Overlong = "truncate",
     *,
@@ -93,7 +80,7 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     return _read_or_compute(reader, "range", {}, make=make, read=read)
 
 
-def _fingerprint(reader: CachedRows, documents: Documents) -> str:
+def _fingerprint(reader: Rows, documents: Documents) -> str:
     """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents.
 
     Documents with images are not read again: their hashes were made when they were measured.
@@ -117,7 +104,7 @@ def _fingerprint(reader: CachedRows, documents: Documents) -> str:
 
 
 def _read_or_compute(
-    reader: CachedRows,
+    reader: Rows,
     name: str,
     settings: dict[str, Any],
     *,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,8 @@ from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
 from .masks import TurnRule
-from .prefix_collator import Compare, Compared
-from .reader import BAD_ROW, TokenReader, bad_rows
+from .prefix_collator import Compared
+from .reader import BAD_ROW, Rows, TokenReader
 from .turns import Conversation, TurnCounts
 
 logger = logging.getLogger(__name__)
@@ -431,7 +430,7 @@ def _with_neighbours(
     return spans
 
 
-class ImageRows:
+class ImageRows(Rows):
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
     Args:
@@ -440,9 +439,6 @@ class ImageRows:
         measures: from `measure`, one row per document.
         turns: what was counted, with one document per assistant turn.
         rule: by which turns are chosen.
-
-    Attributes:
-        conversations: with one document per assistant turn, the row of the dataset of each, shape (R,); else None.
     """
 
     def __init__(
@@ -456,54 +452,35 @@ class ImageRows:
     ):
         self.turns = turns
         self._rule = rule
-        self._dataset, self._process, self._measures = dataset, process, measures
+        self._dataset, self._process, self._table = dataset, process, measures
+        self.compare = process.compare
         table = measures.with_format("arrow")[:]
         is_per_turn = CONVERSATION in measures.column_names
-        self.conversations: npt.NDArray[np.int64] | None = table[CONVERSATION].to_numpy() if is_per_turn else None
+        self.conversations = table[CONVERSATION].to_numpy() if is_per_turn else None
         self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
-        self.lengths: npt.NDArray[np.int64] = table["length"].to_numpy()
+        self.lengths = table["length"].to_numpy()
         self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
         self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
-        self.image_starts: npt.NDArray[np.int64] = table["image_start"].to_numpy()
-        self.image_stops: npt.NDArray[np.int64] = table["image_stop"].to_numpy()
+        self.image_stops = table["image_stop"].to_numpy()
         self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
         self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
         self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
 
-    def __len__(self) -> int:
-        return len(self._measures)
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint that `datasets` gives the measures: it depends on the rows and on the processor."""
-        return self._measures._fingerprint  # there is no public accessor
-
-    @property
-    def files(self) -> list[Path]:
-        """The Arrow files of the measures; [] if they are in memory."""
-        return [Path(file["filename"]) for file in self._measures.cache_files]
-
     def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
-        """The hashes of the documents of these rows, one after the other: a restart compares them."""
-        column = self._measures.with_format("arrow")[:]["digest"]
+        column = self._table.with_format("arrow")[:]["digest"]
         return b"".join(column.take(rows).to_pylist())
-
-    @property
-    def compare(self) -> Compare:
-        """What is compared of documents to find common beginnings: images by their content."""
-        return self._process.compare
 
     @cached_property
     def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
-        spans = self._measures.with_format("arrow")[:]["spans"].combine_chunks()
+        spans = self._table.with_format("arrow")[:]["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
     def compared(self) -> TokenReader:
         """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
-        table = self._measures.with_format("arrow")[:]
+        table = self._table.with_format("arrow")[:]
         tokens = table["tokens"].combine_chunks()
         flat = tokens.flatten().to_numpy().copy()
         ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
@@ -523,7 +500,7 @@ class ImageRows:
         """
         of_row, first, stop = self._spans
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
-        tokens = self._measures.with_format("arrow")[row]["tokens"][0].values.to_numpy()
+        tokens = self._table.with_format("arrow")[row]["tokens"][0].values.to_numpy()
         is_special = np.isin(tokens, self._process.special_tokens)
         first, stop = first[place], stop[place]
         if len(first) != self.image_counts[row]:
@@ -574,15 +551,6 @@ class ImageRows:
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)
 
-    def seq_lengths(self) -> None:
-        """None: a row is one document."""
-        return None
-
-    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
-        """Which rows could not be processed, shape (R,); None if every row could."""
-        bad = bad_rows(self._measures)
-        return bad if bad is not None and bad.any() else None
-
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
@@ -596,7 +564,6 @@ class ImageRows:
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
         is_labelled = self._first_is_labelled[row].copy()
         for i in np.flatnonzero(start > 0):
             is_labelled[i] = self.read(row[i], 0, self.lengths[row[i]])["labels"][start[i]] != IGNORE_INDEX

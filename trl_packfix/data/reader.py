@@ -4,11 +4,12 @@ A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds th
 them. Reading a span is then one numpy slice, without a copy and without Python lists.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,55 +21,81 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..planning.families import END
 from .collator import IGNORE_INDEX, MASKS
 from .prefix_collator import Compare
+from .turns import TurnCounts
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
-class Rows(Protocol):
-    """R tokenised rows: what documents, plans, batches and reports need of a table."""
+class Rows(ABC):
+    """R tokenised rows: what documents, plans, batches and reports need of a table.
 
-    def __len__(self) -> int: ...
+    Attributes:
+        lengths: tokens of each row, shape (R,).
+        image_stops: index after the last token of an image in each row, shape (R,), 0 without one; None if no row has
+            images.
+        image_counts: images of each row, shape (R,); None if no row has images.
+        compare: what is compared of documents to find common beginnings; None: their tokens.
+        conversations: if documents are turns of rows with images, the row of the dataset of each, shape (R,).
+        turns: what was counted of these turns.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    image_stops: npt.NDArray[np.int64] | None = None
+    image_counts: npt.NDArray[np.int64] | None = None
+    compare: Compare | None = None
+    conversations: npt.NDArray[np.int64] | None = None
+    turns: TurnCounts | None = None
+    _table: Dataset
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row, shape (R,)."""
+    def fingerprint(self) -> str:
+        """The fingerprint that `datasets` gives these rows and columns: equal for the same data in any process."""
+        return self._table._fingerprint  # there is no public accessor
 
     @property
-    def image_stops(self) -> npt.NDArray[np.int64] | None:
-        """Index after the last token of an image in each row, shape (R,), 0 without one; None if no row has images."""
+    def files(self) -> list[Path]:
+        """The Arrow files that the table is mapped from; [] for a table in memory."""
+        return [Path(file["filename"]) for file in self._table.cache_files]
 
-    @property
-    def image_counts(self) -> npt.NDArray[np.int64] | None:
-        """Images of each row, shape (R,); None if no row has images."""
+    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows could not be tokenised, shape (R,); None if every row could."""
+        bad = bad_rows(self._table)
+        return bad if bad is not None and bad.any() else None
+
+    def digests(self, rows: npt.NDArray[np.int64]) -> bytes | None:
+        """Hashes of the documents of these rows; None if the tokens are at hand."""
+        return None
 
     def of_images(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> dict[str, npt.NDArray[np.int64]]:
         """Of the images of each span what `Documents` has, by its attribute; {} if no row has images."""
+        return {}
 
     def cuts(self, row: int, max_length: int) -> list[int] | None:
         """Where the document of a row with images is cut into fragments; None if it cannot be."""
-
-    @property
-    def compare(self) -> Compare | None:
-        """What is compared of documents to find common beginnings; None: their tokens."""
+        return None
 
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
+        return None
 
-    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
-        """Which rows could not be tokenised, shape (R,); None if no row is marked."""
-
-    def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
+    @abstractmethod
+    def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
         """One span as `input_ids` and `labels`, shape (stop - start,)."""
 
+    @abstractmethod
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count."""
 
+    @abstractmethod
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
 
@@ -79,10 +106,7 @@ def mask_columns(dataset: Dataset) -> list[str]:
 
 
 def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
-    """Which rows could not be tokenised, shape (R,): those with a reason in the column `BAD_ROW`.
-
-    None if the dataset has no such column.
-    """
+    """Which rows have a reason in the column `BAD_ROW`, shape (R,); None if the dataset has no such column."""
     if BAD_ROW not in dataset.column_names:
         return None
     reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
@@ -146,9 +170,6 @@ class _ListColumn:
             self.offsets.append(offsets)
             self.begins.append(self.begins[-1] + len(chunk))
 
-    def __len__(self) -> int:
-        return self.begins[-1] if self.indices is None else len(self.indices)
-
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Values of each row, shape (R,)."""
@@ -181,7 +202,7 @@ class _ListColumn:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-class TokenReader:
+class TokenReader(Rows):
     """Read spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
 
     Columns: `input_ids` (or `column` in its place), optionally `labels`, optionally `seq_lengths` (rows that are packs
@@ -220,28 +241,28 @@ class TokenReader:
                 "`skip_prepare_dataset` unset so that they are built."
             )
         names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW) if name in dataset.column_names)]
-        self._dataset = dataset.select_columns(names)
+        self._table = dataset.select_columns(names)
         self._open()
         self._check_labels()
 
     def _open(self) -> None:
-        table = self._dataset.data
+        table = self._table.data
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
-        mapping = self._dataset._indices
+        mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
-        names = [name for name in self._dataset.column_names if name != BAD_ROW]
+        names = [name for name in self._table.column_names if name != BAD_ROW]
         columns = {name: _ListColumn(name, table.column(name), indices) for name in names}
-        self._tokens = columns[self._dataset.column_names[0]]
+        self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
         # labels or a mask; None if all tokens are trained
         self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_dataset": self._dataset}
+        return {"_table": self._table}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._dataset = state["_dataset"]
+        self._table = state["_table"]
         self._open()
 
     def _check_labels(self) -> None:
@@ -251,7 +272,7 @@ class TokenReader:
         if len(wrong):
             row = wrong[0]
             what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
-            name = self._dataset.column_names[1]
+            name = self._table.column_names[1]
             raise ValueError(
                 f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
                 f"{self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token needs "
@@ -259,48 +280,15 @@ class TokenReader:
                 "trained."
             )
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     @property
-    def fingerprint(self) -> str:
-        """The fingerprint that `datasets` gives these rows and columns: equal for the same data in any process."""
-        return self._dataset._fingerprint  # there is no public accessor
-
-    @property
-    def files(self) -> list[Path]:
-        """The Arrow files that the table is mapped from; [] for a table in memory."""
-        return [Path(file["filename"]) for file in self._dataset.cache_files]
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    # Tokens alone have no images
-    image_stops = image_counts = compare = None
-
-    def of_images(self, row: Any, start: Any, stop: Any) -> dict[str, npt.NDArray[np.int64]]:
-        return {}
-
-    def cuts(self, row: int, max_length: int) -> None:
-        return None
-
-    conversations = turns = None  # turns of text are rows of tokens
-
-    def digests(self, rows: npt.NDArray[np.int64]) -> None:
-        """None: the tokens are at hand."""
-        return None
-
     def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-        """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
         if self._seq_lengths is None:
             return None
         return self._seq_lengths.lengths, self._seq_lengths.flat().astype(np.int64)
-
-    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
-        """Which rows could not be tokenised, shape (R,); None if no row is marked."""
-        return bad_rows(self._dataset)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """One span as `input_ids` and `labels`, shape (stop - start,).
@@ -368,7 +356,7 @@ class TokenReader:
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count.
+        """Trained tokens of each span.
 
         This is one pass over the labels or the mask, chunk by chunk. It needs 4 bytes of memory per token of the
         largest chunk.
@@ -386,7 +374,6 @@ class TokenReader:
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
         if self._targets is None:
             return np.ones(len(row), dtype=bool)
         is_labelled = np.zeros(len(row), dtype=bool)
