@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,25 @@ FLASH_TILE, MATH_TILE = 64, 256
 # The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
 ROWS_PER_DOCUMENT = 128
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
+
+
+class Options(TypedDict, total=False):
+    """What changes attention besides its tensors.
+
+    Keys:
+        scale: factor of the logits.
+        window: each token attends to so many, up to itself; None: to all of its document before it.
+        dropout: of the weights.
+        softcap: bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
+        sinks: one more logit per head, (H,), which takes part in the softmax and has no value (arXiv 2309.17453,
+            gpt_oss).
+    """
+
+    scale: Required[float]
+    window: int | None
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class FlashKernel(Protocol):
@@ -96,22 +115,8 @@ def capability_problem() -> str | None:
 
 # Not compiled: the loop over documents would be recompiled for every number of documents.
 @torch.compiler.disable
-def attend_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention within each document (`lengths`, in tokens, sum T), of each token to the last `window` up to itself.
-
-    `sinks` (H,) holds one more logit per head, which takes part in the softmax and has no value (arXiv 2309.17453,
-    gpt_oss). `softcap` bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Options]) -> Tensor:
+    """Causal attention within each document (`lengths`, in tokens, sum T).
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> together = attend_on_cpu(q, k, v, [3, 2], scale=0.5)
@@ -119,27 +124,23 @@ def attend_on_cpu(
     >>> torch.allclose(together[:, :, 3:], second)
     True
     """
-    if window is not None and window >= max(lengths):
-        window = None
-    if softcap is not None or (dropout > 0 and (window is not None or sinks is not None)):
-        return _math_documents(
-            query,
-            key,
-            value,
-            lengths=lengths,
-            window=window,
-            scale=scale,
-            dropout=dropout,
-            softcap=softcap,
-            sinks=sinks,
-        )
+    window, sinks, dropout = (
+        only_if_shorter(options.get("window"), max(lengths)),
+        options.get("sinks"),
+        options.get("dropout", 0.0),
+    )
+    is_plain = window is None and sinks is None
+    if options.get("softcap") is not None or (dropout > 0 and not is_plain):
+        options["window"] = window
+        documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+        return _join([tile for q, k, v in documents for tile in _math_tiles(q, k, v, **options)])
     # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    if window is None and sinks is None:
-        out = _sdpa_documents(query, key, value, lengths=lengths, scale=scale, dropout=dropout)
+    if is_plain:
+        out = _sdpa_documents(query, key, value, lengths=lengths, scale=options["scale"], dropout=dropout)
     else:
-        out = FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))
+        out = FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, options["scale"]))
     return out[..., :value_dim]
 
 
@@ -159,7 +160,7 @@ def attend_on_cuda(
     `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
     most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    kernel = CudaKernel(cu_seq_lens, max_lengths, _if_shorter(window, max_lengths[1]), scale)
+    kernel = CudaKernel(cu_seq_lens, max_lengths, only_if_shorter(window, max_lengths[1]), scale)
     return flash_on_cuda(query, key, value, sinks, kernel)
 
 
@@ -178,14 +179,15 @@ def attend_on_cuda_by_length(
     The slices follow each other and hold all tokens.
     """
     parts = [
-        (tokens, CudaKernel((bounds, bounds), (longest, longest), _if_shorter(window, longest), scale))
+        (tokens, CudaKernel((bounds, bounds), (longest, longest), only_if_shorter(window, longest), scale))
         for tokens, bounds, longest in slices
     ]
     return flash_on_cuda(query, key, value, sinks, SlicedKernel(parts))
 
 
-def _if_shorter(window: int | None, longest: int) -> int | None:
-    return None if window is None or window >= longest else window
+def only_if_shorter(size: int | None, longest: int) -> int | None:
+    """A window or a chunk; None if no document is longer than it."""
+    return None if size is None or size >= longest else size
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
@@ -226,16 +228,7 @@ def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
 # Not compiled: the number of groups depends on the lengths.
 @torch.compiler.disable
 def attend_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Options]
 ) -> Tensor:
     """The same on any device, without a flash kernel and without a (T, T) mask.
 
@@ -251,14 +244,11 @@ def attend_by_document(
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     rows = _document_rows(tuple(lengths), query.device)
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+    is_sdpa = options.get("softcap") is None and options.get("sinks") is None
     outs = []
     for group in rows.groups:
         q, k, v = (group.split(x, HEADS) for x in (query, key, value))
-        if softcap is None and sinks is None:
-            outs.append(_sdpa_rows(q, k, v, window=window, scale=scale, dropout=dropout))
-        else:
-            outs.append(torch.cat(list(_math_tiles(q, k, v, window=window, options=options)), dim=2))
+        outs.append(_sdpa_rows(q, k, v, **options) if is_sdpa else torch.cat([*_math_tiles(q, k, v, **options)], dim=2))
     return rows.join(outs, HEADS)[..., :value_dim]
 
 
@@ -318,9 +308,8 @@ def _rows_of_one_length(lengths: tuple[int, ...], device: torch.device) -> _Rows
     return _Rows(shapes, source.to(device), source.argsort().to(device))
 
 
-def _sdpa_rows(
-    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float, dropout: float
-) -> Tensor:
+def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
+    scale, dropout, window = options["scale"], options.get("dropout", 0.0), options.get("window")
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     length = query.shape[2]
@@ -411,36 +400,18 @@ def tiles(length: int, window: int | None, size: int, *, before: int = 0) -> Ite
         yield start, min(start + size, length), 0 if window is None else max(0, before + start - window + 1)
 
 
-def _math_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    lengths: list[int],
-    window: int | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
-    outs: list[Tensor] = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        outs += _math_tiles(q, k, v, window=window, options=options)
-    return _join(outs)
-
-
-def _math_tiles(
-    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, options: dict[str, Any]
-) -> Iterator[Tensor]:
+def _math_tiles(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
     """Causal attention of each row by its formula, on tiles of queries."""
+    window = options.pop("window", None)
     for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
         visible = visible_keys(stop - start, stop - first, window, device=query.device)
         tile = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], visible)
         yield _recomputed(tile, options)
 
 
-def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+def math_in_tiles(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Unpack[Options]
+) -> Tensor:
     """`math_attention` on tiles of queries: (B, H, queries, D_value). `mask` as `visible` there."""
     outs = []
     for start, stop, _ in tiles(query.shape[2], None, MATH_TILE):
@@ -449,9 +420,9 @@ def math_in_tiles(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | N
     return torch.cat(outs, dim=2)
 
 
-def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: dict[str, Any]) -> Tensor:
+def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: Options) -> Tensor:
     # recomputed in backward: saved attention weights would be length x length
-    keeps_state = options["dropout"] > 0
+    keeps_state = options.get("dropout", 0.0) > 0
     return checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options)
 
 

@@ -43,6 +43,7 @@ from .kernels import (
     WindowMasks,
     flash_on_cuda,
     math_attention,
+    only_if_shorter,
     pad_head_dim,
     tiles,
     visible_keys,
@@ -312,7 +313,7 @@ def attend_shared(
 
     `sinks` as for `kernels.attend_on_cpu`.
     """
-    window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
+    window, chunk = (only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
     attend = _attend_on_cpu if query.device.type == "cpu" else _attend_in_tiles
     return attend(query, key, value, shared, scale=scale, window=window, chunk=chunk, sinks=sinks)
 
@@ -329,7 +330,7 @@ def attend_shared_on_cuda(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
-    window, chunk = (_only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
+    window, chunk = (only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
     kernel = _cuda_kernel(
         shared, query.shape[2], most_copied_keys(query, key, value), scale=scale, window=window, chunk=chunk
     )
@@ -340,10 +341,6 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Keys whose copies, and gradients by key head and by query head where keys are shared, fit into `COPIED_BYTES`."""
     heads = 2 * key.shape[1] + (query.shape[1] if query.shape[1] > key.shape[1] else 0)
     return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
-
-
-def _only_if_shorter(size: int | None, longest: int) -> int | None:
-    return None if size is None or size >= longest else size
 
 
 # Not compiled, as all loops over documents.

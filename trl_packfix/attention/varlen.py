@@ -16,7 +16,7 @@ T tokens, H query heads, G key/value heads, D head dimension.
 """
 
 import itertools
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from .exchange import HeadExchange
 from .kernels import (
     CUDA_DTYPES,
     MAX_CUDA_HEAD_DIM,
+    Options,
     OwnAttentionError,
     attend_by_document,
     attend_on_cpu,
@@ -104,69 +105,76 @@ def varlen_attention(
     _check_arguments(module, kwargs)
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    repaired = running if running is not None and running.rows is not None else None
-    if repaired is not None:
-        # Each row is one document: with an attention mask this is a normal unpacked call.
-        is_packed = attention_mask is None and _is_causal(module, kwargs)
-    else:
-        is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
-    if not is_packed:
+    options: Options = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+    if not _is_packed(module, attention_mask, kwargs, running=running):
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        out = _unpacked_math(
-            module,
-            query,
-            key,
-            value=value,
-            mask=attention_mask,
-            kwargs=kwargs,
-            scale=scale,
-            dropout=dropout,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        query, key, value = cast(module, query, key, value)
+        is_causal = attention_mask is None and _is_causal(module, kwargs)
+        out = _unpacked_math(query, key, value, mask=attention_mask, is_causal=is_causal, **options)
         return out.transpose(1, 2).contiguous(), None
 
     batch = query.shape[0]
-    if repaired is not None:
-        query, key, value = (_end_to_end(states, repaired) for states in (query, key, value))
+    if running is not None and running.rows is not None:
+        query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast(module, query, key, value)
-    window, chunk = _local_pattern(module, kwargs)
-    exchange = None
-    if running is not None and running.degree > 1:
-        _check_part(module, query, running, dropout=dropout)
-        exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
-        query, key, value = exchange.to_heads(query, key, value)
-        s_aux = None if s_aux is None else s_aux[exchange.heads]
-    num_tokens = query.shape[2]
-    options: dict[str, Any] = {"scale": scale, "window": window, "sinks": s_aux}
-    shared = running.shared if running is not None else None
+    if running is None or running.degree == 1:
+        out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
+        return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
+    _check_part(module, query, running, dropout=dropout)
+    exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
+    query, key, value = exchange.to_heads(query, key, value)
+    options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
+    out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
+    return exchange.to_tokens(out), None
+
+
+def _is_packed(
+    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any], *, running: PackedForward | None
+) -> bool:
+    if running is not None and running.rows is not None:
+        # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
+        return attention_mask is None and _is_causal(module, kwargs)
+    return module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    *,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    running: PackedForward | None,
+    **options: Unpack[Options],
+) -> Tensor:
+    """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
+    options["window"], chunk = _local_pattern(module, kwargs)
+    dropout, softcap = options["dropout"], options["softcap"]
+    of_flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
+    shared = None if running is None else running.shared
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     if shared is not None and is_flash:
-        out = attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **options)
-    elif shared is not None:
+        return attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **of_flash)
+    if shared is not None:
         _check_shared(module, shared, dropout, softcap=softcap)
-        out = attend_shared(query, key, value, shared, chunk=chunk, **options)
-    elif is_flash:
-        cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
-        if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
-            bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
-            cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
-        if running is not None and running.launches and cu_seq_lens[0] is running.cu_seq_lens_q:
-            out = attend_on_cuda_by_length(query, key, value, running.slices, **options)
-        else:
-            out = attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **options)
-    else:
+        return attend_shared(query, key, value, shared, chunk=chunk, **of_flash)
+    num_tokens = query.shape[2]
+    if not is_flash:
         lengths = _document_lengths(kwargs, running, num_tokens)
         if chunk is not None:  # as within a document
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
-        out = attend(query, key, value, lengths, dropout=dropout, softcap=softcap, **options)
-    if exchange is not None:
-        return exchange.to_tokens(out), None
-    return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
+        return attend(query, key, value, lengths, **options)
+    cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
+    if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
+        bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
+        cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
+    if running is not None and running.launches and cu_seq_lens[0] is running.cu_seq_lens_q:
+        return attend_on_cuda_by_length(query, key, value, running.slices, **of_flash)
+    return attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **of_flash)
 
 
 def varlen_mask(
@@ -418,32 +426,28 @@ def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked_math(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
-    *,
     value: Tensor,
+    *,
     mask: Tensor | None,
-    kwargs: dict[str, Any],
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    is_causal: bool,
+    **options: Unpack[Options],
 ) -> Tensor:
     """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
-    query, key, value = cast(module, query, key, value)
     batch, _, num_queries, _ = query.shape
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": sinks}
-    if mask is not None or num_queries == 1 or not _is_causal(module, kwargs):
-        return math_in_tiles(query, key, value, mask=mask, options=options)
+    if num_queries == 1 or not is_causal:
+        return math_in_tiles(query, key, value, mask=mask, **options)
     # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
     # than the prompt; only its start is filled then.
     key, value = key[:, :, :num_queries], value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    if query.dtype in CUDA_DTYPES and runs_flash(query, value, softcap, dropout=dropout):
+    if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
         longest = (num_queries, num_queries)
-        out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)
+        out = attend_on_cuda(
+            query, key, value, (bounds, bounds), longest, scale=options["scale"], sinks=options["sinks"]
+        )
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
         out = attend(query, key, value, [num_queries] * batch, **options)
