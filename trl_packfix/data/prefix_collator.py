@@ -13,7 +13,6 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
     num_documents  2 2 1 1 | 1 1 1           of each row, those with a trained token
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,27 +81,15 @@ class PrefixCollator(PackedDataCollator):
     compare: Compare | None = None
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
-        if self.shares:
-            tokens, labels = self._read(documents)
-            order, shared, compared = self._order(documents, tokens, labels)
-            if any(shared):
-                return self._collate(tokens, labels, order, shared=shared, compared=compared, degree=degree)[:2]
-        return super().collate(documents, degree)
+        return self._collate(documents, degree)[:2]
 
     def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
         """The batch, and for each document the rows of the pack that hold its tokens, (n,).
 
         Each token has a row with `keeps_last_rows` only.
         """
-        if self.shares:
-            tokens, labels = self._read(documents)
-            order, shared, compared = self._order(documents, tokens, labels)
-            if any(shared):
-                batch, _, rows = self._collate(tokens, labels, order, shared=shared, compared=compared, degree=1)
-                return batch, rows
-        batch = super().__call__(documents)
-        bounds = batch["cu_seq_lens_q"].tolist()
-        return batch, [np.arange(start, stop) for start, stop in pairwise(bounds[: len(documents) + 1])]
+        batch, _, rows = self._collate(documents, 1)
+        return batch, rows
 
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
@@ -130,69 +117,77 @@ class PrefixCollator(PackedDataCollator):
         return order + rest, shared[: len(places)] + [0] * len(rest), compared
 
     def _collate(
+        self, documents: Sequence[dict[str, Any]], degree: int
+    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
+        """The batch, its runs, and the rows of each document."""
+        if self.shares:
+            tokens, labels = self._read(documents)
+            order, shared, compared = self._order(documents, tokens, labels)
+            if any(shared):
+                runs, rows_of = self._lay_out(order, shared, compared)
+                return self._batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
+        batch, runs = super().collate(documents, degree)
+        bounds = batch["cu_seq_lens_q"].tolist()
+        return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds[: len(documents) + 1])]
+
+    def _lay_out(
+        self, order: list[int], shared: list[int], compared: list[Compared]
+    ) -> tuple[list[Run], list[npt.NDArray[Any]]]:
+        """The runs of a pack, and the rows of each document; the arguments are those of `_order`."""
+        runs: list[Run] = []
+        rows = np.zeros(0, dtype=np.int64)  # of the document before
+        rows_of = [rows] * len(order)
+        num_rows = 0
+        for i, num_shared in zip(order, shared, strict=True):
+            first = min(num_shared, len(rows))
+            num_own = len(compared[i].tokens) - first
+            if num_own == 1 and first and not self.keeps_last_rows:
+                num_own = 0
+            rows = rows_of[i] = np.concatenate([rows[:first], np.arange(num_rows, num_rows + num_own)])
+            num_rows += num_own
+            if num_own:
+                images = compared[i].images
+                runs.append(Run(i, first, sum(start < first for start, _ in images), len(images)))
+        return runs, rows_of
+
+    def _batch(
         self,
         tokens: list[npt.NDArray[Any]],
         labels: list[npt.NDArray[Any]],
         order: list[int],
         *,
-        shared: list[int],
-        compared: list[Compared],
+        runs: list[Run],
+        rows_of: list[npt.NDArray[Any]],
         degree: int,
-    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
-        """The batch, its runs, and the rows of each document. `order`, `shared`, `compared`: see `_order`."""
-        runs_of: list[Run] = []
-        lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
-        most = int(lengths.sum())
-        targets = np.full(most + math.lcm(self.pad_to_multiple_of or 1, degree), IGNORE_INDEX, dtype=np.int64)
-        num_documents = np.zeros(most, dtype=np.int64)
-        shared_of = np.zeros(len(tokens), dtype=np.int64)
-        runs: list[npt.NDArray[Any]] = []
-        starts: list[int] = []  # position of the first token of each run
-        keys: list[npt.NDArray[Any]] = []
-        target_rows: list[npt.NDArray[Any]] = []
-        path = np.zeros(0, dtype=np.int64)  # rows of the document before
-        paths = [path] * len(tokens)
-        first = 0
-        for i, num_shared in zip(order, shared, strict=True):
-            ids, length = tokens[i], len(tokens[i])
-            common = min(num_shared, len(path))
-            own = length - common
-            if own == 1 and common and not self.keeps_last_rows:
-                own = 0
-            path = paths[i] = np.concatenate([path[:common], np.arange(first, first + own)])
-            shared_of[i] = length - own
-            if own:
-                runs.append(ids[common:])
-                images = compared[i].images
-                runs_of.append(Run(i, common, sum(first < common for first, _ in images), len(images)))
-                starts.append(common)
-                keys.append(path)
-            trained = labels[i][1:] != IGNORE_INDEX
-            num_documents[path] += trained.any()
-            at = path[: length - 1][trained] + 1
-            targets[at] = ids[1:][trained] if labels[i] is ids else labels[i][1:][trained]
-            target_rows.append(at)
-            first += own
-        num_rows = first
-        padding = self._padding(num_rows, degree)
-        q_lengths, k_lengths = [len(run) for run in runs], [len(rows) for rows in keys]
-        if padding:
-            runs.append(np.full(padding, self.pad_token_id, dtype=np.int64))
-            starts.append(0)
+    ) -> dict[str, Any]:
+        stretches = [tokens[run.document][run.first :] for run in runs]
+        firsts, keys = [run.first for run in runs], [rows_of[run.document] for run in runs]
+        num_rows = sum(map(len, stretches))
+        if padding := self._padding(num_rows, degree):
+            stretches.append(np.full(padding, self.pad_token_id, dtype=np.int64))
+            firsts.append(0)
             keys.append(np.arange(num_rows, num_rows + padding))
-            q_lengths.append(padding)
-            k_lengths.append(padding)
-        total = num_rows + padding
-        positions = boundaries.position_ids(q_lengths) + np.repeat(starts, q_lengths)
-        documents = np.repeat(order, [len(rows) for rows in target_rows])
+        q_lengths, k_lengths = list(map(len, stretches)), list(map(len, keys))
+
+        targets = np.full(num_rows + padding, IGNORE_INDEX, dtype=np.int64)
+        num_documents = np.zeros(num_rows + padding, dtype=np.int64)
+        target_rows: list[npt.NDArray[Any]] = []
+        for i in order:
+            trained = labels[i][1:] != IGNORE_INDEX
+            num_documents[rows_of[i]] += trained.any()
+            target_rows.append(rows_of[i][: len(trained)][trained] + 1)
+            targets[target_rows[-1]] = labels[i][1:][trained]
+        documents = np.repeat(order, list(map(len, target_rows)))
+        lengths, own = np.array(list(map(len, tokens))), np.zeros(len(tokens), dtype=np.int64)
+        own[[run.document for run in runs]] = q_lengths[: len(runs)]
 
         def row(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
 
-        batch = {
-            "input_ids": row(np.concatenate(runs)),
-            "labels": row(targets[:total]),
-            "position_ids": row(positions),
+        return {
+            "input_ids": row(np.concatenate(stretches)),
+            "labels": row(targets),
+            "position_ids": row(boundaries.position_ids(q_lengths) + np.repeat(firsts, q_lengths)),
             "cu_seq_lens_q": torch.from_numpy(boundaries.cu_seq_lens(q_lengths)),
             "cu_seq_lens_k": torch.from_numpy(boundaries.cu_seq_lens(k_lengths)),
             "max_length_q": max(q_lengths),
@@ -203,11 +198,10 @@ class PrefixCollator(PackedDataCollator):
                 kv_index=torch.from_numpy(np.concatenate(keys)),
                 target_rows=torch.from_numpy(np.concatenate(target_rows)),
                 target_documents=torch.from_numpy(documents.astype(np.int64)),
-                num_documents=torch.from_numpy(np.pad(num_documents[:num_rows], (0, padding))),
+                num_documents=torch.from_numpy(num_documents),
                 lengths=torch.from_numpy(lengths),
-                shared=torch.from_numpy(shared_of),
+                shared=torch.from_numpy(lengths - own),
                 trained=torch.from_numpy(np.bincount(documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }
-        return batch, runs_of, paths
