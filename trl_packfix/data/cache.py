@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import CODE, PREFIX, one_at_a_time, read_arrays, remove, write_atomically
+from .cache_files import CODE, PREFIX, read_arrays, read_or_make, remove, write_atomically
 from .documents import Documents
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
@@ -55,29 +55,35 @@ def cached_documents(
         "keep_untrained": keep_untrained,
     }
 
-    def make() -> Arrays:
+    def make() -> Documents:
         documents = make_documents(reader, **settings)
         tokens = None
         if sorts_tokens:
             assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
-        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
+        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens)
 
     decisive = settings | ({"sorts_tokens": True} if sorts_tokens else {})
-    return _read_or_compute(reader, "spans", decisive, make=make, read=Documents.from_arrays)
+    return _cached(
+        reader, "spans", decisive, make=make, to_arrays=Documents.to_arrays, from_arrays=Documents.from_arrays
+    )
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
 
-    def make() -> Arrays:
-        return {"range": np.array(reader.token_range())}
-
-    def read(arrays: Arrays, file: Path | None) -> tuple[int, int]:
+    def from_arrays(arrays: Arrays, file: Path | None) -> tuple[int, int]:
         low, high = arrays["range"]
         return int(low), int(high)
 
-    return _read_or_compute(reader, "range", {}, make=make, read=read)
+    return _cached(
+        reader,
+        "range",
+        {},
+        make=reader.token_range,
+        to_arrays=lambda limits: {"range": np.array(limits)},
+        from_arrays=from_arrays,
+    )
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:
@@ -103,29 +109,29 @@ def _fingerprint(reader: Rows, documents: Documents) -> str:
     return digest.hexdigest()
 
 
-def _read_or_compute(
+def _cached(
     reader: Rows,
     name: str,
     settings: dict[str, Any],
     *,
-    make: Callable[[], Arrays],
-    read: Callable[[Arrays, Path | None], Made],
+    make: Callable[[], Made],
+    to_arrays: Callable[[Made], Arrays],
+    from_arrays: Callable[[Arrays, Path], Made],
 ) -> Made:
-    """The cached arrays, or those that `make` computes, passed through `read`.
-
-    `read` gets the arrays and the file that holds them, or None if no file does.
-    """
+    """What `make` makes, or what an earlier start has made of the same table with these settings."""
     files = reader.files
     if not files or not is_caching_enabled():
-        return read(make(), None)
+        return make()
     # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
+    savez: Callable[..., None] = np.savez
 
-    def read_cached() -> Made | None:
+    def read() -> Made | None:
         try:
-            return read(read_arrays(path), path)
+            return from_arrays(read_arrays(path), path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
@@ -133,14 +139,7 @@ def _read_or_compute(
             remove(path)
             return None
 
-    if (cached := read_cached()) is not None:
-        return cached
-    with one_at_a_time(path):
-        if (cached := read_cached()) is not None:  # another process was first
-            return cached
-        arrays = make()
-        # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
-        savez: Callable[..., None] = np.savez
-        is_cached = write_atomically(path, lambda file: savez(file, **arrays))
-    cached = read_cached() if is_cached else None  # mapped
-    return read(arrays, path if is_cached else None) if cached is None else cached
+    def write(value: Made) -> bool:
+        return write_atomically(path, lambda file: savez(file, **to_arrays(value)))
+
+    return read_or_make(path, read=read, make=make, write=write)

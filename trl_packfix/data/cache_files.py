@@ -19,13 +19,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..planning.arrays import Int64Array
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PREFIX = "cache-packfix"
 PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
@@ -144,12 +145,26 @@ def one_at_a_time(file: Path) -> Iterator[None]:
         yield
 
 
+def read_or_make(file: Path, *, read: Callable[[], T | None], make: Callable[[], T], write: Callable[[T], bool]) -> T:
+    """What `read` finds in the file; if that is None, what `make` makes, which `write` has tried to write there.
+
+    One process of a node makes it, and the others wait. It is read again once it is written, since reading maps it.
+    """
+    if (cached := read()) is not None:
+        return cached
+    with one_at_a_time(file):
+        if (cached := read()) is not None:  # another process was first
+            return cached
+        value = make()
+        is_cached = write(value)
+    cached = read() if is_cached else None
+    return value if cached is None else cached
+
+
 def cached_packs(
     file: Path | None, make: Callable[[], CachedPacks], num_documents: int, *, num_degrees: int = 0
 ) -> CachedPacks:
     """The packs in `file`; if it does not hold them, those that `make` makes, which are written there.
-
-    One process of a node makes them, and the others wait for it. All of them map the file, so there is one copy.
 
     Args:
         file: None: they are not cached.
@@ -157,16 +172,12 @@ def cached_packs(
     """
     if file is None:
         return make()
-    packs = read_cached_packs(file, num_documents, num_degrees)
-    if packs is not None:
-        return packs
-    with one_at_a_time(file):
-        packs = read_cached_packs(file, num_documents, num_degrees)  # another process was first
-        if packs is None:
-            packs = make()
-            if cache_packs(file, packs):
-                packs = read_cached_packs(file, num_documents, num_degrees) or packs
-    return packs
+    return read_or_make(
+        file,
+        read=lambda: read_cached_packs(file, num_documents, num_degrees),
+        make=make,
+        write=lambda packs: cache_packs(file, packs),
+    )
 
 
 def read_cached_packs(path: Path, num_documents: int, num_degrees: int = 0) -> CachedPacks | None:
