@@ -497,12 +497,12 @@ def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
         ({"within": 0}, r"each a number above 0, and 'within' is not"),
         ({"bandwidth": 1e9}, r"Degrees are chosen by flops, within.*'bandwidth' is not one of them"),
         ("fast", "'fast' is not one of them"),
-        ({"within": 1e9}, r"without `tokens_per_rank`"),
+        ({"within": 1e9}, r"`tokens_per_rank=None` was given with `exchange_speeds="),
     ],
 )
 def test_wrong_speeds_are_refused(speeds, message, tmp_path):
     settings = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
-    shares = {} if "without" in message else {"tokens_per_rank": 16}
+    shares = {} if "None" in message else {"tokens_per_rank": 16}
     with pytest.raises(ValueError, match=message):
         SFTConfig(str(tmp_path), **settings, **shares, exchange_speeds=speeds)
 
@@ -536,4 +536,4 @@ def test_documents_beyond_all_ranks_are_refused(tmp_path):
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
-        check_before_loading(Setup(args=args, model=model), None)
+        check_before_loading(Setup(args=args, model=model))

@@ -66,10 +66,16 @@ def divided(**sizes):
     return model
 
 
+def on_devices(*devices):
+    model = build_tiny_model("llama")
+    model.hf_device_map = dict(zip(("model", "lm_head"), devices, strict=True))
+    return model
+
+
 MODEL = build_tiny_model("llama")
 BASE = {"packing": True, "max_length": 64, "max_steps": 2, "per_device_train_batch_size": 1, "dataset": CHATS}
 ARGUMENTS = ("dataset", "stream", "model", "trainer_class", "config_class", "data_collator", "compute_loss_func")
-ARGUMENTS += ("formatting_func", "peft_config", "accelerator", "own_loss")
+ARGUMENTS += ("processing_class", "formatting_func", "peft_config", "accelerator", "own_loss")
 MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.PACKING: {"packing": True},
     of.NO_PACKING: {"packing": False},
@@ -84,6 +90,13 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.WEIGHT_COLUMN: {"weight_column": "weight"},
     of.SOURCE_COLUMN: {"source_column": "source"},
     of.OVERLONG: {"overlong": "drop"},
+    of.KEEP_END: {"truncation_mode": "keep_end"},
+    of.NO_TRUNCATION: {"overlong": "drop"},
+    of.SPEEDS: {"exchange_speeds": {"within": 1e9}, "tokens_per_rank": 64},
+    of.NO_PARTS: {"tokens_per_rank": None},
+    of.OFFLOADING_ON_CPU: {"activation_offloading": True},
+    of.NO_PROCESSOR: {"processing_class": build_tokenizer()},
+    of.SEVERAL_DEVICES: {"model": on_devices("cpu:0", "cpu:1")},
     of.OWN_ATTENTION: {"enforce_flash_attention": False},
     of.BATCH_SIZE: {"per_device_train_batch_size": 2},
     of.SAMPLING: {"train_sampling_strategy": "group_by_length"},
@@ -139,7 +152,10 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
 }
 # What a choice is besides, as it is made above
 ALSO = {
-    of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS),
+    of.CUT_BLOCKS: (of.NOT_OF_STREAMS, of.NOT_BY_LENGTHS, of.NO_TRUNCATION),
+    of.OVERLONG: (of.NO_TRUNCATION,),
+    of.NO_TRUNCATION: (of.OVERLONG,),
+    of.SPEEDS: (of.TOKENS_PER_RANK,),
     of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
     of.LAST_TURN: (of.ASSISTANT_ONLY,),
     of.TENSORS_AND_SHARDS: (of.TENSOR_PARALLELISM,),
@@ -153,7 +169,8 @@ REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.cho
 
 def can_be_made(one: Choice, other: Choice) -> bool:
     """False for two values of one setting, and for what would need two datasets, models or engines."""
-    if {one, other} == {of.OVERLONG, of.CUT_BLOCKS}:  # refused with the value, in `data/checks.py`
+    # refused with the value, in `data/dataset_checks.py`
+    if {one, other} in ({of.OVERLONG, of.CUT_BLOCKS}, {of.NO_TRUNCATION, of.CUT_BLOCKS}):
         return False
     return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
 
@@ -171,8 +188,8 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
     try:
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:
-            kind(model, args, train_dataset=dataset, processing_class=build_tokenizer(), **arguments)
-        check_before_loading(setup_of(kind, args, model, train_dataset=dataset, **arguments), None)
+            kind(model, args, train_dataset=dataset, **{"processing_class": build_tokenizer()} | arguments)
+        check_before_loading(setup_of(kind, args, model, train_dataset=dataset, **arguments))
         refuse(Setup(args=args, accelerator=engine))
         refuse(Setup(args=args, own_loss=own_loss))
     except ValueError as error:

@@ -53,7 +53,7 @@ ARGUMENTS = [
     ({"packing_strategy": "wrapped", "overlong": "raise"}, r"'wrapped'.* with `overlong='raise'`"),
     (
         {"truncation_mode": "keep_end", "packing_strategy": "wrapped"},
-        r"`truncation_mode=\"keep_end\"` was given with .*'wrapped'.*would be ignored.*Set `overlong=\"truncate\"`",
+        r"`truncation_mode='keep_end'` was given with .*'wrapped'.*would be ignored.*set `overlong=\"truncate\"`",
     ),
     ({"packing": False, "overlong": "drop"}, r"`overlong='drop'` was given with `packing=False`.*set `packing=True`"),
     (
@@ -96,7 +96,7 @@ INPUT = [
     (
         "vision",
         {"dataset": VISION},
-        r"`processing_class=\w+` was given, .*column of images.*makes no pixels.*processor",
+        r"`processing_class=\w+` was given with the column.*makes no pixels.*processor",
     ),
     (
         "stream of images",

@@ -439,9 +439,21 @@ def test_a_model_that_leaks_is_refused_with_raise():
 @pytest.mark.parametrize(
     "kind, options, message",
     [
-        ("sft", {"packing": True, "max_length": 64}, "got a SFTTrainer with `packing=True`.*packs already"),
-        ("sft", {"padding_free": True, "max_length": None}, "got a SFTTrainer with `padding_free=True`.*packs already"),
-        ("dpo", {"neftune_noise_alpha": 5.0}, "got a DPOTrainer with `neftune_noise_alpha=5.0`.*length of a row"),
+        (
+            "sft",
+            {"packing": True, "max_length": 64},
+            "Packing was given with `pack_forward`.*packs already.*Set",
+        ),
+        (
+            "sft",
+            {"padding_free": True, "max_length": None},
+            "Packing was given with `pack_forward`.*packs already.*Set",
+        ),
+        (
+            "dpo",
+            {"neftune_noise_alpha": 5.0},
+            "`neftune_noise_alpha=5.0` was given with .*length of a row",
+        ),
     ],
 )
 def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
-from trl_packfix.training.checks import check_one_device, synchronisation
+from trl_packfix.training.checks import synchronisation
 from trl_packfix.training.choices import Setup
 from trl_packfix.training.features import refuse
 
@@ -133,17 +133,17 @@ def test_zero_3_on_cpus_is_refused_where_gathers_are_not_awaited(tmp_path, monke
 def test_a_model_on_several_devices_is_refused(second, tiny_model):
     model = tiny_model("llama")
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
-    message = r"split over 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
+    message = r"(?i)a `device_map` with 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
     for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
         with pytest.raises(ValueError, match=message):
-            check_one_device(given)
+            refuse(Setup(args=ARGS, model=given))
 
 
 @pytest.mark.parametrize("device_map", [None, {"": 0}, {"model": 0, "lm_head": 0}, {"model": 0, "lm_head": "cpu"}])
 def test_a_model_on_one_device_is_not_refused(device_map, tiny_model):
     model = tiny_model("llama")
     model.hf_device_map = device_map
-    check_one_device(model)
+    refuse(Setup(args=ARGS, model=model))
 
 
 def test_the_trainer_refuses_a_model_on_several_devices_only_with_packing(tiny_model, tokenizer, tmp_path):

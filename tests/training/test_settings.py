@@ -283,7 +283,7 @@ GROUPS = {
 
 
 def test_offloading_on_a_cpu_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`activation_offloading=True` was given, and the run is on the CPU.*Leave"):
+    with pytest.raises(ValueError, match=r"`activation_offloading=True` on the CPU was given with packing.*Leave"):
         trainer(tmp_path, texts(), activation_offloading=True)
 
 

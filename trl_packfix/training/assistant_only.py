@@ -22,9 +22,9 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..compat import main_process_first, masks_images
 from ..data.cache_files import Cached
 from ..data.masks import PARTS, AssistantMask, MaskCounts, TurnRule, has_markers, parts
-from ..data.reader import BAD_ROW, bad_rows
+from ..data.reader import BAD_ROW
 from ..data.turns import COLUMNS, Conversation, unended
-from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
+from .bad_rows import TOKENS, reason, refuse_or_name, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
 from .messages import rows_with
 
@@ -163,7 +163,7 @@ def mask_turns(
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops}
         dataset = dataset.map(_row_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
-        dataset = dataset.filter(is_good).remove_columns(BAD_ROW) if drops and not marks else dataset
+        dataset = without_bad_rows(dataset) if drops and not marks else dataset
         if is_training_set:
             _say_if_turns_do_not_end(dataset.take(NUM_OF_STREAM), name, processing_class)
         return dataset, None
@@ -179,7 +179,7 @@ def mask_turns(
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    _refuse_or_name(tokenised, name, drops)
+    refuse_or_name(tokenised, name, drops)
     counts = MaskCounts(*(int(np.sum(tokenised.with_format("numpy")[column])) for column in COUNTS.values()))
     tokenised = tokenised.remove_columns(list(numbers))
     if is_training_set:
@@ -209,22 +209,6 @@ def _row_of_stream(row: Any, index: int, name: str, *, drops: bool, **kwargs: An
     if why := sample.pop(BAD_ROW):
         refuse_row_of_stream(name, index, why)
     return sample
-
-
-def _refuse_or_name(tokenised: Dataset, name: str, drops: bool) -> None:
-    is_bad = bad_rows(tokenised)
-    assert is_bad is not None  # `_row` makes the column
-    bad = np.flatnonzero(is_bad)
-    if not len(bad):
-        return
-    first = bad[:NUM_SHOWN]
-    reasons = list(zip(first.tolist(), tokenised.select(first).with_format(None)[BAD_ROW], strict=True))
-    if not drops or len(bad) == len(tokenised):
-        refuse(name, reasons, len(bad), total=len(tokenised))
-    logger.warning(
-        "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
-        *(len(bad), len(tokenised), name, first.tolist(), *reasons[0]),
-    )
 
 
 def _say_if_turns_do_not_end(rows: Iterable[Any], name: str, tokenizer: Any) -> None:

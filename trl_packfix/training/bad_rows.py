@@ -105,39 +105,55 @@ def prepared(
     if "input_ids" in get_dataset_column_names(dataset):
         return prepare(dataset, args)
     if isinstance(dataset, IterableDataset):
-        steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare=prepare)
-        removed = _removed(get_dataset_column_names(dataset), steps)
-        kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
-        kwargs["repeats"] = Repeats()
-        dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
-        if drops and not marks:
-            dataset = dataset.filter(is_good).remove_columns(BAD_ROW)
-        return prepare(dataset, args, is_formatted=False)
-    if not drops:
-        try:
-            return prepare(dataset, args)
-        except Exception as error:
-            failure = error
-        if dataset.format["type"] != "custom":  # TRL refuses transforms itself
-            tokenised = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=True)
-            bad = _bad_rows(tokenised)
-            if len(bad):
-                refuse(name, _first(tokenised, bad), len(bad), total=len(dataset))
-        raise failure  # no single row was the cause
-    with main_process_first():
-        dataset = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=marks)
+        return prepare(_stream_with_tokens(dataset, name, args, prepare=prepare, marks=marks), args, is_formatted=False)
+    if drops:
+        with main_process_first():
+            dataset = _with_tokens(dataset, name, args, prepare=prepare, tokens_only=marks)
+        refuse_or_name(dataset, name, drops)
+        return prepare(dataset if marks else without_bad_rows(dataset), args, is_formatted=False)
+    try:
+        return prepare(dataset, args)
+    except Exception as error:
+        failure = error
+    if dataset.format["type"] != "custom":  # TRL refuses transforms itself
+        refuse_or_name(_with_tokens(dataset, name, args, prepare=prepare, tokens_only=True), name, drops)
+    raise failure  # no single row was the cause
+
+
+def _stream_with_tokens(
+    dataset: IterableDataset, name: str, args: SFTConfig, *, prepare: Callable[..., Any], marks: bool
+) -> IterableDataset:
+    drops = args.bad_rows == "drop"
+    steps = _recorded(dataset.take(NUM_TRIED), name, args, prepare=prepare)
+    removed = _removed(get_dataset_column_names(dataset), steps)
+    kwargs = {"steps": steps, "text_field": args.dataset_text_field, "name": name, "drops": drops}
+    kwargs["repeats"] = Repeats()
+    dataset = dataset.map(_tokens_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
+    return without_bad_rows(dataset) if drops and not marks else dataset
+
+
+def refuse_or_name(dataset: Dataset, name: str, drops: bool) -> None:
+    """Refuse bad rows or, with `drops`, name them in a warning as long as other rows remain.
+
+    Raises:
+        ValueError: with the bad rows, and the reason of the first.
+    """
     bad = _bad_rows(dataset)
-    if len(bad):
-        row, why = _first(dataset, bad)[0]
-        logger.warning(
-            "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
-            *(len(bad), len(dataset), name, bad[:NUM_SHOWN].tolist(), row, why),
-        )
-    return prepare(dataset if marks else without_bad_rows(dataset), args, is_formatted=False)
+    if not len(bad):
+        return
+    first = _first(dataset, bad)
+    if not drops or len(bad) == len(dataset):
+        refuse(name, first, len(bad), total=len(dataset))
+    logger.warning(
+        "%d of %d rows of the %s dataset cannot be tokenised and are dropped; the first are %s. Row %d: %s.",
+        *(len(bad), len(dataset), name, [row for row, _ in first], *first[0]),
+    )
 
 
-def without_bad_rows(dataset: Dataset) -> Dataset:
-    """The rows that have tokens, without the column `BAD_ROW`."""
+def without_bad_rows(dataset: Any) -> Any:
+    """The rows that have tokens, of a table or a stream, without the column `BAD_ROW`."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(_is_good).remove_columns(BAD_ROW)
     bad = _bad_rows(dataset)
     if len(bad):
         dataset = dataset.select(np.setdiff1d(np.arange(len(dataset)), bad))
@@ -220,8 +236,7 @@ def _tokens_of_stream(
     return sample
 
 
-def is_good(row: dict[str, Any]) -> bool:
-    """Whether the row of a stream was tokenised."""
+def _is_good(row: dict[str, Any]) -> bool:
     return not row[BAD_ROW]
 
 
@@ -256,28 +271,34 @@ def reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
 
 def _gap(row: dict[str, Any], text_field: str) -> str | None:
     """The first field of a row that does not have the form in TRL's documentation."""
-    for column in ("messages", "conversations", "prompt", "completion", text_field):
-        if column not in row:
-            continue
-        value = row[column]
-        if isinstance(value, str) and column not in ("messages", "conversations"):
-            continue
-        if not isinstance(value, list) or column == text_field:
-            return f"`{column}` is {_kind(value)}"
-        if not value:
-            return f"`{column}` is an empty list"
-        names = ("from", "value") if column == "conversations" else CHATML
-        for number, message in enumerate(value):
-            if not isinstance(message, dict):
-                return f"`{column}[{number}]` is {_kind(message)}"
-            # TRL renames the keys of `conversations` in place.
-            role, content = (message.get(name, message.get(new)) for name, new in zip(names, CHATML, strict=True))
-            if not isinstance(role, str):
-                return f"`{column}[{number}]` has no `{names[0]}`"
-            if content is None:
-                return f"`{column}[{number}]` ({role}) has no `{names[1]}`"
-            if not isinstance(content, str | list):
-                return f"`{column}[{number}]` ({role}) has a `{names[1]}` that is {_kind(content)}"
+    columns = ("messages", "conversations", "prompt", "completion", text_field)
+    gaps = (_gap_of_column(column, row[column], text_field) for column in columns if column in row)
+    return next((gap for gap in gaps if gap is not None), None)
+
+
+def _gap_of_column(column: str, value: Any, text_field: str) -> str | None:
+    if isinstance(value, str) and column not in ("messages", "conversations"):
+        return None
+    if not isinstance(value, list) or column == text_field:
+        return f"`{column}` is {_kind(value)}"
+    if not value:
+        return f"`{column}` is an empty list"
+    names = ("from", "value") if column == "conversations" else CHATML
+    gaps = (_gap_of_message(f"`{column}[{i}]`", message, names) for i, message in enumerate(value))
+    return next((gap for gap in gaps if gap is not None), None)
+
+
+def _gap_of_message(place: str, message: Any, names: tuple[str, str]) -> str | None:
+    if not isinstance(message, dict):
+        return f"{place} is {_kind(message)}"
+    # TRL renames the keys of `conversations` in place.
+    role, content = (message.get(name, message.get(new)) for name, new in zip(names, CHATML, strict=True))
+    if not isinstance(role, str):
+        return f"{place} has no `{names[0]}`"
+    if content is None:
+        return f"{place} ({role}) has no `{names[1]}`"
+    if not isinstance(content, str | list):
+        return f"{place} ({role}) has a `{names[1]}` that is {_kind(content)}"
     return None
 
 

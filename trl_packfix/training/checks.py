@@ -14,11 +14,10 @@ from trl.data_utils import get_dataset_column_names
 
 from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
-from ..data.image_rows import IMAGES, has_images
+from ..data.image_rows import has_images
 from ..data.row_values import read_row_values
 from ..planning.degrees import possible_degrees
 from ..planning.units import Synchronisation
-from . import images
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
@@ -38,27 +37,18 @@ def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_d
     )
 
 
-def check_before_loading(setup: Setup, processing_class: Any) -> None:
+def check_before_loading(setup: Setup) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised.
 
     Raises:
-        ValueError: two things that cannot be combined (`features.py`). With packing also a tokenizer in the place of a
-            processor, a `max_length` beyond the model's positions or with `tokens_per_rank` beyond the ranks, and
-            `activation_offloading` on a CPU.
+        ValueError: two things that cannot be combined (`features.py`). With packing also a `max_length` beyond the
+            model's positions, or with `tokens_per_rank` beyond the ranks.
     """
     refuse(setup)
     args = setup.args
     assert isinstance(args, SFTConfig)  # `adopt` has made it one
     if not args.packing:
         return
-    if args.activation_offloading and args.device.type == "cpu":
-        raise ValueError(
-            "`activation_offloading=True` was given, and the run is on the CPU. It moves activations from an "
-            "accelerator to the memory of the CPU, where they are already, and TRL's code for it fails there. Leave "
-            "`activation_offloading` unset."
-        )
-    if any(name in IMAGES for name in setup.columns):
-        images.check_processor(processing_class)
     config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
@@ -230,26 +220,6 @@ def synchronisation(accelerator: Any, model: nn.Module) -> Synchronisation:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
     return "step" if accelerator.distributed_type in DDP else "micro"
-
-
-def check_one_device(model: nn.Module) -> None:
-    """Refuse a model that `device_map` has split over several devices, as "auto" does with all visible GPUs.
-
-    TRL sets "auto" for a model given by name in a single process. Modules offloaded to "cpu" or "disk" do not count:
-    they run on another device.
-
-    Raises:
-        ValueError: the model is on more than one device.
-    """
-    parts = getattr(model, "hf_device_map", None) or {}
-    devices = sorted({str(device) for device in parts.values()} - {"cpu", "disk"})
-    if len(devices) > 1:
-        raise ValueError(
-            f"The model is split over {len(devices)} devices ({', '.join(devices)}) by its `device_map`, and is to run "
-            "on packs. The boundaries of a pack are on one device, and modules on other devices cannot read them. "
-            "Launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
-            "`CUDA_VISIBLE_DEVICES`, or train without packs (`packing=False`, no `pack_forward`)."
-        )
 
 
 def check_quantisation(model: nn.Module, device_type: str) -> None:

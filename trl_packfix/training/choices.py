@@ -11,7 +11,7 @@ from typing import Any
 import trl
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
 from ..data.image_rows import IMAGES
@@ -37,6 +37,7 @@ class Setup:
     data_collator: Any = None
     compute_loss_func: Any = None
     formatting_func: Any = None
+    processing_class: Any = None
     peft_config: Any = None
     accelerator: Any = None
     own_sampler: str | None = None
@@ -44,7 +45,7 @@ class Setup:
 
     @property
     def packs(self) -> bool:
-        return self.args.packing or self.args.padding_free
+        return getattr(self.args, "packing", False) or getattr(self.args, "padding_free", False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ def _strategies(which: Callable[[StrategyTraits], bool]) -> Choice:
 PACKING = Choice("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
 NO_PACKING = Choice("`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`")
 TOKENS_PER_RANK = _setting("tokens_per_rank")
+NO_PARTS = Choice(
+    "no `tokens_per_rank`",
+    lambda setup: None if TOKENS_PER_RANK.describe(setup) else "`tokens_per_rank=None`",
+    "set `tokens_per_rank`",
+)
+SPEEDS = _setting("exchange_speeds")
 IN_PACKS, IN_FAMILIES = (_setting("share_prefixes", "off", (value,)) for value in ("pack", "family"))
 PER_TURN = _setting("per_turn", False)
 SMOOTHING, NOISE = _setting("label_smoothing_factor", 0.0), _setting("neftune_noise_alpha")
@@ -101,6 +108,7 @@ CONSTANT_SHAPES = _setting("pad_documents_to_multiple_of")
 BY_DOCUMENT = _setting("document_weighting", "token")
 WEIGHT_COLUMN, SOURCE_COLUMN = _setting("weight_column"), _setting("source_column")
 OVERLONG = _setting("overlong")
+KEEP_END = _setting("truncation_mode", "keep_start", ("keep_end",))
 OWN_ATTENTION = _setting("enforce_flash_attention", True)
 BATCH_SIZE = _setting("per_device_train_batch_size", 1)
 SAMPLING = _setting("train_sampling_strategy", "random", ("group_by_length",))
@@ -122,6 +130,28 @@ NO_END = Choice(
     "no `max_steps`",
     lambda setup: f"`max_steps={setup.args.max_steps}`" if setup.args.max_steps <= 0 else None,
     "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
+)
+
+
+def _no_truncation(setup: Setup) -> str | None:
+    policy = OVERLONG.describe(setup) or _strategies(lambda traits: traits.overlong == "split").describe(setup)
+    return policy if setup.packs and policy != "`overlong='truncate'`" else None
+
+
+NO_TRUNCATION = Choice(
+    "a strategy or `overlong` that does not truncate",
+    _no_truncation,
+    'set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
+)
+
+
+def _offloading_on_cpu(setup: Setup) -> str | None:
+    is_on_cpu = setup.args.activation_offloading and setup.args.device.type == "cpu"
+    return "`activation_offloading=True` on the CPU" if is_on_cpu else None
+
+
+OFFLOADING_ON_CPU = Choice(
+    "`activation_offloading` on the CPU", _offloading_on_cpu, "leave `activation_offloading` unset"
 )
 
 
@@ -208,6 +238,13 @@ def _argument(name: str) -> Choice:
 
 
 COLLATOR, FORMATTING, LOSS_FUNCTION = map(_argument, ("data_collator", "formatting_func", "compute_loss_func"))
+NO_PROCESSOR = Choice(
+    "a `processing_class` that is no processor",
+    lambda setup: (
+        None if isinstance(setup.processing_class, ProcessorMixin) else _argument("processing_class").describe(setup)
+    ),
+    "give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
+)
 OWN_LOSS = Choice(
     "a subclass whose `compute_loss` does not call `super().compute_loss`",
     lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
@@ -242,6 +279,22 @@ def _dropped_weights(setup: Setup) -> str | None:
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
+def _several_devices(setup: Setup) -> str | None:
+    """By `device_map`, as "auto" does with all visible GPUs for a model given by name in a single process.
+
+    Modules offloaded to "cpu" or "disk" do not count: they run on another device.
+    """
+    devices = sorted({str(device) for device in (getattr(setup.model, "hf_device_map", None) or {}).values()})
+    devices = [device for device in devices if device not in ("cpu", "disk")]
+    return f"a `device_map` with {len(devices)} devices ({', '.join(devices)})" if len(devices) > 1 else None
+
+
+SEVERAL_DEVICES = Choice(
+    "a model on several devices (`device_map`)",
+    _several_devices,
+    "launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
+    "`CUDA_VISIBLE_DEVICES`",
+)
 ENCODER_DECODER = Choice("an encoder-decoder", _encoder_decoder, "give a causal language model")
 VIRTUAL_TOKENS = Choice("an adapter with virtual tokens (prompt tuning)", _virtual_tokens, "use LoRA")
 ADAPTERS = Choice("adapters of peft (LoRA)", _adapters, "train all weights")

@@ -260,24 +260,12 @@ def check_config(args: SFTConfig) -> None:
         if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
-        _check_truncation(args)
     refuse(Setup(args=args))
-
-
-def _check_truncation(args: SFTConfig) -> None:
-    if args.truncation_mode == "keep_end" and args.effective_overlong != "truncate":
-        raise ValueError(
-            f'`truncation_mode="keep_end"` was given with `packing_strategy={args.packing_strategy!r}` and '
-            f"`overlong={args.overlong!r}`, under which nothing is truncated, so it would be ignored. Set "
-            '`overlong="truncate"` (with "stream", "bfd" or "minibatch"), or leave `truncation_mode` as it is.'
-        )
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:
     """Refuse values of `tokens_per_rank` and `exchange_speeds`. The number of ranks is checked by the planner."""
     tokens = args.tokens_per_rank
-    if args.exchange_speeds is not None:
-        _check_speeds(args.exchange_speeds, tokens)
     if tokens is None:
         return
     if not isinstance(tokens, int) or isinstance(tokens, bool):
@@ -287,14 +275,11 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
             "16384."
         )
     check_count("tokens_per_rank", tokens)
+    if args.exchange_speeds is not None:
+        _check_speeds(args.exchange_speeds)
 
 
-def _check_speeds(speeds: Any, tokens_per_rank: int | None) -> None:
-    if tokens_per_rank is None:
-        raise ValueError(
-            f"`exchange_speeds={speeds!r}` was given without `tokens_per_rank`. Without it no pack is shared, so "
-            "nothing is exchanged. Set `tokens_per_rank`, or leave `exchange_speeds` unset."
-        )
+def _check_speeds(speeds: Any) -> None:
     wrong = [name for name in speeds if name not in SPEEDS] if isinstance(speeds, dict) else [speeds]
     wrong += [name for name in SPEEDS if not wrong and name in speeds and not _is_positive(speeds[name])]
     if wrong:

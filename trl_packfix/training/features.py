@@ -88,6 +88,7 @@ EXPERIMENTAL = (
     of.TENSOR_PARALLELISM,
 )
 
+ON_SEVERAL_DEVICES = "The boundaries of a pack are on one device, and modules on other devices cannot read them"
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
 _NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
@@ -146,6 +147,9 @@ FEATURES = (
             of.PIPELINE: "A rank then has some of the layers only and no rank can run a whole forward, which the loss "
             "and the test of isolation need",
             of.MEGATRON: "It splits a document over ranks and reads data with its own loader",
+            of.SEVERAL_DEVICES: ON_SEVERAL_DEVICES,
+            of.OFFLOADING_ON_CPU: "It moves activations from an accelerator to the memory of the CPU, where they are "
+            "already, and TRL's code for it fails there",
         },
         page="packing.md",
         proof="documents do not change each other, and each is what it is alone",
@@ -209,12 +213,18 @@ FEATURES = (
         },
     ),
     Feature(
+        choice=of.NO_TRUNCATION,
+        conflicts={of.KEEP_END: "There nothing is truncated, so the mode would be ignored"},
+    ),
+    Feature(
         choice=of.PACKED_IMAGES,
         conflicts={
             of.STREAM: "Up to 1,000 documents of a stream wait for a pack on each rank, and are in every checkpoint; "
             "with their processed images they would be gigabytes",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
             of.CUT_BLOCKS: "It cuts all documents where a block of `max_length` tokens ends, also inside an image",
+            of.NO_PROCESSOR: "Images are made into tokens by a processor of transformers; a tokenizer makes no pixels, "
+            "so they would be ignored",
         },
         page="vision.md",
         proof="documents with images do not change each other, and each is what it is alone",
@@ -237,6 +247,7 @@ FEATURES = (
     Feature(choice=of.ASSISTANT_ONLY, conflicts={of.FORMATTING: _TURNS_UNKNOWN}, page="assistant_turns.md"),
     Feature(choice=of.LAST_TURN, conflicts={of.EVERY_TURN: _NO_TURNS}),
     Feature(choice=of.NO_EMPTY_THINKING, conflicts={of.EVERY_TURN: _NO_TURNS}),
+    Feature(choice=of.SPEEDS, conflicts={of.NO_PARTS: "No pack is shared, so nothing is exchanged"}),
     Feature(choice=of.SMOOTHING, page="packing.md"),
     Feature(choice=of.NOISE, page="packing.md"),
     Feature(choice=of.CONSTANT_SHAPES, page="gpus.md"),

@@ -6,7 +6,6 @@ from typing import Any
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
@@ -22,25 +21,6 @@ from .per_turn import measure_turns
 def packs_images(args: SFTConfig, train_dataset: Any) -> bool:
     """Whether packs will have images: packing is on and the training set has a column of them."""
     return (args.packing or args.padding_free) and has_images(train_dataset)
-
-
-def check_processor(processing_class: Any) -> None:
-    """Refuse what makes no images into tokens, before the model is loaded.
-
-    Raises:
-        ValueError: a tokenizer in the place of a processor, or an object of another library.
-    """
-    what = f"`processing_class={type(processing_class).__name__}` was given, and the dataset has a column of images."
-    if isinstance(processing_class, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"{what} It is a tokenizer, which makes no pixels, so the images would be ignored. Give the processor of "
-            "the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
-        )
-    if processing_class is not None and not isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"{what} Images are made into tokens by a processor of transformers. Give the processor of the model "
-            "(`AutoProcessor.from_pretrained`), or leave `processing_class` unset."
-        )
 
 
 class ImageData:

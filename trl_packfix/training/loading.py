@@ -146,7 +146,6 @@ class TrainingData:
     def _prepare_packing(self) -> None:
         args = self.args
         self._shares_prefixes = args.share_prefixes != "off"
-        checks.check_one_device(self.trainer.model)
         checks.check_quantisation(self.trainer.model, args.device.type)
         self.trainer.padding_free = True
         if self.packs_images:

@@ -11,8 +11,18 @@ from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
 from ..isolation.packed_rows import PackedRows, Tokens
 from . import checks
-from .choices import CONTEXT_PARALLELISM, DEEPSPEED_TENSORS, MEGATRON, PIPELINE, Choice, Setup
-from .features import Feature
+from .choices import (
+    CONTEXT_PARALLELISM,
+    DEEPSPEED_TENSORS,
+    MEGATRON,
+    NOISE,
+    PACKING,
+    PIPELINE,
+    SEVERAL_DEVICES,
+    Choice,
+    Setup,
+)
+from .features import ON_SEVERAL_DEVICES, Feature
 from .progress import shown_proof
 
 MODELS = ("model", "ref_model")  # attributes of a trainer
@@ -21,6 +31,11 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "packing/tokens": ("tokens", "of these rows, without padding"),
     "packing/computed": ("tokens", "that were computed"),
 }
+DATA_PARALLEL = Choice(
+    "`DataParallel`",
+    lambda setup: f"`DataParallel` on {setup.args.n_gpu} GPUs in one process" if setup.args.n_gpu > 1 else None,
+    SEVERAL_DEVICES.undo,
+)
 PACKED_ROWS = Feature(
     choice=Choice("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
@@ -30,7 +45,12 @@ PACKED_ROWS = Feature(
         PIPELINE: "A rank then has some of the layers only, and rows are packed before the first and unpacked after "
         "the last one",
         MEGATRON: "It splits a document over ranks and reads data with its own loader",
+        PACKING: "The batches are packs already, without padding",
+        NOISE: "The noise depends on the length of a row, which is that of the pack here",
+        SEVERAL_DEVICES: ON_SEVERAL_DEVICES,
+        DATA_PARALLEL: "It runs copies of the model, which hooks do not reach",
     },
+    remedies={PACKING: "Set `packing=False` and `padding_free=False`, or remove `pack_forward`"},
 )
 
 
@@ -161,8 +181,10 @@ def pack_forward(
 
 
 def _rows_of_trainer(trainer: Trainer, max_length: int | None, options: dict[str, Any]) -> dict[str, PackedRows]:
-    _check(trainer)
-    args = trainer.args
+    args: Any = trainer.args
+    model: Any = trainer.model
+    PACKED_ROWS.refuse(Setup(args=args, model=model, accelerator=trainer.accelerator))
+    checks.check_quantisation(model, args.device.type)
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     wrapped = {name: getattr(trainer, name, None) for name in MODELS}
     models = {
@@ -235,31 +257,3 @@ def _state(rows: PackedRows) -> str:
     else:
         shares = "common beginnings once" if rows.collate.shares else "each row whole"
     return f"packed with {packed.attention.name}, {shares}{repaired}"
-
-
-def _check(trainer: Trainer) -> None:
-    """Refuse what a pack of rows does not keep."""
-    name = type(trainer).__name__
-    args: Any = trainer.args
-    model: Any = trainer.model
-    for setting in ("packing", "padding_free"):
-        if getattr(args, setting, False):
-            raise ValueError(
-                f"`pack_forward` got a {name} with `{setting}=True`. Its batches are packs already, without "
-                f"padding. Set `{setting}=False`, or remove `pack_forward`."
-            )
-    if args.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"`pack_forward` got a {name} with `neftune_noise_alpha={args.neftune_noise_alpha}`. The noise depends on "
-            "the length of a row, which is that of the pack here. Leave `neftune_noise_alpha` unset, or remove "
-            "`pack_forward`."
-        )
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"`pack_forward` got a {name} on {args.n_gpu} GPUs in one process. `DataParallel` runs copies of the "
-            "model, which hooks do not reach. Launch one process per GPU (`accelerate launch` or `torchrun`), or make "
-            "one GPU visible with `CUDA_VISIBLE_DEVICES`."
-        )
-    PACKED_ROWS.refuse(Setup(args=args, model=trainer.model, accelerator=trainer.accelerator))
-    checks.check_one_device(model)
-    checks.check_quantisation(model, args.device.type)

@@ -19,7 +19,7 @@ from ..data.image_rows import CONVERSATION, GROWS, LEFT_OUT, TURN, ImageRows, Ro
 from ..data.masks import TurnRule
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
-from .bad_rows import NUM_SHOWN, TOKENS, is_good, reason, refuse, refuse_row_of_stream, without_bad_rows
+from .bad_rows import NUM_SHOWN, TOKENS, reason, refuse, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def split_turns(
         )
         if is_training_set:
             _say_if_turns_do_not_end(dataset, name, processing_class)
-        return (dataset.filter(is_good).remove_columns(BAD_ROW) if drops and not marks else dataset), None
+        return (without_bad_rows(dataset) if drops and not marks else dataset), None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
     numbers = dict.fromkeys(NUMBERS, Value("int64"))

@@ -135,8 +135,9 @@ class SFTTrainer(trl.SFTTrainer):
             compute_loss_func=compute_loss_func,
             formatting_func=formatting_func,
             peft_config=peft_config,
+            processing_class=processing_class,
         )
-        checks.check_before_loading(setup, processing_class)
+        checks.check_before_loading(setup)
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         per_turn.check_per_turn(args, train_dataset, eval_dataset)
