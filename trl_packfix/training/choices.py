@@ -63,6 +63,11 @@ class Choice:
     undo: str
 
 
+def _choice(name: str, undo: str) -> Callable[[Callable[[Setup], str | None]], Choice]:
+    """Make a choice of the function by which a message names it."""
+    return lambda describe: Choice(name, describe, undo)
+
+
 def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
     """The text config of a model, given as an object or by name; by name with the fields of `model_init_kwargs`."""
     if isinstance(model, str):
@@ -133,71 +138,54 @@ NO_END = Choice(
 )
 
 
-def _no_truncation(setup: Setup) -> str | None:
+@_choice(
+    "a strategy or `overlong` that does not truncate",
+    undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
+)
+def NO_TRUNCATION(setup: Setup) -> str | None:
     policy = OVERLONG.describe(setup) or _strategies(lambda traits: traits.overlong == "split").describe(setup)
     return policy if setup.packs and policy != "`overlong='truncate'`" else None
 
 
-NO_TRUNCATION = Choice(
-    "a strategy or `overlong` that does not truncate",
-    _no_truncation,
-    'set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
-)
-
-
-def _offloading_on_cpu(setup: Setup) -> str | None:
+@_choice("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
+def OFFLOADING_ON_CPU(setup: Setup) -> str | None:
     is_on_cpu = setup.args.activation_offloading and setup.args.device.type == "cpu"
     return "`activation_offloading=True` on the CPU" if is_on_cpu else None
 
 
-OFFLOADING_ON_CPU = Choice(
-    "`activation_offloading` on the CPU", _offloading_on_cpu, "leave `activation_offloading` unset"
+@_choice(
+    "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
+    undo="leave the losses out of `liger_kernel_config`",
 )
-
-
-def _liger_loss(setup: Setup) -> str | None:
+def LIGER_LOSS(setup: Setup) -> str | None:
     kernels = setup.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
     return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
 
-LIGER_LOSS = Choice(
-    "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
-    _liger_loss,
-    "leave the losses out of `liger_kernel_config`",
-)
-
-
-def _unprepared(setup: Setup) -> str | None:
+@_choice("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
+def UNPREPARED(setup: Setup) -> str | None:
     options = setup.args.dataset_kwargs
     is_unprepared = isinstance(options, dict) and options.get("skip_prepare_dataset")
     return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_unprepared else None
 
 
-UNPREPARED = Choice("`skip_prepare_dataset`", _unprepared, "leave `skip_prepare_dataset` unset")
-
-
-def _divided(setup: Setup) -> str | None:
+@_choice("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
+def DIVIDED(setup: Setup) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(setup.args.accelerator_config, name, None):
             return f"`accelerator_config.{name}=True`"
     return None
 
 
-DIVIDED = Choice("`split_batches`, `dispatch_batches`", _divided, "set both to False in `accelerator_config`")
-
-
-def _own_means(setup: Setup) -> str | None:
+@_choice(
+    "`average_tokens_across_devices=False` on several ranks",
+    undo="leave `average_tokens_across_devices` at its default, True",
+)
+def OWN_MEANS(setup: Setup) -> str | None:
     # The number of ranks sets the device up, so it is asked last
     is_given = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
     return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if is_given else None
-
-
-OWN_MEANS = Choice(
-    "`average_tokens_across_devices=False` on several ranks",
-    _own_means,
-    "leave `average_tokens_across_devices` at its default, True",
-)
 
 
 # The dataset
@@ -258,28 +246,37 @@ OWN_SAMPLER = Choice(
 # The model
 
 
-def _encoder_decoder(setup: Setup) -> str | None:
+@_choice("an encoder-decoder", undo="give a causal language model")
+def ENCODER_DECODER(setup: Setup) -> str | None:
     is_one = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
     return type(setup.model).__name__ if is_one else None
 
 
-def _adapters(setup: Setup) -> str | None:
+@_choice("adapters of peft (LoRA)", undo="train all weights")
+def ADAPTERS(setup: Setup) -> str | None:
     adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
     return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
 
 
-def _virtual_tokens(setup: Setup) -> str | None:
+@_choice("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
+def VIRTUAL_TOKENS(setup: Setup) -> str | None:
     adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
     config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
 
-def _dropped_weights(setup: Setup) -> str | None:
+@_choice("dropout of attention weights", undo="load the model with the rate 0.0")
+def DROPPED_WEIGHTS(setup: Setup) -> str | None:
     rates = {} if setup.model is None else dropped_weights(text_config(setup.model, setup.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
-def _several_devices(setup: Setup) -> str | None:
+@_choice(
+    "a model on several devices (`device_map`)",
+    undo="launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
+    "`CUDA_VISIBLE_DEVICES`",
+)
+def SEVERAL_DEVICES(setup: Setup) -> str | None:
     """By `device_map`, as "auto" does with all visible GPUs for a model given by name in a single process.
 
     Modules offloaded to "cpu" or "disk" do not count: they run on another device.
@@ -289,22 +286,14 @@ def _several_devices(setup: Setup) -> str | None:
     return f"a `device_map` with {len(devices)} devices ({', '.join(devices)})" if len(devices) > 1 else None
 
 
-SEVERAL_DEVICES = Choice(
-    "a model on several devices (`device_map`)",
-    _several_devices,
-    "launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
-    "`CUDA_VISIBLE_DEVICES`",
-)
-ENCODER_DECODER = Choice("an encoder-decoder", _encoder_decoder, "give a causal language model")
-VIRTUAL_TOKENS = Choice("an adapter with virtual tokens (prompt tuning)", _virtual_tokens, "use LoRA")
-ADAPTERS = Choice("adapters of peft (LoRA)", _adapters, "train all weights")
-DROPPED_WEIGHTS = Choice("dropout of attention weights", _dropped_weights, "load the model with the rate 0.0")
-
-
 # The engine
 
 
-def _context_parallelism(setup: Setup) -> str | None:
+@_choice(
+    "context or sequence parallelism of accelerate or DeepSpeed",
+    undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
+)
+def CONTEXT_PARALLELISM(setup: Setup) -> str | None:
     """Context or sequence parallelism of accelerate, whose config may come from its launcher, or of DeepSpeed."""
     sizes: dict[str, Any] = {}
     config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
@@ -316,7 +305,11 @@ def _context_parallelism(setup: Setup) -> str | None:
     return _above_one(sizes)
 
 
-def _deepspeed_tensors(setup: Setup) -> str | None:
+@_choice(
+    "tensor parallelism of DeepSpeed",
+    undo="set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
+)
+def DEEPSPEED_TENSORS(setup: Setup) -> str | None:
     tensor = _deepspeed_config(setup).get("tensor_parallel", {})
     of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
     return _above_one(
@@ -349,47 +342,32 @@ def _distributed(name: str) -> Callable[[Setup], str | None]:
     return describe
 
 
-def _tensor_parallelism(setup: Setup) -> str | None:
+@_choice(
+    "tensor or expert parallelism of transformers (`tp_size`)",
+    undo="load the model without `tp_size` in `DistributedConfig`",
+)
+def TENSOR_PARALLELISM(setup: Setup) -> str | None:
     size = getattr(setup.model, "_tp_size", None) or 1
     return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
 
 
-def _tensors_and_shards(setup: Setup) -> str | None:
-    is_both = _tensor_parallelism(setup) and _distributed("dp_size")(setup)
+@_choice("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
+def TENSORS_AND_SHARDS(setup: Setup) -> str | None:
+    is_both = TENSOR_PARALLELISM.describe(setup) and _distributed("dp_size")(setup)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
 
 
-def _megatron(setup: Setup) -> str | None:
+@_choice("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
+def MEGATRON(setup: Setup) -> str | None:
     is_one = setup.accelerator is not None and setup.accelerator.distributed_type == DistributedType.MEGATRON_LM
     return "Megatron-LM" if is_one else None
 
 
-def _unpacked_sequences(setup: Setup) -> str | None:
+@_choice("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
+def UNPACKED_SEQUENCES(setup: Setup) -> str | None:
     config = None if setup.accelerator is None else setup.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size
     return f"`sp_size={size}` and `packing=False`" if size > 1 and not setup.packs else None
 
 
-TENSOR_PARALLELISM = Choice(
-    "tensor or expert parallelism of transformers (`tp_size`)",
-    _tensor_parallelism,
-    "load the model without `tp_size` in `DistributedConfig`",
-)
-TENSORS_AND_SHARDS = Choice(
-    "`tp_size` with `fsdp_size` of transformers",
-    _tensors_and_shards,
-    "load the model with one of the two sizes",
-)
 PIPELINE = Choice("pipeline parallelism of transformers", _distributed("pp_size"), "load the model with `pp_size=1`")
-DEEPSPEED_TENSORS = Choice(
-    "tensor parallelism of DeepSpeed",
-    _deepspeed_tensors,
-    "set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
-)
-CONTEXT_PARALLELISM = Choice(
-    "context or sequence parallelism of accelerate or DeepSpeed",
-    _context_parallelism,
-    "set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
-)
-UNPACKED_SEQUENCES = Choice("`sp_size` of accelerate and `packing=False`", _unpacked_sequences, "set `sp_size=1`")
-MEGATRON = Choice("Megatron-LM", _megatron, "use DDP, DeepSpeed or FSDP")
