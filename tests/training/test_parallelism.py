@@ -155,7 +155,7 @@ def test_the_trainer_refuses_a_model_on_several_devices_only_with_packing(tiny_m
         args = SFTConfig(str(tmp_path), packing=packing, max_length=16, use_cpu=True, bf16=False, report_to=[])
         return SFTTrainer(model, args, train_dataset=table, processing_class=tokenizer)
 
-    with pytest.raises(ValueError, match="split over 2 devices"):
+    with pytest.raises(ValueError, match="`device_map` with 2 devices"):
         trainer(packing=True)
     trainer(packing=False)
 

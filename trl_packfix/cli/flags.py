@@ -187,19 +187,31 @@ def tokenisation(args: argparse.Namespace) -> "Tokenisation":
     )
 
 
-def check_has_tokens(args: argparse.Namespace, reader: "Rows") -> None:
-    """Refuse `--share-prefixes` for files of lengths.
+def read_documents(args: argparse.Namespace) -> "Rows":
+    """The rows of DATA, tokenised with these flags.
 
     Raises:
-        ValueError: only lengths are known.
+        ValueError: `--share-prefixes` for files of lengths; see also `open_tables`.
     """
-    from .sources import LengthRows
+    from .sources import LengthRows, open_tables
 
+    tokenizer, settings = args.tokenizer or args.model, tokenisation(args)
+    reader = open_tables(args.data, tokenizer, settings, split=args.split, config=args.name)
     if args.share_prefixes != "off" and isinstance(reader, LengthRows):
         raise ValueError(
             f"`--share-prefixes {args.share_prefixes}` was given with the lengths of {len(reader):,} documents. Which "
             "of them begin alike is known from their tokens. Give a dataset, or set `--share-prefixes off`."
         )
+    return reader
+
+
+def check_images(config: "SFTConfig", reader: "Rows") -> None:
+    """Refuse settings that do not go with images, if rows have some."""
+    from ..training.choices import Setup
+    from ..training.features import refuse
+
+    if reader.image_counts is not None:
+        refuse(Setup(args=config, columns=("images",)))
 
 
 def load_model_config(args: argparse.Namespace) -> Any:

@@ -8,9 +8,14 @@ from ..reporting.columns import COLUMNS, KEYS, Column
 from . import flags, memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
 
+    from ..data.reader import Rows
+    from ..planning.costs import CostModel
+    from ..training.config import SFTConfig
     from .forecast import Forecast
 
 EXAMPLES = """\
@@ -73,51 +78,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, config: Any) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from ..planning.degrees import possible_degrees
     from ..reporting.report_numbers import MAX_LOST_SHARE
-    from ..training.choices import Setup
-    from ..training.features import refuse
-    from .forecast import candidate_lengths, forecasts, recommend
-    from .sources import open_tables
+    from .forecast import candidate_lengths, recommend
 
     positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
-    for length in args.max_length or ():
-        if positions is not None and length > positions:
-            raise ValueError(
-                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses "
-                f"documents longer than that. Set `--max-length` to {positions} or less."
-            )
+    _check_positions(args, positions)
     for length in args.max_length or candidate_lengths(1, positions):
-        for strategy in args.strategy:
-            flags.packing_config(args, length, strategy)  # to check the settings before tokenising
-    reader = open_tables(
-        args.data, args.tokenizer or args.model, flags.tokenisation(args), split=args.split, config=args.name
-    )
-    flags.check_has_tokens(args, reader)
-    model = flags.load_cost_model(args, reader)
-    most = positions
-    if args.tokens_per_rank is not None:  # longer documents need more ranks than there are
-        most = min(
-            possible_degrees(1, args.tokens_per_rank, ranks, num_heads=model.heads)[-1] * args.tokens_per_rank
-            for ranks in args.world_size
-        )
-        most = most if positions is None else min(most, positions)
-    lengths = args.max_length or candidate_lengths(int(reader.lengths.max(initial=1)), most)
-    configs = [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
-    if reader.image_counts is not None:
-        for config_to_plan in configs:
-            refuse(Setup(args=config_to_plan, columns=("images",)))
-    plans = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"planning {len(reader):,} rows", total=len(configs) * len(args.world_size))
-        for plan in forecasts(
-            reader, configs, args.world_size, cost_model=model, synchronisation=args.synchronisation, tflops=args.tflops
-        ):
-            plans.append(plan)
-            progress.advance(task)
+        _configs(args, [length])  # to check the settings before tokenising
+    reader = flags.read_documents(args)
+    cost_model = flags.load_cost_model(args, reader)
+    longest = int(reader.lengths.max(initial=1))
+    lengths = args.max_length or candidate_lengths(longest, _most_tokens(args, positions, cost_model))
+    configs = _configs(args, lengths)
+    for config_to_plan in configs:
+        flags.check_images(config_to_plan, reader)
+    plans = _forecasts(args, reader, configs, cost_model=cost_model)
     advice = recommend(plans)
     needed = []
     if args.memory is not None:
@@ -132,6 +107,58 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
         if needed:
             _show_memory(needed, args)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
+
+
+def _check_positions(args: argparse.Namespace, positions: int | None) -> None:
+    for length in args.max_length or ():
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses "
+                f"documents longer than that. Set `--max-length` to {positions} or less."
+            )
+
+
+def _configs(args: argparse.Namespace, lengths: "Sequence[int]") -> "list[SFTConfig]":
+    return [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
+
+
+def _most_tokens(args: argparse.Namespace, positions: int | None, cost_model: "CostModel") -> int | None:
+    """The longest document that the model and, with `--tokens-per-rank`, every number of ranks can train."""
+    from ..planning.degrees import possible_degrees
+
+    most = [] if positions is None else [positions]
+    if args.tokens_per_rank is not None:
+        degrees = (
+            possible_degrees(1, args.tokens_per_rank, ranks, num_heads=cost_model.heads)[-1]
+            for ranks in args.world_size
+        )
+        most += [degree * args.tokens_per_rank for degree in degrees]
+    return min(most, default=None)
+
+
+def _forecasts(
+    args: argparse.Namespace, reader: "Rows", configs: "list[SFTConfig]", *, cost_model: "CostModel"
+) -> "list[Forecast]":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .forecast import forecasts
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        return list(
+            progress.track(
+                forecasts(
+                    reader,
+                    configs,
+                    args.world_size,
+                    cost_model=cost_model,
+                    synchronisation=args.synchronisation,
+                    tflops=args.tflops,
+                ),
+                total=len(configs) * len(args.world_size),
+                description=f"planning {len(reader):,} rows",
+            )
+        )
 
 
 def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:

@@ -3,9 +3,14 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import flags
+
+if TYPE_CHECKING:
+    from ..data.epochs import EpochPlanner
+    from ..data.reader import Rows
+    from ..reporting.text import ShownPack
 
 EXAMPLES = """\
   trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 --batch-size 1
@@ -44,42 +49,33 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
-    from ..reporting.build import make_report
-    from ..training.choices import Setup
-    from ..training.features import refuse
+    from ..reporting.text import shown_packs
     from .forecast import planner_for
-    from .sources import LengthRows, load_tokenizer, open_tables
+    from .sources import LengthRows, load_tokenizer
 
     config = flags.packing_config(args, args.max_length, args.strategy)
-    reader = open_tables(
-        args.data, args.tokenizer or args.model, flags.tokenisation(args), split=args.split, config=args.name
-    )
-    flags.check_has_tokens(args, reader)
-    if reader.image_counts is not None:
-        refuse(Setup(args=config, columns=("images",)))
+    reader = flags.read_documents(args)
+    flags.check_images(config, reader)
     planner = planner_for(reader, config, args.world_size, cost_model=flags.load_cost_model(args, reader))
-    picture = None
-    if args.plot:
-        picture = _picture(args.plot)
-        try:
-            make_report(planner, config.effective_overlong, reader).plot(picture)
-        except ImportError as error:
-            raise ValueError(
-                f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
-                "`pip install matplotlib`."
-            ) from error
-    from ..reporting.text import LEGEND, pack_text, shown_packs
-
-    tokenizer = None
-    if args.tokenizer or args.model:
-        tokenizer = load_tokenizer(args.tokenizer or args.model, args.trust_remote_code)
+    picture = _draw(args.plot, planner, config.effective_overlong, reader=reader) if args.plot else None
+    name = args.tokenizer or args.model
+    tokenizer = load_tokenizer(name, args.trust_remote_code) if name else None
     has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:
         shown: Any = [pack.to_dict(tokenizer, has_tokens) for pack in packs]
         print(json.dumps(shown if picture is None else {"plot": str(picture), "packs": shown}, indent=2))
         return 0
+    _print(packs, tokenizer, has_tokens, args=args)
+    if picture is not None:
+        print(f"Drawn: {picture}")
+    return 0
+
+
+def _print(packs: "list[ShownPack]", tokenizer: Any, has_tokens: bool, *, args: argparse.Namespace) -> None:
     from rich.console import Console
+
+    from ..reporting.text import LEGEND, pack_text
 
     console = Console(highlight=False)
     print(LEGEND)
@@ -89,9 +85,20 @@ def run(args: argparse.Namespace) -> int:
             console.print(text)
         else:
             print(text.plain)  # not wrapped: a file has no width
-    if picture is not None:
-        print(f"Drawn: {picture}")
-    return 0
+
+
+def _draw(target: str, planner: "EpochPlanner", overlong: str, *, reader: "Rows") -> Path:
+    from ..reporting.build import make_report
+
+    picture = _picture(target)
+    try:
+        make_report(planner, overlong, reader).plot(picture)
+    except ImportError as error:
+        raise ValueError(
+            f"`--plot {target}` was given and matplotlib is not installed. The picture is drawn with it. Run "
+            "`pip install matplotlib`."
+        ) from error
+    return picture
 
 
 def _picture(target: str) -> Path:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-LENGTHS = (".txt", ".npy", ".csv", ".json")
 LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
@@ -113,39 +112,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     Raises:
         ValueError: the file has numbers that cannot be lengths.
     """
-    values: Any = None
-    if path.suffix == ".npy":
-        try:
-            values = np.load(path)
-        except (EOFError, ValueError):  # not an array of numbers, or an empty file
-            values = []
-    elif path.suffix == ".txt":
-        values = path.read_text().split()
-    elif path.suffix == ".json":
-        text = path.read_text()
-        try:
-            values_in_file = json.loads(text) if text.lstrip()[:1] == "[" else None
-        except ValueError:
-            values_in_file = None  # broken JSON: `datasets` reports the error
-        values = values_in_file if values_in_file and not isinstance(values_in_file[0], dict) else None
-    elif path.suffix == ".csv":
-        csv.field_size_limit(LONGEST)  # of the texts beside the lengths
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = filter(None, csv.reader(file))
-            names = [name.strip() for name in next(reader, [])]
-            column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
-            is_plain = len(names) == 1 and names[0].isdigit()
-            rows = list(reader) if is_plain or column is not None else []
-        if column is not None:
-            values = [row[column] if column < len(row) else "" for row in rows]
-            others = names[:column] + names[column + 1 :]
-            if others:
-                logger.warning(
-                    f"{path}: lengths are read from its column {names[column]!r}; the other columns "
-                    f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
-                )
-        elif is_plain:
-            values = [*names, *(row[0] for row in rows)]
+    values = LENGTHS[path.suffix](path) if path.is_file() and path.suffix in LENGTHS else None
     if values is None:
         return None
     try:
@@ -166,6 +133,49 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
             "(.npy), a list (.json) or a column named `length` (.csv)."
         )
     return lengths.astype(np.int64)
+
+
+def _values_of_npy(path: Path) -> Any:
+    try:
+        return np.load(path)
+    except (EOFError, ValueError):  # not an array of numbers, or an empty file
+        return []
+
+
+def _values_of_json(path: Path) -> Any:
+    text = path.read_text()
+    try:
+        values = json.loads(text) if text.lstrip()[:1] == "[" else None
+    except ValueError:
+        return None  # broken JSON: `datasets` reports the error
+    return values if values and not isinstance(values[0], dict) else None
+
+
+def _values_of_csv(path: Path) -> Any:
+    csv.field_size_limit(LONGEST)  # of the texts beside the lengths
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = filter(None, csv.reader(file))
+        names = [name.strip() for name in next(rows, [])]
+        if len(names) == 1 and names[0].isdigit():
+            return [*names, *(row[0] for row in rows)]
+        column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
+        if column is None:
+            return None
+        others = names[:column] + names[column + 1 :]
+        if others:
+            logger.warning(
+                f"{path}: lengths are read from its column {names[column]!r}; the other columns "
+                f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
+            )
+        return [row[column] if column < len(row) else "" for row in rows]
+
+
+LENGTHS = {
+    ".txt": lambda path: path.read_text().split(),
+    ".npy": _values_of_npy,
+    ".csv": _values_of_csv,
+    ".json": _values_of_json,
+}
 
 
 def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
@@ -394,9 +404,7 @@ def open_tables(
     for name in names:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
-            lengths_in_file = (
-                read_lengths(Path(name)) if Path(name).is_file() and Path(name).suffix in LENGTHS else None
-            )
+            lengths_in_file = read_lengths(Path(name))
         if lengths_in_file is not None:
             check_split(name, split)
             if settings.per_turn:
