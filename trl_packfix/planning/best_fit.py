@@ -11,6 +11,7 @@ import numpy as np
 from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
+Run = tuple[int, int, int]  # see `pour`
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
@@ -62,46 +63,60 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
     >>> pour(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
-    runs: dict[int, deque[tuple[int, int, int]]] = {}  # space -> runs (first_pack, num_packs, filled)
-    spaces: list[int] = []  # keys of `runs`, ascending
+    spaces = _Spaces()
     rows: list[tuple[int, int, int, int]] = []
     opened = 0
-
-    def put(first: int, num: int, per_pack: int, *, filled: int, space: int) -> None:
-        rows.append((first, num, per_pack, filled))
-        if space in runs:
-            runs[space].append((first, num, filled + per_pack))
-        elif space:
-            runs[space] = deque([(first, num, filled + per_pack)])
-            insort(spaces, space)
-
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
-            tightest = bisect_left(spaces, length)
-            if tightest == len(spaces):  # open as many packs as the rest needs
-                space, num, filled = capacity, -(-left // (capacity // length)), 0
-                first, opened = opened, opened + num
-            else:
-                space = spaces[tightest]
-                first, num, filled = runs[space].popleft()
-                if not runs[space]:
-                    del runs[space], spaces[tightest]
+            space, run = spaces.pop_tightest(length)
+            if run is None:  # open as many packs as the rest needs
+                space, num = capacity, -(-left // (capacity // length))
+                run, opened = (opened, num, 0), opened + num
+            first, num, filled = run
             most = space // length  # documents of this length that one of these packs takes
             full = min(num, left // most)
-            if full:
-                put(first, full, most, filled=filled, space=space - most * length)
-                left -= full * most
-            if full < num:
-                if left:
-                    put(first + full, 1, left, filled=filled, space=space - left * length)
-                    full, left = full + 1, 0
-                if full < num:  # untouched packs stay ahead of later ones with the same space
-                    if space not in runs:
-                        runs[space] = deque()
-                        insort(spaces, space)
-                    runs[space].appendleft((first + full, num - full, filled))
+            rest = left - full * most if full < num else 0  # documents of one more pack
+            for first_pack, num_packs, per_pack in ((first, full, most), (first + full, 1, rest)):
+                if num_packs and per_pack:
+                    rows.append((first_pack, num_packs, per_pack, filled))
+                    spaces.add(space - per_pack * length, (first_pack, num_packs, filled + per_pack))
+            used, left = full + (rest > 0), left - full * most - rest
+            if used < num:  # untouched packs stay ahead of later ones with the same space
+                spaces.put_back(space, (first + used, num - used, filled))
     return np.array(rows, dtype=np.int64)
+
+
+class _Spaces:
+    """Runs of packs, (first_pack, num_packs, filled), by the space of each of their packs; the oldest first."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, deque[Run]] = {}
+        self._spaces: list[int] = []  # keys of `_runs`, ascending
+
+    def _with(self, space: int) -> deque[Run]:
+        if space not in self._runs:
+            self._runs[space] = deque()
+            insort(self._spaces, space)
+        return self._runs[space]
+
+    def add(self, space: int, run: Run) -> None:
+        if space:
+            self._with(space).append(run)
+
+    def put_back(self, space: int, run: Run) -> None:
+        self._with(space).appendleft(run)
+
+    def pop_tightest(self, length: int) -> tuple[int, Run | None]:
+        """The least space in which a document fits, and the oldest run with it; None if there is none."""
+        tightest = bisect_left(self._spaces, length)
+        if tightest == len(self._spaces):
+            return 0, None
+        space = self._spaces[tightest]
+        run = self._runs[space].popleft()
+        if not self._runs[space]:
+            del self._runs[space], self._spaces[tightest]
+        return space, run
 
 
 def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:

@@ -37,13 +37,9 @@ class _Buffer:
         self.num_documents += 1
         self.num_tokens += length
         waiting = self.waiting[length]
-        if waiting:
-            waiting.append(position)
-            return
         if waiting is None:
-            self.waiting[length] = deque((position,))
-        else:
-            waiting.append(position)
+            waiting = self.waiting[length] = deque()
+        waiting.append(position)
         self.present[length] = self.mirrored[self.longest - length] = 1
 
     def take(self, length: int) -> int:
@@ -167,20 +163,29 @@ def _close_packs(
     buffer = _Buffer(longest)
     lengths: list[int] = []
     taken = bytearray()
+    members: list[int] = []
     forgotten = 0  # positions before the first of `lengths` and `taken`
     oldest = 0
     ended = False
-    add, remember, mark = buffer.add, lengths.append, taken.append  # looked up once: this runs for every document
 
     def arrive() -> None:
         nonlocal ended
         length = next(arriving, 0)
-        if not length:
+        if length:
+            buffer.add(len(lengths), length)
+            lengths.append(length)
+            taken.append(0)
+        else:
             ended = True
-            return
-        add(len(lengths), length)
-        remember(length)
-        mark(0)
+
+    def place(length: int) -> int:
+        """Move the oldest document of this length into the pack; another one arrives."""
+        position = buffer.take(length)
+        taken[position] = 1
+        members.append(position + forgotten)
+        if not ended:
+            arrive()
+        return length
 
     while len(lengths) < buffer_size and not ended:
         arrive()
@@ -192,19 +197,14 @@ def _close_packs(
             del lengths[:oldest], taken[:oldest]
             buffer.renumber(oldest)
             forgotten, oldest = forgotten + oldest, 0
-        members: list[int] = []
+        members = []
         gap, position = capacity, oldest
         fill: tuple[int, ...] = ()
         longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
         fill_from = min(2 * longest_waiting, FILL_FROM * buffer.num_tokens / buffer.num_documents)
         while position >= 0:
             # It is the oldest of its length: an older one would have fitted and been placed.
-            length = lengths[position]
-            taken[buffer.take(length)] = 1
-            members.append(position + forgotten)
-            gap -= length
-            if not ended:
-                arrive()
+            gap -= place(lengths[position])
             if gap <= fill_from:
                 fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
                 if fill or not gap:
@@ -212,12 +212,7 @@ def _close_packs(
             position = _next_that_fits(lengths, taken, position + 1, gap=gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
-                position = buffer.take(length)
-                taken[position] = 1
-                members.append(position + forgotten)
-                gap -= length
-                if not ended:
-                    arrive()
+                gap -= place(length)
             fill = ()
         yield members
     left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0).tolist()
