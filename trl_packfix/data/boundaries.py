@@ -13,8 +13,6 @@ documents in a pack.
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.integer]
-
 
 def cu_seq_lens(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Start of each document in the pack, then the end of the last: int32, shape (N + 1,), as varlen kernels need it.

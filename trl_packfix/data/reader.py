@@ -348,9 +348,8 @@ class TokenReader(Rows):
             # Rows have as many labels as tokens, so all rows of a chunk are as far apart in the two columns.
             shift = int(labels_base[0] - base[0])
             chunk_labels = labels[low + shift : high + shift]
-            wrong = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
-            np.cumsum((chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high]), out=wrong[1:])
-            are_tokens[spans] = wrong[last - low] == wrong[first - low]
+            wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])
+            are_tokens[spans] = _count(wrong, first - low, last - low) == 0
         return are_tokens
 
     def count_trained(
@@ -367,10 +366,8 @@ class TokenReader(Rows):
         counts = np.zeros(len(row), dtype=np.int64)
         for values, spans, base in self._targets.by_chunk(row):
             first, last = base + np.minimum(start[spans] + 1, stop[spans]), base + stop[spans]
-            low, high = first.min(), last.max()
-            trained = np.zeros(high - low + 1, dtype=np.int32 if high - low < 2**31 else np.int64)
-            np.cumsum(values[low:high] != untrained, out=trained[1:])
-            counts[spans] = trained[last - low] - trained[first - low]
+            low = first.min()
+            counts[spans] = _count(values[low : last.max()] != untrained, first - low, last - low)
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -395,3 +392,10 @@ class TokenReader(Rows):
             if length and (tokens.min() < low or tokens.max() >= high):
                 return row
         return None
+
+
+def _count(marks: npt.NDArray[np.bool_], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """How many of `marks[first[i]:stop[i]]` are True, shape (N,)."""
+    sums: npt.NDArray[Any] = np.zeros(len(marks) + 1, dtype=np.int32 if len(marks) < 2**31 else np.int64)
+    np.cumsum(marks, out=sums[1:])
+    return sums[stop] - sums[first]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Int64Array
-from .best_fit import best_fit_decreasing, by_earliest
+from .best_fit import best_fit_decreasing, by_earliest, select_packs
 from .exact_fill import carry_over, fill_exactly
 
 NUM_SHOWN = 10  # offenders that an error message names
@@ -146,23 +146,17 @@ def plan_blocks(
     block: np.ndarray, lengths: np.ndarray, batch_size: int, *, capacity: int, rng: np.random.Generator | None
 ) -> PackPlan:
     """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
-    _, first = np.unique(block, return_index=True)
-    blocks = np.split(np.arange(len(block)), first[1:])
+    members, (_, sizes) = np.arange(len(block)), np.unique(block, return_counts=True)
     if rng is not None:
-        blocks = [blocks[i] for i in rng.permutation(len(blocks))]
-    packs = [np.concatenate(blocks[i : i + batch_size]) for i in range(0, len(blocks), batch_size)]
-    return _plan_of(packs, lengths, capacity)
+        members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
+    sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), batch_size))
+    return _plan(members, sizes, lengths, capacity=capacity)
 
 
 def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
     """The same packs in another order."""
-    packs = [plan.order[plan.offsets[i] : plan.offsets[i + 1]] for i in rng.permutation(plan.num_packs)]
-    return _plan_of(packs, plan.lengths, plan.capacity)
-
-
-def _plan_of(packs: list[np.ndarray], lengths: np.ndarray, capacity: int) -> PackPlan:
-    offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-    return PackPlan(order=np.concatenate(packs), offsets=offsets, lengths=lengths, capacity=capacity)
+    members, sizes = select_packs(plan.order, np.diff(plan.offsets), rng.permutation(plan.num_packs))
+    return _plan(members, sizes, plan.lengths, capacity=plan.capacity)
 
 
 def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
@@ -178,11 +172,8 @@ def is_integer(value: object) -> bool:
 def _is_permutation(order: np.ndarray, num_documents: int) -> bool:
     if order.shape != (num_documents,) or order.dtype.kind not in "iu":
         return False
-    if num_documents == 0:
-        return True
-    if int(order.min()) < 0 or int(order.max()) >= num_documents:
-        return False
-    return bool((np.bincount(order.astype(np.int64), minlength=num_documents) == 1).all())
+    is_inside = order.min(initial=0) >= 0 and order.max(initial=0) <= max(num_documents - 1, 0)
+    return bool(is_inside and (np.bincount(order.astype(np.int64), minlength=num_documents) == 1).all())
 
 
 def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
