@@ -6,11 +6,11 @@ the tokens. Its decoder computes the rows of its part.
 T tokens of the pack, s ranks that share it, V tokens of images.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 # Inputs with one row per token of an image, (V, hidden) each -> the mask of these tokens, (1, T)
 OF_IMAGES = {"deepstack_visual_embeds": "visual_pos_masks"}
@@ -45,7 +45,7 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
             is_own[:, rows] = True
             of_own = is_own[inputs[OF_IMAGES[name]]]
             part[name] = [features[of_own] for features in value]
-        elif shapes := [tuple(tensor.shape) for tensor in _tensors(value) if tensor.dim()]:
+        elif shapes := [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]:
             raise ValueError(
                 f"`{name}` of shape {shapes[0]} enters the decoder beside {num_tokens} tokens of a pack with images, "
                 f"of which this rank holds {part_tokens}. Which of its rows belong to which tokens is not known, so it "
@@ -54,11 +54,3 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
         else:
             part[name] = value
     return part
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

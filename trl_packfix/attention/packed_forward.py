@@ -86,7 +86,6 @@ class PackedForward:
     mixers: Replaced | None = field(default=None, repr=False, compare=False)
     sends_states: SendsStates | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _batches: dict[float, "DocumentBatches"] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shared(self) -> SharedRuns | None:
@@ -143,7 +142,8 @@ class PackedForward:
                 "and some of their tokens are on other ranks. Set tokens_per_rank=None."
             )
         budget = undivided(budget)
-        if budget not in self._batches:
+        name = ("batches", budget)
+        if name not in self.derived:
             device = self.cu_seq_lens_q.device
             rows = self.document_rows(budget)
             batches = []
@@ -151,8 +151,8 @@ class PackedForward:
                 bounds = torch.arange(group.num_rows + 1, dtype=torch.int32, device=device) * group.longest
                 running = PackedForward(bounds, bounds, group.longest, group.longest, rows=group.num_rows)
                 batches.append(DocumentBatch(group, running))
-            self._batches[budget] = DocumentBatches(rows, batches)
-        return self._batches[budget]
+            self.derived[name] = DocumentBatches(rows, batches)
+        return self.derived[name]
 
 
 @dataclass(frozen=True)

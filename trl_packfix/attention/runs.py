@@ -74,19 +74,13 @@ class Run(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Runs that one launch on CUDA computes: rows, places in `kv_index`, boundaries and largest numbers of both."""
+    """What one launch on CUDA computes: rows and keys, boundaries and largest numbers of both.
 
-    rows: slice
-    keys: slice
-    cu_seq_lens: tuple[Tensor, Tensor]
-    max_lengths: tuple[int, int]
+    Of runs, `keys` are places in `kv_index`. Of stretches, rows and keys are numbers of rows.
+    """
 
-
-class Level(NamedTuple):
-    """Stretches that one launch on CUDA computes: numbers of rows and keys, boundaries and largest numbers of both."""
-
-    rows: Tensor
-    keys: Tensor
+    rows: slice | Tensor
+    keys: slice | Tensor
     cu_seq_lens: tuple[Tensor, Tensor]
     max_lengths: tuple[int, int]
 
@@ -203,7 +197,7 @@ class SharedRuns:
         return launches
 
     @_once
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[Launch]:
         """The stretches by level of nesting.
 
         The rows below two stretches of one level are different. Only a stretch whose rows lie within those of another
@@ -230,7 +224,7 @@ class SharedRuns:
         device = self.kv_index.device
         columns = zip(_on_device(index, device), _on_device(bounds, device), longest, strict=True)
         return [
-            Level(rows, keys, (q_bounds, k_bounds), (most_rows, most_keys))
+            Launch(rows, keys, (q_bounds, k_bounds), (most_rows, most_keys))
             for (rows, q_bounds, most_rows), (keys, k_bounds, most_keys) in zip(columns, columns, strict=True)
         ]
 

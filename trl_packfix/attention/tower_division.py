@@ -8,14 +8,13 @@ Two forms are divided: tiles of one size, (N, channels, height, width), and the 
 the grid of each image. Any other is computed whole on each rank.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .exchange import exchange_pieces
 
@@ -43,7 +42,8 @@ class TowerDivision:
         Raises:
             ValueError: a tensor does not have its rows along the first axis.
         """
-        tensors = list(_tensors(output))
+        leaves, structure = tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shares = [self._own(tensor) for tensor in tensors]
         send = torch.cat([share.flatten() for share in shares])
         sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
@@ -56,7 +56,7 @@ class TowerDivision:
             torch.cat([piece.view(-1, *tensor.shape[1:]) for piece in of_ranks]).to(tensor.dtype)
             for tensor, of_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
         )
-        return _replaced(output, lambda tensor: next(whole))
+        return tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
     def _own(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows) % self.computed:
@@ -112,25 +112,6 @@ def _bounds(sizes: list[int], degree: int) -> list[int]:
         ranks.append(int((middle + size / 2) * degree / total))
         middle += size
     return [sum(rank < j for rank in ranks) for j in range(degree + 1)]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, ModelOutput | list | tuple):
-        for item in value.values() if isinstance(value, ModelOutput) else value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with other tensors, in the order of `_tensors`."""
-    if isinstance(value, Tensor):
-        return replace(value)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _replaced(item, replace) for name, item in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_replaced(item, replace) for item in value)
-    return value
 
 
 def outermost(towers: list[nn.Module]) -> list[nn.Module]:

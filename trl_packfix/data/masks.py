@@ -11,7 +11,7 @@ once other messages follow, for example without its thinking, is refused with th
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.data_utils import prepare_multimodal_messages
 
 from .collator import IGNORE_INDEX
-from .turns import NUM_SHOWN, Conversation
+from .turns import NUM_SHOWN, Conversation, num_same
 
 AssistantTurns = Literal["all", "last"]
 Span = tuple[int, int]
@@ -219,7 +219,7 @@ class AssistantMask:
             )
         if num_prompt:
             prompt = _tokenized(conversation.messages[:num_prompt], tokenizer, True, **conversation.arguments)
-            first = _num_same(prompt["input_ids"], tokens)  # as TRL
+            first = num_same(prompt["input_ids"], tokens)  # as TRL
             mask[:first] = [0] * first
         labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
         return {"input_ids": tokens, "labels": labels}, chosen.counts
@@ -358,9 +358,4 @@ def _turn_by_turn(conversation: Conversation, trained: list[int], tokenizer: Any
 
 def _rest(text: str, other: str) -> str:
     """What a text has from the first character on in which it differs from the other."""
-    return text[_num_same(text, other) :][:NUM_SHOWN]
-
-
-def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return text[num_same(text, other) :][:NUM_SHOWN]

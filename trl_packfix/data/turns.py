@@ -145,7 +145,7 @@ class Conversation:
         if not text.startswith(prompt):
             text = self._text_of_turn(turn, processor) or text
         if not text.startswith(prompt):
-            same = _num_same(prompt, text)
+            same = num_same(prompt, text)
             _refuse_prompt(turn, prompt[same:], text[same:])
         if text == prompt:
             raise ValueError(f"the template renders nothing of `messages[{turn}]`")
@@ -216,12 +216,13 @@ def _refuse_prompt(turn: int, seen: str, continued: str) -> NoReturn:
 
 def _decoded(ids: list[int], one: list[int], other: list[int], *, tokenizer: Any) -> str:
     """The text of `ids` from the first token on in which `one` and `other` differ."""
-    return str(tokenizer.decode(ids[_num_same(one, other) :]))
+    return str(tokenizer.decode(ids[num_same(one, other) :]))
 
 
-def _num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items both begin with."""
-    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
