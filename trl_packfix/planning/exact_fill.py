@@ -4,7 +4,7 @@ A *position* is the place of a document in visiting order.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -13,7 +13,7 @@ from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
-FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `_close_packs`
+FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `_Packer`
 MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
@@ -114,9 +114,9 @@ def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, *, l
     >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
-    positions, lengths = yield from _close_packs(
-        iter(arriving), capacity, buffer_size, longest=longest, until_empty=False
-    )
+    packer = _Packer(iter(arriving), capacity, buffer_size, longest=longest)
+    yield from packer.packs()
+    positions, lengths = packer.waiting()
     if positions:
         members, sizes = _pack_rest(np.array(lengths), capacity)
         for pack in np.split(np.array(positions)[members], np.cumsum(sizes)[:-1]):
@@ -133,11 +133,8 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        return _as_arrays(
-            _close_packs(
-                iter(arriving.tolist()), capacity, len(arriving), longest=int(arriving.max()), until_empty=True
-            )
-        )
+        packer = _Packer(iter(arriving.tolist()), capacity, len(arriving), longest=int(arriving.max()))
+        return _as_arrays(packer.packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
     members, sizes = until_empty(lengths[decreasing])
@@ -145,10 +142,8 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
 
 
-def _close_packs(
-    arriving: Iterator[int], capacity: int, buffer_size: int, *, longest: int, until_empty: bool
-) -> Generator[list[int], None, tuple[list[int], list[int]]]:
-    """Yield packs; return positions and lengths of the documents still waiting at the end (none if `until_empty`).
+class _Packer:
+    """Closes packs of documents that arrive one after the other, each with the oldest document that waits.
 
     An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
     of two long documents, so that long documents would be trained first and short ones last.
@@ -160,63 +155,78 @@ def _close_packs(
         5 2 6 1      5       2    2           5 + 2    7, end
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
     """
-    buffer = _Buffer(longest)
-    lengths: list[int] = []
-    taken = bytearray()
-    members: list[int] = []
-    forgotten = 0  # positions before the first of `lengths` and `taken`
-    oldest = 0
-    ended = False
 
-    def arrive() -> None:
-        nonlocal ended
-        length = next(arriving, 0)
+    def __init__(self, arriving: Iterator[int], capacity: int, buffer_size: int, *, longest: int):
+        self.arriving, self.capacity, self.buffer_size = arriving, capacity, buffer_size
+        self.buffer = _Buffer(longest)
+        self.lengths: list[int] = []
+        self.taken = bytearray()
+        self.forgotten = 0  # positions before the first of `lengths` and `taken`
+        self.ended = False
+        self.members: list[int] = []  # of the pack that is open
+
+    def packs(self, until_empty: bool = False) -> Iterator[list[int]]:
+        """Packs until nothing more arrives, or until no document waits."""
+        while len(self.lengths) < self.buffer_size and not self.ended:
+            self._arrive()
+        oldest = 0
+        while until_empty or not self.ended:
+            oldest = self.taken.find(0, oldest)
+            if oldest < 0:
+                return
+            if oldest >= MAX_REMEMBERED:
+                self._forget(oldest)
+                oldest = 0
+            self._close_pack(oldest)
+            yield self.members
+
+    def waiting(self) -> tuple[list[int], list[int]]:
+        """Positions and lengths of the documents that are in no pack."""
+        left = np.flatnonzero(np.frombuffer(self.taken, dtype=np.uint8) == 0).tolist()
+        return [position + self.forgotten for position in left], [self.lengths[position] for position in left]
+
+    def _arrive(self) -> None:
+        length = next(self.arriving, 0)
         if length:
-            buffer.add(len(lengths), length)
-            lengths.append(length)
-            taken.append(0)
+            self.buffer.add(len(self.lengths), length)
+            self.lengths.append(length)
+            self.taken.append(0)
         else:
-            ended = True
+            self.ended = True
 
-    def place(length: int) -> int:
+    def _forget(self, position: int) -> None:
+        """Forget all positions before this one, which are in packs."""
+        del self.lengths[:position], self.taken[:position]
+        self.buffer.renumber(position)
+        self.forgotten += position
+
+    def _place(self, length: int) -> int:
         """Move the oldest document of this length into the pack; another one arrives."""
-        position = buffer.take(length)
-        taken[position] = 1
-        members.append(position + forgotten)
-        if not ended:
-            arrive()
+        position = self.buffer.take(length)
+        self.taken[position] = 1
+        self.members.append(position + self.forgotten)
+        if not self.ended:
+            self._arrive()
         return length
 
-    while len(lengths) < buffer_size and not ended:
-        arrive()
-    while until_empty or not ended:
-        oldest = taken.find(0, oldest)
-        if oldest < 0:
-            break
-        if oldest >= MAX_REMEMBERED:
-            del lengths[:oldest], taken[:oldest]
-            buffer.renumber(oldest)
-            forgotten, oldest = forgotten + oldest, 0
-        members = []
-        gap, position = capacity, oldest
+    def _close_pack(self, position: int) -> None:
+        """Fill a new pack from this position on, the oldest that waits."""
+        self.members, buffer = [], self.buffer
+        gap = self.capacity
         fill: tuple[int, ...] = ()
-        longest_waiting = buffer.longest_up_to(capacity)  # the search for fills stops there
-        fill_from = min(2 * longest_waiting, FILL_FROM * buffer.num_tokens / buffer.num_documents)
-        while position >= 0:
+        longest = buffer.longest_up_to(gap)  # the search for fills stops there
+        fill_from = min(2 * longest, FILL_FROM * buffer.num_tokens / buffer.num_documents)
+        while position >= 0 and gap and not fill:
             # It is the oldest of its length: an older one would have fitted and been placed.
-            gap -= place(lengths[position])
+            gap -= self._place(self.lengths[position])
             if gap <= fill_from:
-                fill = buffer.exact_fill(gap, longest_waiting) if gap else ()
-                if fill or not gap:
-                    break
-            position = _next_that_fits(lengths, taken, position + 1, gap=gap)
+                fill = buffer.exact_fill(gap, longest) if gap else ()
+            if gap and not fill:
+                position = _next_that_fits(self.lengths, self.taken, position + 1, gap=gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
-                gap -= place(length)
+                gap -= self._place(length)
             fill = ()
-        yield members
-    left = np.flatnonzero(np.frombuffer(taken, dtype=np.uint8) == 0).tolist()
-    return [position + forgotten for position in left], [lengths[position] for position in left]
 
 
 def _next_that_fits(lengths: list[int], taken: bytearray, start: int, *, gap: int) -> int:
