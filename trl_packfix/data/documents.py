@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..planning.arrays import Int64Array
+from ..planning.arrays import BoolArray, Int64Array
 from ..planning.families import TokenOrder
 
 OF_IMAGES = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
@@ -124,7 +123,7 @@ class Documents:
         """Tokens of each document, shape (N,)."""
         return self.stop - self.start
 
-    def taken(self, chosen: npt.NDArray[np.bool_]) -> "Documents":
+    def taken(self, chosen: BoolArray) -> "Documents":
         """The documents that are `chosen`, shape (N,), numbered anew from 0. The ledger stays that of all."""
         number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file
         if tokens is not None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from ..planning.arrays import Float64Array, Int64Array
+from ..planning.arrays import BoolArray, Float64Array, Int64Array
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.degrees import SequenceParallel, room_of_families
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
@@ -45,7 +44,7 @@ class Start:
     epoch: int = 0
     first_step: int = 0
     num_steps: int = 0
-    trained: npt.NDArray[np.bool_] | None = None
+    trained: BoolArray | None = None
 
 
 @dataclass
@@ -224,7 +223,7 @@ class EpochPlanner:
         part = max(num_epochs - epoch, 0.0)
         return max(ceil(self.first_step(epoch) + part * self.steps_of(epoch)), 1)
 
-    def trained(self, epoch: int, num_steps: int) -> npt.NDArray[np.bool_]:
+    def trained(self, epoch: int, num_steps: int) -> BoolArray:
         """Whether each document is trained in the first `num_steps` optimizer steps of an epoch, shape (N,)."""
         before = self.start.trained if epoch == self.start.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()

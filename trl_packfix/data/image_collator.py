@@ -89,14 +89,14 @@ class RopeIndex:
         """Positions of one document, (3, tokens)."""
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
         named = inspect.signature(self.model_class.get_rope_index).parameters
-        images = {name: value for name, value in document.items() if name in named and name not in READ}
-        if not any(name.endswith("_grid_thw") for name in images):  # text: the model counts on in all three
+        inputs = {name: value for name, value in document.items() if name in named and name not in READ}
+        if not any(name.endswith("_grid_thw") for name in inputs):  # text: the model counts on in all three
             return torch.arange(tokens.shape[1]).expand(3, -1)
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
         length = tokens.shape[1]
-        images = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in images.items()}
-        positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **images)
+        inputs = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in inputs.items()}
+        positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
         return positions[:, 0]
 
 
@@ -140,7 +140,7 @@ class PackedImages:
                 entries[name] = row
         with_images = [_images_of(documents[run.document], run) for run in runs]
         for name in self.layout.images:
-            parts = [images[name] for images in with_images if name in images]
+            parts = [outputs[name] for outputs in with_images if name in outputs]
             if parts:
                 entries[name] = self.layout.join(name, parts)
         if self.rope_index is not None:

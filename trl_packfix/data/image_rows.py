@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 from datasets import Dataset, Features, IterableDataset, Value
@@ -26,6 +25,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
+from ..planning.arrays import BoolArray, Int64Array
 from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
@@ -136,7 +136,7 @@ class RowProcessor:
         where = np.flatnonzero(is_image)
         return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
 
-    def _is_image(self, document: dict[str, Any]) -> npt.NDArray[np.bool_]:
+    def _is_image(self, document: dict[str, Any]) -> BoolArray:
         is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
         for name in TOKEN_KINDS:
             if name in document:
@@ -410,9 +410,7 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
     return bytes(digest.digest())
 
 
-def _with_neighbours(
-    first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], is_special: npt.NDArray[np.bool_]
-) -> list[tuple[int, int]]:
+def _with_neighbours(first: Int64Array, stop: Int64Array, is_special: BoolArray) -> list[tuple[int, int]]:
     """The spans of images with the special tokens next to them; of those between two images each gets a half."""
     spans = []
     low, high = np.append(0, stop)[:-1], np.append(first, len(is_special))[1:]
@@ -457,21 +455,21 @@ class ImageRows(Rows):
         table = measures.with_format("arrow")[:]
         is_per_turn = CONVERSATION in measures.column_names
         self.conversations = table[CONVERSATION].to_numpy() if is_per_turn else None
-        self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
+        self._turns: Int64Array | None = table[TURN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
-        self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
-        self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
+        self._trained: Int64Array = table["trained"].to_numpy()
+        self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
         self.image_stops = table["image_stop"].to_numpy()
-        self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
-        self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
-        self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
+        self.image_counts: Int64Array = table["image_count"].to_numpy()
+        self.image_values: Int64Array = table["image_values"].to_numpy()
+        self.image_squares: Int64Array = table["image_squares"].to_numpy()
 
-    def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
+    def digests(self, rows: Int64Array) -> bytes:
         column = self._table.with_format("arrow")[:]["digest"]
         return b"".join(column.take(rows).to_pylist())
 
     @cached_property
-    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
         spans = self._table.with_format("arrow")[:]["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
@@ -515,9 +513,7 @@ class ImageRows(Rows):
             edges.append(end)
         return edges
 
-    def of_images(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
         of_row, first, behind = self._spans
         size = int(self.lengths.max(initial=0)) + 1
@@ -536,9 +532,7 @@ class ImageRows(Rows):
             "image_stop": np.where(has, behind[after - 1] - start, 0),
         }
 
-    def outside_images(
-        self, rows: npt.NDArray[np.int64], start: npt.NDArray[np.int64], common: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
         """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,).
 
         Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
@@ -551,9 +545,7 @@ class ImageRows(Rows):
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)
 
-    def count_trained(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Trained tokens of each span, shape (N,). Rows of which a span is a part are processed to count them."""
         counts, latest = self._trained[row].copy(), -1
         labels = np.zeros(0, dtype=np.int64)
@@ -563,7 +555,7 @@ class ImageRows(Rows):
             counts[i] = (labels[start[i] + 1 : stop[i]] != IGNORE_INDEX).sum()
         return counts
 
-    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
         is_labelled = self._first_is_labelled[row].copy()
         for i in np.flatnonzero(start > 0):
             is_labelled[i] = self.read(row[i], 0, self.lengths[row[i]])["labels"][start[i]] != IGNORE_INDEX

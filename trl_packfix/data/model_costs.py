@@ -66,7 +66,7 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         (config, {type(config): model_class}),
     )
-    return next((mapping[type(part)], part) for part, mapping in known if type(part) in mapping)
+    return next((mapping[type(text)], text) for text, mapping in known if type(text) in mapping)
 
 
 def with_tower(

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ..planning.arrays import BoolArray, Int64Array
 from ..planning.families import END
 from .collator import IGNORE_INDEX, MASKS
 from .prefix_collator import Compare
@@ -41,11 +42,11 @@ class Rows(ABC):
         turns: what was counted of these turns.
     """
 
-    lengths: npt.NDArray[np.int64]
-    image_stops: npt.NDArray[np.int64] | None = None
-    image_counts: npt.NDArray[np.int64] | None = None
+    lengths: Int64Array
+    image_stops: Int64Array | None = None
+    image_counts: Int64Array | None = None
     compare: Compare | None = None
-    conversations: npt.NDArray[np.int64] | None = None
+    conversations: Int64Array | None = None
     turns: TurnCounts | None = None
     _table: Dataset
 
@@ -62,18 +63,16 @@ class Rows(ABC):
         """The Arrow files that the table is mapped from; [] for a table in memory."""
         return [Path(file["filename"]) for file in self._table.cache_files]
 
-    def bad_rows(self) -> npt.NDArray[np.bool_] | None:
+    def bad_rows(self) -> BoolArray | None:
         """Which rows could not be tokenised, shape (R,); None if every row could."""
         bad = bad_rows(self._table)
         return bad if bad is not None and bad.any() else None
 
-    def digests(self, rows: npt.NDArray[np.int64]) -> bytes | None:
+    def digests(self, rows: Int64Array) -> bytes | None:
         """Hashes of the documents of these rows; None if the tokens are at hand."""
         return None
 
-    def of_images(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """Of the images of each span what `Documents` has, by its attribute; {} if no row has images."""
         return {}
 
@@ -81,7 +80,7 @@ class Rows(ABC):
         """Where the document of a row with images is cut into fragments; None if it cannot be."""
         return None
 
-    def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+    def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
         """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
         return None
 
@@ -90,13 +89,11 @@ class Rows(ABC):
         """One span as `input_ids` and `labels`, shape (stop - start,)."""
 
     @abstractmethod
-    def count_trained(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count."""
 
     @abstractmethod
-    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
         """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
 
 
@@ -105,7 +102,7 @@ def mask_columns(dataset: Dataset) -> list[str]:
     return [name for name in MASKS if name in dataset.column_names]
 
 
-def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
+def bad_rows(dataset: Dataset) -> BoolArray | None:
     """Which rows have a reason in the column `BAD_ROW`, shape (R,); None if the dataset has no such column."""
     if BAD_ROW not in dataset.column_names:
         return None
@@ -138,7 +135,7 @@ class _ListColumn:
     needs memory: 8 bytes per row.
     """
 
-    def __init__(self, name: str, column: pa.ChunkedArray, indices: npt.NDArray[np.int64] | None):
+    def __init__(self, name: str, column: pa.ChunkedArray, indices: Int64Array | None):
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not (is_list and any(holds(kind.value_type) for holds in _HOLDS_INTEGERS)):
@@ -171,7 +168,7 @@ class _ListColumn:
             self.begins.append(self.begins[-1] + len(chunk))
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Int64Array:
         """Values of each row, shape (R,)."""
         lengths = np.empty(self.begins[-1], dtype=np.int64)
         for offsets, begin, end in zip(self.offsets, self.begins, self.begins[1:], strict=False):
@@ -185,7 +182,7 @@ class _ListColumn:
         base = self.offsets[number].item(row - self.begins[number])
         return self.values[number][base + start : base + stop]
 
-    def by_chunk(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[np.ndarray, npt.NDArray[np.int64], np.ndarray]]:
+    def by_chunk(self, rows: Int64Array) -> Iterator[tuple[np.ndarray, Int64Array, np.ndarray]]:
         """For each chunk that has some of `rows`: its values, the indices of these `rows`, and their offsets in it."""
         rows = rows if self.indices is None else self.indices[rows]
         number = np.searchsorted(self.begins, rows, side="right") - 1
@@ -281,11 +278,11 @@ class TokenReader(Rows):
             )
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
+    def lengths(self) -> Int64Array:  # type: ignore[override]
         """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
-    def seq_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+    def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
         if self._seq_lengths is None:
             return None
         return self._seq_lengths.lengths, self._seq_lengths.flat().astype(np.int64)
@@ -303,9 +300,7 @@ class TokenReader(Rows):
             targets = np.where(targets != 0, tokens, np.int64(IGNORE_INDEX))
         return {"input_ids": tokens, "labels": targets}
 
-    def read_block(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], *, width: int
-    ) -> npt.NDArray[np.uint32]:
+    def read_block(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, width: int) -> npt.NDArray[np.uint32]:
         """The first `width` tokens of each span, big-endian, shape (N, width); 2**32 - 1 behind the end of a span.
 
         `start` may be at or behind `stop`.
@@ -325,9 +320,7 @@ class TokenReader(Rows):
             block[i, size[i] :] = END
         return block
 
-    def labels_are_tokens(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
+    def labels_are_tokens(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> BoolArray:
         """Whether each label of a span is -100 or its own token, shape (N,).
 
         This is one pass over tokens and labels, chunk by chunk, with the memory of `count_trained`.
@@ -352,9 +345,7 @@ class TokenReader(Rows):
             are_tokens[spans] = _count(wrong, first - low, last - low) == 0
         return are_tokens
 
-    def count_trained(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Trained tokens of each span.
 
         This is one pass over the labels or the mask, chunk by chunk. It needs 4 bytes of memory per token of the
@@ -370,7 +361,7 @@ class TokenReader(Rows):
             counts[spans] = _count(values[low : last.max()] != untrained, first - low, last - low)
         return counts
 
-    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
         if self._targets is None:
             return np.ones(len(row), dtype=bool)
         is_labelled = np.zeros(len(row), dtype=bool)
@@ -394,7 +385,7 @@ class TokenReader(Rows):
         return None
 
 
-def _count(marks: npt.NDArray[np.bool_], first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+def _count(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:
     """How many of `marks[first[i]:stop[i]]` are True, shape (N,)."""
     sums: npt.NDArray[Any] = np.zeros(len(marks) + 1, dtype=np.int32 if len(marks) < 2**31 else np.int64)
     np.cumsum(marks, out=sums[1:])

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset
 
-from ..planning.arrays import Int64Array
+from ..planning.arrays import BoolArray, Int64Array
 from .documents import Count, Documents, Ledger
 from .reader import Rows, TokenReader
 
@@ -37,12 +36,12 @@ class _Spans:
     def lengths(self) -> Int64Array:
         return self.stop - self.start
 
-    def count(self, mask: npt.NDArray[np.bool_] | None = None) -> Count:
+    def count(self, mask: BoolArray | None = None) -> Count:
         chosen = slice(None) if mask is None else mask
         lengths, trained = self.lengths[chosen], self.trained[chosen]
         return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
 
-    def select(self, mask: npt.NDArray[np.bool_]) -> "_Spans":
+    def select(self, mask: BoolArray) -> "_Spans":
         return _Spans(self.row[mask], self.start[mask], self.stop[mask], self.trained[mask])
 
 
@@ -159,7 +158,7 @@ def _table_spans(reader: Rows) -> _Spans:
     return _Spans(row, start, stop, reader.count_trained(row, start, stop))
 
 
-def _drop(spans: _Spans, mask: npt.NDArray[np.bool_], reason: str, *, ledger: Ledger) -> _Spans:
+def _drop(spans: _Spans, mask: BoolArray, reason: str, *, ledger: Ledger) -> _Spans:
     if not mask.any():
         return spans
     ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
@@ -220,9 +219,7 @@ def _apply_overlong(
     return cut
 
 
-def _split_outside_images(
-    reader: Rows, spans: _Spans, long: npt.NDArray[np.bool_], *, max_length: int, ledger: Ledger
-) -> _Spans:
+def _split_outside_images(reader: Rows, spans: _Spans, long: BoolArray, *, max_length: int, ledger: Ledger) -> _Spans:
     """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
     edges_of = [
         reader.cuts(row, max_length) if is_long else [0, length]

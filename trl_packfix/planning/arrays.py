@@ -1,7 +1,8 @@
-"""The two array types of planning: lengths, indices and offsets are int64, costs are float64."""
+"""The array types of planning and data: lengths, indices and offsets are int64, costs float64, masks bool."""
 
 import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]

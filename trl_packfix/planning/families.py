@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Float64Array, Int64Array
+from .arrays import BoolArray, Float64Array, Int64Array
 from .costs import CostModel
 from .units import Units
 
@@ -190,7 +190,7 @@ def sort_by_tokens(
     return TokenOrder(order, common)
 
 
-def _differ(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+def _differ(keys: npt.NDArray[np.uint32]) -> BoolArray:
     """Whether each row but the first differs from the one before, shape (n - 1,)."""
     native = keys.view(np.uint32)  # the order of bytes does not matter, and numpy compares its own faster
     return (native[1:] != native[:-1]).any(axis=1)
@@ -398,7 +398,7 @@ def _distances(
 
 
 def _cuts(
-    lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: npt.NDArray[np.bool_], room: Int64Array
+    lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: BoolArray, room: Int64Array
 ) -> list[int]:
     """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets.
 
