@@ -34,6 +34,7 @@ from .packed_forward import (
 )
 from .tower_division import TowerDivision, divide, outermost
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
 OF_WRAPPER = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
 
 
@@ -171,9 +172,7 @@ class PackedForwardGuard(ModelHooks):
         super().remove()
         carry_boundaries(self._layers, False)
 
-    def _enter(
-        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         layout = layout_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT}
         if layout.is_packed:
@@ -203,9 +202,7 @@ class PackedForwardGuard(ModelHooks):
             self._layers += [module for module in self.model.modules() if OF_WRAPPER in vars(module)]
             self._has_wrappers = True
 
-    def _divide(
-        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _divide(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Leave a tower the share of this rank, if ranks share the pack."""
         running = running_forward()
         division = None
@@ -245,9 +242,7 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _take_boundaries(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Remove the boundaries of the text from the arguments of a tower, to which transformers 5.16 passes them on.
 
     Its flash attention has boundaries of its own under the same names.
@@ -255,9 +250,7 @@ def _take_boundaries(
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
-def _take_part(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
     running = running_forward()
     if running is None or running.part_tokens is None:
@@ -266,9 +259,7 @@ def _take_part(
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
-def _give_boundaries(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Pass the boundaries to an attention that its layer gives none (stablelm, nemotron).
 
     transformers would find them in the positions, and the host would wait for the device in every layer.

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,7 @@ class Count:
     trained_tokens: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        return Count(
-            self.documents + other.documents,
-            self.tokens + other.tokens,
-            self.trained_tokens + other.trained_tokens,
-        )
+        return Count(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass

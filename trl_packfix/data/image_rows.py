@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from datasets import Dataset, Features, IterableDataset, Value
@@ -25,7 +26,6 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
-from ..planning.arrays import BoolArray, Int64Array
 from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
 from .image_sizes import depends_on_sizes, processing_sizes
@@ -136,7 +136,7 @@ class RowProcessor:
         where = np.flatnonzero(is_image)
         return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
 
-    def _is_image(self, document: dict[str, Any]) -> BoolArray:
+    def _is_image(self, document: dict[str, Any]) -> npt.NDArray[np.bool_]:
         is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
         for name in TOKEN_KINDS:
             if name in document:
@@ -410,7 +410,9 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
     return bytes(digest.digest())
 
 
-def _with_neighbours(first: Int64Array, stop: Int64Array, is_special: BoolArray) -> list[tuple[int, int]]:
+def _with_neighbours(
+    first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], is_special: npt.NDArray[np.bool_]
+) -> list[tuple[int, int]]:
     """The spans of images with the special tokens next to them; of those between two images each gets a half."""
     spans = []
     low, high = np.append(0, stop)[:-1], np.append(first, len(is_special))[1:]
@@ -450,35 +452,36 @@ class ImageRows(Rows):
     ):
         self.turns = turns
         self._rule = rule
-        self._dataset, self._process, self._table = dataset, process, measures
+        self._dataset, self._process = dataset, process
+        self._table = self._measures = measures
         self.compare = process.compare
         table = measures.with_format("arrow")[:]
         is_per_turn = CONVERSATION in measures.column_names
         self.conversations = table[CONVERSATION].to_numpy() if is_per_turn else None
-        self._turns: Int64Array | None = table[TURN].to_numpy() if is_per_turn else None
+        self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
-        self._trained: Int64Array = table["trained"].to_numpy()
-        self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
+        self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
+        self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
         self.image_stops = table["image_stop"].to_numpy()
-        self.image_counts: Int64Array = table["image_count"].to_numpy()
-        self.image_values: Int64Array = table["image_values"].to_numpy()
-        self.image_squares: Int64Array = table["image_squares"].to_numpy()
+        self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
+        self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
+        self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
 
-    def digests(self, rows: Int64Array) -> bytes:
-        column = self._table.with_format("arrow")[:]["digest"]
+    def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
+        column = self._measures.with_format("arrow")[:]["digest"]
         return b"".join(column.take(rows).to_pylist())
 
     @cached_property
-    def _spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
-        spans = self._table.with_format("arrow")[:]["spans"].combine_chunks()
+        spans = self._measures.with_format("arrow")[:]["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
     def compared(self) -> TokenReader:
         """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
-        table = self._table.with_format("arrow")[:]
+        table = self._measures.with_format("arrow")[:]
         tokens = table["tokens"].combine_chunks()
         flat = tokens.flatten().to_numpy().copy()
         ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
@@ -498,7 +501,7 @@ class ImageRows(Rows):
         """
         of_row, first, stop = self._spans
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
-        tokens = self._table.with_format("arrow")[row]["tokens"][0].values.to_numpy()
+        tokens = self._measures.with_format("arrow")[row]["tokens"][0].values.to_numpy()
         is_special = np.isin(tokens, self._process.special_tokens)
         first, stop = first[place], stop[place]
         if len(first) != self.image_counts[row]:
@@ -513,7 +516,9 @@ class ImageRows(Rows):
             edges.append(end)
         return edges
 
-    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
+    def of_images(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[np.int64]]:
         """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
         of_row, first, behind = self._spans
         size = int(self.lengths.max(initial=0)) + 1
@@ -532,7 +537,9 @@ class ImageRows(Rows):
             "image_stop": np.where(has, behind[after - 1] - start, 0),
         }
 
-    def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+    def outside_images(
+        self, rows: npt.NDArray[np.int64], start: npt.NDArray[np.int64], common: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,).
 
         Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
@@ -545,7 +552,9 @@ class ImageRows(Rows):
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)
 
-    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Trained tokens of each span, shape (N,). Rows of which a span is a part are processed to count them."""
         counts, latest = self._trained[row].copy(), -1
         labels = np.zeros(0, dtype=np.int64)
@@ -555,7 +564,7 @@ class ImageRows(Rows):
             counts[i] = (labels[start[i] + 1 : stop[i]] != IGNORE_INDEX).sum()
         return counts
 
-    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         is_labelled = self._first_is_labelled[row].copy()
         for i in np.flatnonzero(start > 0):
             is_labelled[i] = self.read(row[i], 0, self.lengths[row[i]])["labels"][start[i]] != IGNORE_INDEX

@@ -66,7 +66,9 @@ def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
         (config, {type(config): model_class}),
     )
-    return next((mapping[type(text)], text) for text, mapping in known if type(text) in mapping)
+    return next(
+        (mapping[type(config_part)], config_part) for config_part, mapping in known if type(config_part) in mapping
+    )
 
 
 def with_tower(

@@ -479,21 +479,15 @@ def modelled_time(schedule: Schedule, units: Units, bins: Bins, *, parallel: Seq
     assert schedule.degrees is not None
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
-    tokens = _slot_sums(schedule, units.rows)
+    tokens = schedule.slot_sums(units.rows)
     for degree in np.unique(schedule.degrees).tolist():
         rows, leaders = np.flatnonzero(schedule.degrees == degree), slice(None, None, degree)
-        costs = _slot_sums(schedule, units.costs(degree))
+        costs = schedule.slot_sums(units.costs(degree))
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
     steps = (Step(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps))
     return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
-
-
-def _slot_sums(schedule: Schedule, values: Int64Array | Float64Array) -> Float64Array:
-    """Sums over the units of every slot, shape (S*G, W)."""
-    total = np.concatenate([[0.0], np.cumsum(values[schedule.order])])
-    return np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
 
 
 def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, *, capacity: int) -> list[Int64Array] | None:

@@ -24,8 +24,7 @@ def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
     Args:
         costs: of each unit that the schedule has, by number.
     """
-    total = np.concatenate([[0.0], np.cumsum(costs[schedule.order])])
-    packs = np.diff(total[schedule.offsets]).reshape(-1, schedule.world_size)
+    packs = schedule.slot_sums(costs)
     if schedule.degrees is not None:
         degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
         packs = np.take_along_axis(packs, ranks - ranks % degrees, axis=1) / degrees

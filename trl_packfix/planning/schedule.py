@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .arrays import Int64Array
+from .arrays import Float64Array, Int64Array
 from .balance import balanced
 from .packs import PackPlan, plan_bfd
 from .units import Bins, Units
@@ -66,6 +66,11 @@ class Schedule:
         if self.degrees is None:
             return itertools.repeat((1, 0), self.num_steps * self.accumulation)
         return ((degree, rank % degree) for degree in self.degrees.tolist())
+
+    def slot_sums(self, values: Int64Array | Float64Array) -> Float64Array:
+        """Sums of `values`, by number of a document, over the documents of every slot, shape (S*G, W)."""
+        total = np.concatenate([[0.0], np.cumsum(values[self.order])])
+        return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def step_documents(self, step: int) -> Int64Array:
         """Document indices of one optimizer step over all its micro-batches and ranks."""
