@@ -8,13 +8,18 @@ from functools import cache
 import pytest
 import torch
 from support.double import in_double
+from support.versions import current_models
 from torch.nn.functional import normalize, softplus
 
 from trl_packfix.attention import mixer_states, mixers
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.mixer_states import volume_of
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.scan import Scan, Transition
-from trl_packfix.planning.degrees import Speeds
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.planning.degrees import GroupTimes, Speeds
 from trl_packfix.survey import zoo
 
 # 48 tokens: documents that fill parts, that end with a part, and that begin and end in one
@@ -161,6 +166,26 @@ def test_states_are_sent_by_long_parts_only(degree):
         next(n for n in range(100, 99_999, 50) if each.sends_states(volume, n, degree)) for each in (fast, slow)
     ]
     assert crossover < shortest[1] < shortest[0] < 4 * crossover
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_5_text", "olmo_hybrid", pytest.param("kimi_linear", marks=current_models), "bamba", "mamba2"]
+)
+def test_degrees_are_chosen_by_what_the_run_sends(model_type, monkeypatch):
+    """The volume that planning reads from the modules is that of the scan in a packed forward in bf16."""
+    model = zoo.build_model(model_type).bfloat16()
+    seen, right = [], mixers.run_scan
+    monkeypatch.setattr(mixers, "run_scan", lambda scan, running: seen.append(scan) or right(scan, running))
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    batch = PackedDataCollator()([{"input_ids": torch.arange(20, 20 + n)} for n in (5, 4)])
+    model.train()(**{name: each for name, each in batch.items() if name != "labels"})
+    guard.remove()
+    costs = make_cost_model(model.config)
+    (layers,) = costs.mixers
+    assert len(seen) == layers.layers
+    for degree in (2, 8):
+        assert GroupTimes(costs).volume(layers, degree) == pytest.approx(volume_of(seen[0], degree), rel=0.01)
 
 
 def test_only_parts_that_share_no_rows_send_states():

@@ -41,7 +41,7 @@ from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
-from .planner import make_planner, speeds
+from .planner import costs_of_run, make_planner, speeds
 from .progress import shown
 
 
@@ -354,7 +354,7 @@ class TrainingData:
             overlong=args.effective_overlong,
             truncation_mode=args.truncation_mode,
             balance=args.balance,
-            cost_model=self.cost_model,
+            cost_model=costs_of_run(args, self.cost_model),
             synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             vocab_size=self.vocab_size,
             pad_token_id=self.trainer._tokenizer.pad_token_id,
