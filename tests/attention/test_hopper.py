@@ -5,6 +5,7 @@ stand-in for the kernels (`support/flash_attn_3_site`).
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from trl_packfix.attention.choice import choose_attention
 from trl_packfix.attention.kernels import CudaKernel, attend_on_cuda, flash_on_cuda
 from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
 LENGTHS = [1, 70, 17, 129, 0, 64, 1]
@@ -190,3 +192,111 @@ def test_the_probe_judges_it(fault, fa3, monkeypatch):
         assert fa3.calls["forward"] > 10 and fa3.calls["backward"] > 1
     packed.rest()
     assert hopper.activated_by_user() is None and model.config._attn_implementation == "sdpa"
+
+
+def wrong_where(monkeypatch, strict, is_shared):
+    """FlashAttention-3 computes something else in the calls for which `is_shared(query lengths, key lengths)` holds."""
+    import flash_attn_interface
+
+    right = flash_attn_interface._numbers._forward
+
+    def forward(q, k, v, cu_q, cu_k, *given, **more):
+        out, *others = right(q, k, v, cu_q, cu_k, *given, **more)
+        if is_shared(cu_q, cu_k):
+            strict.calls["wrong"] += 1
+            out = out.roll(1, 0)
+        return out, *others
+
+    monkeypatch.setattr(flash_attn_interface._numbers, "_forward", forward)
+
+
+def more_keys(cu_q, cu_k):
+    """A call of runs, as `attend_shared_on_cuda` makes."""
+    return not torch.equal(cu_q, cu_k)
+
+
+def proved_on_fa3(**settings):
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, **settings)
+    report = packed.prove(model)
+    assert report.isolated and report.equal and packed.attention.activates == "FA3"
+    return model, packed
+
+
+@pytest.mark.rule(
+    "trl_packfix/isolation/packed_model.py",
+    "A kernel that fails the proof of shared prefixes, or of a degree, is left as in the proof of packs; what had "
+    "passed is proved again without it",
+)
+@pytest.mark.parametrize("fault", ["", "wrong", "refused"])
+def test_shared_prefixes_are_proved_without_it_where_it_fails(fault, fa3, monkeypatch):
+    with OnHopper() as mode:
+        model, packed = proved_on_fa3(shares_prefixes=True)
+        if fault == "wrong":
+            wrong_where(monkeypatch, fa3, more_keys)
+        fa3.fault = "forward" if fault == "refused" else ""
+        assert not mode.forwards
+        if fault:
+            with pytest.warns(UserWarning, match="packs run on the FlashAttention-2 kernels .*; FA3 cannot be used: "):
+                assert packed.prove_prefixes(model) is None
+            assert packed.attention.activates is None and hopper.activated_by_user() is None
+            assert len(mode.forwards) > 20, "packs must be proved again, too"
+        else:
+            assert packed.prove_prefixes(model) is None
+            assert packed.attention.activates == "FA3" and not mode.forwards
+    assert packed.prefixes_are_proved and packed.is_proved
+    packed.rest()
+
+
+def test_it_stays_where_nothing_is_right_without_it(fa3, monkeypatch):
+    """Prefixes fail on every kernel, so documents are packed whole, on FlashAttention-3 as before."""
+    with OnHopper() as mode:
+        model, packed = proved_on_fa3(shares_prefixes=True)
+        before, calls = packed.isolation, []
+        right = packed_model.check_prefixes
+
+        def fails(*given, **more):
+            calls.append(hopper.activated_by_user())
+            return replace(right(*given, **more), equal=False)
+
+        monkeypatch.setattr(packed_model, "check_prefixes", fails)
+        assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
+    assert calls == ["FA3", None] and mode.forwards
+    assert hopper.activated_by_user() == packed.attention.activates == "FA3"
+    assert packed.isolation is before and packed.is_proved and not packed.prefixes_are_proved
+    packed.rest()
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True], ids=["documents", "prefixes"])
+def test_a_degree_is_proved_without_it_where_it_fails(shares_prefixes, fa3, monkeypatch):
+    """Of a degree that had passed, and of prefixes, the proofs run again. One process is a group of one rank."""
+    with OnHopper() as mode:
+        model, packed = proved_on_fa3(shares_packs=True)
+        checked = []
+        for name in ("check_isolation", "check_prefixes"):
+            right = getattr(packed_model, name)
+
+            def alone(wrapped, longest, degree=1, name=name, right=right, **more):
+                """As on ranks of which each holds the whole pack."""
+                checked.append((name, degree, hopper.activated_by_user()))
+                fa3.fault = "forward" if degree == 4 else ""
+                return right(wrapped, longest, 1, **more)
+
+            monkeypatch.setattr(packed_model, name, alone)
+        if shares_prefixes:
+            assert packed.prove_prefixes(model) is None
+        packed.prove_degree(model, 2)
+        assert not mode.forwards and {kernel for _, _, kernel in checked} == {"FA3"}
+        checked.clear()
+        with pytest.warns(UserWarning, match="packs run on the FlashAttention-2 kernels"):
+            packed.prove_degree(model, 4)
+    expected = [("check_isolation", 4, "FA3"), ("check_isolation", 1, None), ("check_isolation", 2, None)]
+    if shares_prefixes:
+        expected += [("check_prefixes", 1, None), ("check_prefixes", 2, None)]
+    expected.append(("check_isolation", 4, None))
+    if shares_prefixes:
+        expected.append(("check_prefixes", 4, None))
+    assert checked == expected
+    assert {*packed._proved_degrees} == {2, 4} and packed.prefixes_are_proved is shares_prefixes
+    assert packed.attention.activates is None and packed.is_proved
+    packed.rest()

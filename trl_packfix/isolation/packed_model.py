@@ -1,9 +1,10 @@
 """Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,7 @@ from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
+Proof = Callable[[], IsolationReport]
 # What other implementations of attention do not do
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
 LOOKS_UP = "does not look up the keys that documents share"
@@ -88,6 +90,7 @@ class PackedModel:
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
         self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
+        self._forget()
         self._choose()
 
     def _choose(self) -> None:
@@ -102,11 +105,15 @@ class PackedModel:
         if (note := self._note_on_towers()) is not None:
             self.attention = replace(self.attention, reason=f"{self.attention.reason}; {note}")
         self.isolation: IsolationReport | None = None
-        self.prefixes_are_proved = False
         fed = [module for hooks in self.own_hooks for module in hooks.fed]
         self._guard = PackedForwardGuard(base_model(self.model), fed)
+        self._guard.sends_states = self._may_send_states
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
+
+    def _forget(self) -> None:
+        """The proofs of what documents and ranks share are of other attention."""
+        self.prefixes_are_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
         self._proved_states: set[int] = set()  # degrees at which scans may send states
 
@@ -145,7 +152,7 @@ class PackedModel:
     @property
     def is_proved(self) -> bool:
         """Whether the last probe found documents isolated and equal to themselves alone."""
-        return self.isolation is not None and self.isolation.isolated and self.isolation.equal
+        return self.isolation is not None and _is_right(self.isolation)
 
     @property
     def is_unpacked(self) -> bool:
@@ -166,7 +173,10 @@ class PackedModel:
         gather_lm_head_with_model(base_model(self.model))
         if self._head is None:  # the engine may have sharded the model since `attend`
             self._head = unshard_lm_head(base_model(self.model))
-        self.isolation = report = self._judged(wrapped)
+        before = self.attention
+        self.isolation = report = self._judged(partial(self._check, wrapped))
+        if self.attention is not before:
+            self._forget()
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
@@ -176,32 +186,72 @@ class PackedModel:
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
-    def _judged(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe the model. Where a kernel refuses it or computes it wrongly, do without that kernel."""
-        report = self._check_on_kernels(wrapped)
+    def _judged(self, proof: Proof, *, of_packs: bool = True) -> IsolationReport:
+        """Run a proof. Where a kernel refuses the model or computes it wrongly, do without that kernel.
+
+        Args:
+            of_packs: False where packs have passed: then no other implementation of attention is tried.
+        """
+        report = self._on_kernels(proof, of_packs)
         for kernel in (self.attention.activates, TOWER_ATTENTION if self._has_own_towers else None):
-            if kernel is None or (report.isolated and report.equal):
+            if kernel is None or _is_right(report):
                 continue
             self._use(kernel, refusal=report.summary())
-            without = self._check_on_kernels(wrapped)
-            if without.isolated and without.equal:
+            without = self._on_kernels(proof, of_packs)
+            if _is_right(without):
                 return without
             self._use(kernel)  # the defect is elsewhere
         return report
 
-    def _check_on_kernels(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe the model on the first kernels that do not refuse it."""
+    def _on_kernels(self, proof: Proof, of_packs: bool) -> IsolationReport:
+        """Run a proof on the first kernels that do not refuse the model."""
         while True:
             try:
-                return self._check(wrapped)
+                return proof()
             except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
                 reason = " ".join(str(error).split())
                 if isinstance(error, TowerAttentionError):
                     self._use(TOWER_ATTENTION, refusal=reason)
                 elif self.attention.activates is not None:
                     self._use(self.attention.activates, refusal=reason)
-                else:
+                elif of_packs:
                     self._choose_another(error)
+                else:
+                    raise
+
+    def _judged_after(self, wrapped: nn.Module, proof: Proof) -> IsolationReport:
+        """`_judged` for a proof after that of packs. Without a kernel, all that has passed must pass again.
+
+        If it does not, the attention stays as it was.
+        """
+        refusals, isolation, kernel = dict(self._refusals), self.isolation, self.attention.activates
+        report: IsolationReport | None = None
+        try:
+            report = self._judged(partial(self._with_others, wrapped, proof), of_packs=False)
+        finally:
+            if self.isolation is None:
+                self.rest()
+                self._refusals = refusals
+                self._choose()
+                self.attend()
+                self.isolation = isolation
+        if self.attention.activates != kernel:
+            warnings.warn(f"packs run on {self.attention.reason}", stacklevel=3)
+        return report
+
+    def _with_others(self, wrapped: nn.Module, proof: Proof) -> IsolationReport:
+        """The report of a proof; with other attention than before, of all that have passed, up to one that fails."""
+        if self.isolation is not None:
+            return proof()
+        packs = self._check(wrapped)
+        passed: list[Proof] = [partial(self._check_parts, wrapped, degree) for degree in self._proved_degrees]
+        if self.prefixes_are_proved:
+            passed += [partial(self._check_prefixes, wrapped, degree) for degree in (1, *self._proved_degrees)]
+        for prove in (lambda: packs, *passed, proof):
+            if not _is_right(report := prove()):
+                return report
+        self.isolation = packs
+        return report
 
     @property
     def _has_own_towers(self) -> bool:
@@ -262,6 +312,21 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
+        report = self._judged_after(wrapped, partial(self._check_parts, wrapped, degree))
+        report.raise_if_leaking(self.on_leak)
+        if self.prefixes_are_proved:
+            shared = self._judged_after(wrapped, partial(self._check_prefixes, wrapped, degree))
+            if not _is_right(shared):
+                raise PackingLeakError(
+                    f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
+                    f'{shared.summary()}. Each of the two alone has passed. Set `share_prefixes="off"` or '
+                    "`tokens_per_rank=None`."
+                )
+        self._proved_degrees[degree] = report
+        return report
+
+    def _check_parts(self, wrapped: nn.Module, degree: int) -> IsolationReport:
+        """Probe packs that so many ranks share; if scans may send states at this degree, with and without."""
         volumes: list[Volume] = []  # of the scans that could send states
 
         def note(volume: Volume, tokens: int, degree: int) -> bool:
@@ -269,26 +334,24 @@ class PackedModel:
             return False
 
         report = self._check_degree(wrapped, degree, note)
-        report.raise_if_leaking(self.on_leak)
-        if self.sends_states is not None:
-            sends, tokens = self.sends_states
-            if any(sends(volume, tokens, degree) for volume in set(volumes)):
-                self._check_degree(wrapped, degree, lambda *scan: True).raise_if_leaking(self.on_leak)
-                self._proved_states.add(degree)
-        if self.prefixes_are_proved and (reason := self._refusal_of_prefixes(wrapped, degree)) is not None:
-            raise PackingLeakError(
-                f"Documents that share prefixes were packed, {degree} ranks shared the pack, and {reason}. Each of the "
-                'two alone has passed. Set `share_prefixes="off"` or `tokens_per_rank=None`.'
-            )
-        self._proved_degrees[degree] = report
+        if not _is_right(report) or self.sends_states is None:
+            return report
+        sends, tokens = self.sends_states
+        if any(sends(volume, tokens, degree) for volume in set(volumes)):
+            with_states = self._check_degree(wrapped, degree, lambda *scan: True)
+            if not _is_right(with_states):
+                return with_states
+            self._proved_states.add(degree)
         return report
 
     def _check_degree(self, wrapped: nn.Module, degree: int, sends_states: SendsStates) -> IsolationReport:
         self._guard.sends_states = sends_states
-        report = check_isolation(
-            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
-        )
-        self._guard.sends_states = self._may_send_states
+        try:
+            report = check_isolation(
+                wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
+            )
+        finally:
+            self._guard.sends_states = self._may_send_states
         agreed((report.isolated, report.equal))
         return report
 
@@ -307,18 +370,20 @@ class PackedModel:
         if reason is None and (rates := dropped_weights(text_config(base_model(self.model)))):
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
-            refusal = self._refusal_of_prefixes(wrapped)
-            reason = None if refusal is None else f"where documents share prefixes, {refusal}"
+            try:
+                report = self._judged_after(wrapped, partial(self._check_prefixes, wrapped))
+                reason = None if _is_right(report) else f"where documents share prefixes, {report.summary()}"
+            except KernelError as error:
+                reason = f"where documents share prefixes, {' '.join(str(error).split())}"
         self.prefixes_are_proved = reason is None
         return reason
 
-    def _refusal_of_prefixes(self, wrapped: nn.Module, degree: int = 1) -> str | None:
-        """What the probe finds where documents share prefixes; None if nothing."""
+    def _check_prefixes(self, wrapped: nn.Module, degree: int = 1) -> IsolationReport:
         report = check_prefixes(
             wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
         )
         agreed((report.isolated, report.equal))
-        return None if report.isolated and report.equal else report.summary()
+        return report
 
     def _cannot_share(self) -> str | None:
         """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
@@ -391,6 +456,7 @@ class PackedModel:
         if self.attends:
             return
         if own_attention(self.model) != self.attention.previous:  # changed after the choice, which depends on it
+            self._forget()
             self._choose()
         self.attends = True
         if self.attention.name != self.attention.previous:
@@ -443,6 +509,10 @@ class PackedModel:
         finally:
             if not attended:
                 self.rest()
+
+
+def _is_right(report: IsolationReport) -> bool:
+    return report.isolated and report.equal
 
 
 def prepare_for_packing(

@@ -122,7 +122,7 @@ class CostModel:
 
     def without_states(self) -> "CostModel":
         """The same where ranks exchange tokens for heads in every scan, as they do where documents share prefixes."""
-        return replace(self, mixers=tuple(each._replace(state=0, itself=0) for each in self.mixers))
+        return replace(self, mixers=tuple(scan._replace(state=0, itself=0) for scan in self.mixers))
 
     def shared_by(self, degree: int) -> "CostModel":
         """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.
