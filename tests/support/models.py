@@ -44,6 +44,27 @@ ARCHITECTURES = {
     },
     "bart": {"dropout": 0.0, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    # One layer of each kind of mixer. With the heads of the default config a step takes seconds.
+    "qwen3_next": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 16,  # with 4 of them all forget within two tokens, and no test sees a leak
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "falcon_h1": {
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
 }
 ALIASES = {"gemma3": "gemma3_text"}
 
