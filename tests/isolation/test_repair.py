@@ -61,7 +61,7 @@ def test_what_leaks_is_repaired_and_nothing_else(model_type):
     assert report.isolated and report.equal and packed.is_proved and not packed.is_unpacked
     assert {(repair.module, repair.way) for repair in report.repaired} == REPAIRS[model_type]
     # by one who knows nothing of the probe: logits and all gradients against each document alone
-    judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
     assert judge.judge(model).right
     after = model.state_dict()
     assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)

@@ -68,9 +68,19 @@ class Judge:
     """Computes each document alone on `pristine`, a copy of the model without packing, in fp32 on the CPU.
 
     Raises any error that `pristine` raises on an unpacked document: such a model cannot be judged, or trained on text.
+    With `decides_only` it computes documents in padded rows alone, which is what decides. Then `error` is `given`.
     """
 
-    def __init__(self, pristine: nn.Module, hidden_size: int, first_token: int, vocab_size: int, seed: int = 2026):
+    def __init__(
+        self,
+        pristine: nn.Module,
+        hidden_size: int,
+        first_token: int,
+        vocab_size: int,
+        seed: int = 2026,
+        *,
+        decides_only: bool = False,
+    ):
         generator = torch.Generator().manual_seed(seed)
         # No token twice in a document: models that pick tokens by content (doge) break ties by the length of the row.
         words = vocab_size - first_token
@@ -78,7 +88,8 @@ class Judge:
             name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
             for name, lengths in unseen_lengths(hidden_size, generator).items()
         }
-        self._start(pristine, cases, packed, {ALONE: alone, GIVEN: padded_by_trl})
+        rows = {GIVEN: padded_by_trl} if decides_only else {ALONE: alone, GIVEN: padded_by_trl}
+        self._start(pristine, cases, packed, rows)
 
     def _start(self, pristine: nn.Module, cases: dict[str, list[Any]], packs: Feed, rows: dict[str, Feed]) -> None:
         self.pristine, self.cases, self._packs = pristine.train(), cases, packs
@@ -89,7 +100,7 @@ class Judge:
         except Exception:
             if GIVEN not in rows:
                 raise
-            self._rows = {ALONE: rows[ALONE]}  # it takes no padding
+            self._rows = {ALONE: alone}  # it takes no padding
             self._compute_truths(torch.float32)
 
     def judge(self, model: nn.Module, feed: Feed | None = None) -> Judgement:
@@ -150,8 +161,9 @@ class Judge:
                     gaps.append((_gap(found, value, floor), f"{name}: {key}"))
                 worst[kind] = max(worst[kind], *gaps, key=lambda pair: pair[0])
         model.zero_grad()
-        given, where = worst.get(GIVEN, (None, worst[ALONE][1]))
-        return Judgement(worst[ALONE][0], where, dtype=dtype, given=given)
+        difference, where = worst[GIVEN if GIVEN in worst else ALONE]
+        given = difference if GIVEN in worst else None
+        return Judgement(worst.get(ALONE, (difference,))[0], where, dtype=dtype, given=given)
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:

@@ -101,7 +101,7 @@ class Kept(torch.nn.Module):
 )
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
 def test_documents_in_a_padded_pack_are_what_they_are_alone(model_type, settings):
-    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
     model = zoo.build_model(model_type)
     packed = PackedModel(model, torch.float32, "cpu", 64, **settings)
     report = packed.prove(model)
