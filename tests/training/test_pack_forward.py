@@ -515,10 +515,12 @@ def test_reference_log_probabilities_are_precomputed_on_packs():
 
 @pytest.mark.slow
 def test_compiled_training_is_training():
-    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "dtype": torch.float32}
+    options = {"max_steps": 2, "dtype": torch.float32}
     stock, _, _ = train("dpo", packed=False, **options)
-    torch.compiler.reset()  # else dynamo runs the graphs of the model before, which has no hooks
-    packed, _, record = train("dpo", packed=True, **options)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    torch.compiler.reset()  # else dynamo may run graphs of a model without hooks
+    packed, trainer, record = train("dpo", packed=True, **options, **compiled)
+    assert type(trainer.model_wrapped).__name__ == "OptimizedModule"
     assert stock.abs().max() > MOVED and (stock - packed).abs().max() < 1e-5 * stock.abs().max()
     assert record.tokens.computed < record.tokens.real
 
