@@ -16,7 +16,10 @@ from trl_packfix.attention.forwards import CarryingCheckpoint
 
 pytestmark = pytest.mark.slow
 
-MODELS = ["llama", "mpt", "bloom", "falcon", "mamba"]
+# All on packs as they are and on repaired packs; each other model once with checkpointing of a kind
+ORDERS = [(True, None), (True, False), (False, True)]
+MODELS = [(model, *order) for model in ("llama", "falcon") for order in ORDERS]
+MODELS += [("mpt", True, False), ("bloom", False, True), ("mamba", True, False), ("mamba", False, True)]
 KINDS = ["packed", "unpacked", "stock", "stock packed"]
 
 
@@ -42,8 +45,7 @@ def our_hooks(model):
     "trl_packfix/isolation/packed_model.py",
     "A trainer changes the model only while it runs: the next trainer trains as on a fresh model",
 )
-@pytest.mark.parametrize("built_first, reentrant", [(True, None), (True, False), (False, True)])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type, built_first, reentrant", MODELS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, reentrant, tmp_path):
     model = build_tiny_model(model_type)
@@ -54,14 +56,17 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
         # TRL cannot train these: its loss in chunks reads what they do not have, and stays on the model
         kinds = [kind for kind in kinds if not kind.startswith("stock")]
     runs = [build(kind, model, tmp_path, **settings) for kind in kinds] if built_first else [None] * len(kinds)
+    expected = {}
     for kind, run in zip(kinds, runs, strict=True):
         assert model.config._attn_implementation == own
         run = run or build(kind, model, tmp_path, **settings)
         model.load_state_dict(start)
         run.train()
-        fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
-        fresh.train()
-        assert run.model is model and torch.equal(weights(run), weights(fresh)), kind
+        if kind not in expected:
+            fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
+            fresh.train()
+            expected[kind] = weights(fresh)
+        assert run.model is model and torch.equal(weights(run), expected[kind]), kind
         assert not torch.equal(weights(run), torch.cat([start[name].flatten() for name, _ in model.named_parameters()]))
         if kind == "packed":
             assert (
