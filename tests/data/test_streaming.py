@@ -533,6 +533,23 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
 
 
+def test_documents_keep_their_sources_and_weights_on_other_ranks():
+    values = {"source": [f"from {i % 3}" for i in range(len(TABLE))], "share": [float(i) for i in range(len(TABLE))]}
+    table = Dataset.from_dict({"input_ids": TABLE["input_ids"]} | values)
+    size = {"batch_size": 2, "max_length": 64, "buffer_size": 60, "source_column": "source", "weight_column": "share"}
+    dataset = table.to_iterable_dataset(2)
+    ranks = [PackedStream(dataset, rank=rank, world_size=2, **size) for rank in range(2)]
+    for rank in ranks:
+        list(islice(rank, 3))
+    one = PackedStream(dataset, **size)
+    one.load_state_dict(one.merged([saved_and_loaded(rank.state_dict(3)) for rank in ranks]))
+    documents = list(chain.from_iterable(islice(one, 20)))
+    assert len(documents) > 60
+    for document in documents:
+        (number,) = numbers([document])
+        assert document["document_sources"] == f"from {number % 3}" and document["document_weights"] == number
+
+
 # In the trainer
 
 FORMS = {

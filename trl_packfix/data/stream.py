@@ -456,7 +456,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(readers, ledgers, strict=True)
         ]
         tensors = ["lengths"] + ["weights"] * ("weights" in first)
+        lists = ["sources"] * ("sources" in first)
         return first | {
+            **{name: [value for state in readers for value in state[name]] for name in lists},
             **{name: torch.cat([state[name] for state in readers] or [first[name][:0]]) for name in tensors},
             "documents": {
                 name: torch.cat([state["documents"][name] for state in readers] or [flat[:0]])
