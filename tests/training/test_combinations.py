@@ -117,7 +117,6 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.DIVIDED: {"accelerator_config": {"split_batches": True}},
     of.OWN_MEANS: {"average_tokens_across_devices": False, "config_class": TwoRanks},
     of.STREAM: {"packing": True, "stream": True},
-    of.UNPACKED_STREAM: {"packing": False, "stream": True},
     of.PACKED_IMAGES: {"packing": True, "dataset": with_column("images")},
     of.UNPACKED_IMAGES: {"packing": False, "dataset": with_column("images")},
     of.VIDEO_OR_SOUND: {"dataset": with_column("video")},

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, IterableDataset, Value
+from datasets import ClassLabel, Dataset, IterableDataset, Value, concatenate_datasets
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
@@ -221,8 +221,7 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 )
 @pytest.mark.parametrize("packing", [True, False])
 def test_values_of_a_stream_and_its_restart(packing, tmp_path):
-    common = {"max_steps": 6, "weight_column": "share", "packing": packing}
-    common |= {"source_column": "source"} if packing else {}
+    common = {"max_steps": 6, "packing": packing} | COLUMNS
     stream = ROWS.to_iterable_dataset(2)
     whole = recorded(tmp_path, stream, save_strategy="steps", save_steps=3, **common)
     whole.train()
@@ -231,12 +230,11 @@ def test_values_of_a_stream_and_its_restart(packing, tmp_path):
     losses, by_source = train_by_hand(model, whole.steps, 0.5, "token")
     entries = [entry for entry in whole.state.log_history if "loss" in entry]
     assert len(entries) == 6 and loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
-    if packing:
-        assert min(map(len, by_source)) < len(SOURCES), "no step lacks a source"
-        for entry, expected in zip(entries, by_source, strict=True):
-            assert {name: entry.get(f"loss/{name}") for name in expected} == pytest.approx(expected, rel=1e-5)
-            tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
-            assert len(tokens) == len(expected) and sum(tokens) == entry["trained_tokens"]
+    assert min(map(len, by_source)) < len(SOURCES), "no step lacks a source"
+    for entry, expected in zip(entries, by_source, strict=True):
+        assert {name: entry.get(f"loss/{name}") for name in expected} == pytest.approx(expected, rel=1e-5)
+        tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
+        assert len(tokens) == len(expected) and sum(tokens) == entry["trained_tokens"]
     resumed = recorded(tmp_path / "resumed", stream, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(weights(whole), weights(resumed))
@@ -245,6 +243,42 @@ def test_values_of_a_stream_and_its_restart(packing, tmp_path):
     assert [[entry.get(name) for name in names] for entry in again[-3:]] == [
         [entry.get(name) for name in names] for entry in entries[-3:]
     ]
+
+
+@pytest.mark.rule(
+    "trl_packfix/training/objective.py",
+    "Losses by source of an unpacked stream are those of the table in the same order, also where processes read it",
+)
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sources_of_an_unpacked_stream_are_those_of_the_table(workers, tmp_path):
+    """Each worker reads a shard, and meets the sources in another order than the trainer does."""
+    num = max(workers, 1)
+    shards = [ROWS.shard(num, i, contiguous=True) for i in range(num)]
+    batches = [shard.select(range(2 * i, 2 * i + 2)) for i in range(len(shards[0]) // 2) for shard in shards]
+    table, stream = concatenate_datasets(batches), concatenate_datasets(shards).to_iterable_dataset(num)
+    assert stream.num_shards == num
+    common = {"max_steps": 5, "packing": False, "per_device_train_batch_size": 2, "dataloader_num_workers": workers}
+    common |= {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"} | SGD | COLUMNS
+    runs = [trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]
+    for run in runs:
+        run.train()
+    entries = [
+        [{name: value for name, value in entry.items() if "/" in name} for entry in run.state.log_history]
+        for run in runs
+    ]
+    assert entries[0] == entries[1]
+    assert {name for entry in entries[0] for name in entry} >= {f"loss/{name}" for name in SOURCES}
+    assert torch.equal(*map(weights, runs))
+
+
+@pytest.mark.parametrize("sources, row", [(["a", "b", None], 2), ([0.5, 1.5, 2.5], 0)])
+def test_an_unpacked_stream_names_the_row_of_a_bad_source(sources, row, tmp_path):
+    rows = ROWS.select(range(3)).remove_columns("source").add_column("source", sources)
+    common = {"max_steps": 4, "packing": False, "source_column": "source", "per_device_train_batch_size": 1}
+    run = trainer(tmp_path, rows.to_iterable_dataset(), **common)
+    with pytest.raises(ValueError, match=f"row {row} of the train stream holds {sources[row]}. .* that many rows"):
+        run.train()
 
 
 def test_more_sources_of_a_stream_than_are_logged_are_refused(tmp_path):
@@ -328,11 +362,6 @@ REFUSED = {
         ROWS,
         {"weight_column": "share", "packing": False, "trainer_kwargs": {"data_collator": lambda rows: rows}},
         r"`data_collator=<lambda>` was given with `weight_column='share'`.*Leave `data_collator` unset",
-    ),
-    "sources of a stream": (
-        ROWS.to_iterable_dataset(),
-        {"source_column": "source", "packing": False},
-        "TRL's loader reads the rows",
     ),
 }
 

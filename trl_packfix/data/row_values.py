@@ -2,10 +2,11 @@
 
 A document has the weight and the source of its row, also if it is a fragment of a split row, or one of several
 documents in a row with `seq_lengths`. In a batch they are two tensors with one entry per document, `WEIGHTS` (float32)
-and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch.
+and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch. Batches of a
+stream have names in place of these numbers, because several processes may read it; the trainer numbers them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,18 +99,28 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
     return narrow
 
 
-def check_weight(row: dict[str, Any], index: int, column: str, name: str) -> dict[str, Any]:
-    """Refuse the weight of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing.
+def check_row_values(
+    row: dict[str, Any], index: int, *, weight_column: str | None, source_column: str | None, name: str
+) -> dict[str, Any]:
+    """Refuse values of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing.
 
     Raises:
-        ValueError: it is missing, no number, negative, NaN or infinite.
+        ValueError: a weight is missing, no number, negative, NaN or infinite; a source is missing, or neither a string
+            nor a whole number.
     """
-    weight = row.get(column)
+    weight = 0 if weight_column is None else row.get(weight_column)
     if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
         raise ValueError(
-            f"`weight_column={column!r}` was given, and row {index} of the {name} stream holds {weight!r}. A weight "
-            "multiplies a loss: a negative one would train away from the row, and NaN or infinity would spoil the "
-            "whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
+            f"`weight_column={weight_column!r}` was given, and row {index} of the {name} stream holds {weight!r}. A "
+            "weight multiplies a loss: a negative one would train away from the row, and NaN or infinity would spoil "
+            "the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
+        )
+    source = "" if source_column is None else row.get(source_column)
+    if not isinstance(source, str | int):
+        raise ValueError(
+            f"`source_column={source_column!r}` was given, and row {index} of the {name} stream holds {source!r}. A "
+            "source is a name that many rows share: a string, a whole number or a boolean. Give every row such a name, "
+            "or set `source_column` to another column."
         )
     return {}
 
@@ -177,6 +188,10 @@ class StreamSources(dict[str, int]):
         self[name] = number = len(self)
         return number
 
+    def numbers(self, names: Sequence[str | None]) -> torch.Tensor:
+        """The numbers of these sources, shape (N,); 0 for the padding and the dummy, which have none."""
+        return torch.tensor([0 if name is None else self[name] for name in names], dtype=DTYPES[SOURCES])
+
 
 def _column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
     if column not in dataset.column_names:
@@ -199,11 +214,14 @@ class RowValuesCollator:
         collate: documents without weights and sources -> a batch.
         keys: key of the batch -> key of the documents.
         index: of each source by its column value, if documents have this value and not the index.
+        names_sources: documents have the names of their sources, and so does the batch, as a list of strings; None in
+            place of 0.
     """
 
     collate: Callable[[Any], dict[str, Any]]
     keys: dict[str, str]
     index: Mapping[Any, int] | None = None
+    names_sources: bool = False
 
     def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
         taken = set(self.keys.values())
@@ -213,6 +231,10 @@ class RowValuesCollator:
         batch = self.collate(tokens if part is None else replace(part, documents=tokens))
         num = layout_of(batch).count
         for key, name in self.keys.items():
+            if key == SOURCES and self.names_sources:
+                names = [str(document[name]) if name in document else None for document in documents]
+                batch[key] = names + [None] * (num - len(names))
+                continue
             values = [document.get(name, 0) for document in documents]
             if key == SOURCES and self.index is not None:
                 values = [self.index[document[name]] if name in document else 0 for document in documents]

@@ -201,14 +201,11 @@ def _column(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True
     return Choice(label, describe, undo)
 
 
-def _stream(packs: bool, label: str) -> Choice:
-    def describe(setup: Setup) -> str | None:
-        return label if setup.is_stream and setup.packs == packs else None
-
-    return Choice(label, describe, "load the dataset without streaming")
-
-
-STREAM, UNPACKED_STREAM = _stream(True, "an `IterableDataset`"), _stream(False, "an unpacked `IterableDataset`")
+STREAM = Choice(
+    "an `IterableDataset`",
+    lambda setup: "an `IterableDataset`" if setup.is_stream and setup.packs else None,
+    "load the dataset without streaming",
+)
 PACKED_IMAGES = _column(IMAGES, "images", "remove the column of images")
 VIDEO_OR_SOUND = _column(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
 UNPACKED_IMAGES = _column(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)

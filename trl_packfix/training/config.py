@@ -106,7 +106,7 @@ class SFTConfig(trl.SFTConfig):
             Training logs `loss/NAME` and `trained_tokens/NAME`, and evaluation `eval_loss/NAME` if the evaluation set
             has the column, too. Each loss is the negative log-likelihood of the trained tokens of the source (since the
             last log, over all ranks) divided by their number; weights do not enter it. A source without a trained token
-            since the last log is not logged. Streams need packing for it.
+            since the last log is not logged.
         enforce_flash_attention (`bool`, *optional*, defaults to `True`):
             On CUDA, run attention on packed batches with flash attention where a kernel can compute the model, else
             document by document, with a warning. `False` keeps the implementation of the model, which may build a

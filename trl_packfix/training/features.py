@@ -206,13 +206,6 @@ FEATURES = (
         page="strategies.md",
     ),
     Feature(
-        choice=of.UNPACKED_STREAM,
-        conflicts={
-            of.SOURCE_COLUMN: "There TRL's loader reads the rows, also in processes of its own, and the number of a "
-            "source that one of them meets first is not known to the others",
-        },
-    ),
-    Feature(
         choice=of.NO_TRUNCATION,
         conflicts={of.KEEP_END: "There nothing is truncated, so the mode would be ignored"},
     ),

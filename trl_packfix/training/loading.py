@@ -134,7 +134,7 @@ class TrainingData:
         index = {value: i for i, value in enumerate(self.row_values.column_values)}
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         keys = {key: column for key, column in columns.items() if column is not None}
-        return RowValuesCollator(self.padded_collator, keys, index)
+        return RowValuesCollator(self.padded_collator, keys, index, names_sources=self.stream_sources is not None)
 
     def with_row_values(self, collate: Callable[..., Any], values: RowValues | None = None) -> Callable[..., Any]:
         """`collate`, with the weights and sources that its documents have."""
@@ -370,7 +370,7 @@ class TrainingData:
         keys = {key: key for key, column in columns.items() if column is not None}
         collate = self._training_collator
         if keys:
-            collate = RowValuesCollator(collate, keys, self.stream_sources)
+            collate = RowValuesCollator(collate, keys, names_sources=True)
         collate = self._by_length(collate)
         return stream_loader(stream, collate, self.trainer.accelerator.device, pin_memory=self._pin_memory)
 

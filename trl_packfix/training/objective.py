@@ -139,6 +139,9 @@ class Objective:
         Before any `compute_loss`, because a model does not take them, and DeepSpeed would round weights to bf16.
         """
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
+        names, numbered = self.values_of_batch.get(SOURCES), self.trainer.data.stream_sources
+        if isinstance(names, list) and numbered is not None:
+            self.values_of_batch[SOURCES] = numbered.numbers(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
         """The source of each value of `targets.of`; None without sources."""

@@ -36,7 +36,7 @@ from ..compat import forget_evaluation, summed_once
 from ..data import dataset_checks
 from ..data.masks import AssistantMask, TurnRule
 from ..data.reader import mask_columns, without_ignored_mask
-from ..data.row_values import check_weight
+from ..data.row_values import check_row_values
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub, names_of
@@ -271,9 +271,9 @@ class SFTTrainer(trl.SFTTrainer):
         repeats.say(dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
-        elif not packing and is_training_set and args.weight_column is not None:
-            kwargs = {"column": args.weight_column, "name": dataset_name}
-            dataset = dataset.map(check_weight, with_indices=True, fn_kwargs=kwargs)
+        elif not packing and is_training_set and {args.weight_column, args.source_column} != {None}:
+            kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": dataset_name}
+            dataset = dataset.map(check_row_values, with_indices=True, fn_kwargs=kwargs)
         return dataset
 
     def _set_signature_columns_if_needed(self) -> None:
