@@ -225,7 +225,6 @@ class PackedModel:
         If it does not, the attention stays as it was.
         """
         refusals, isolation, kernel = dict(self._refusals), self.isolation, self.attention.activates
-        report: IsolationReport | None = None
         try:
             report = self._judged(partial(self._with_others, wrapped, proof), of_packs=False)
         finally:
