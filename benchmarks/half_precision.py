@@ -23,12 +23,12 @@ from common import describe, make_parser, write_csv
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from support import zoo
 from sweep import page as compatibility
 from torch.nn.parallel import DistributedDataParallel
 
 from trl_packfix import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 LEAST = 1e-4  # relative: the threshold of the judge of docs/compatibility.md

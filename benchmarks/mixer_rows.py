@@ -30,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 from common import describe, make_console, make_parser, table_of, write_csv
+from support import zoo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +38,6 @@ from trl_packfix.attention import mixers
 from trl_packfix.attention.rows import DocumentRows
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 TOKENS = 8192
 # Documents of a pack, and the sigma of the logarithm of their lengths

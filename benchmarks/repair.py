@@ -22,11 +22,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from common import cpu_seconds, describe, make_parser, table_of, write_csv
 from rich.console import Console
+from support import zoo
 
 from trl_packfix import check_isolation
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 PACKS = {
     "mixed": [400, 31, 120, 9, 260, 75, 18, 111],

@@ -45,6 +45,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shared_packs
+from support import zoo
 from support.models import build_tiny_model
 from sweep import page
 
@@ -54,7 +55,6 @@ from trl_packfix.attention.exchange import make_groups
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 TOKENS_PER_RANK = 2048
 

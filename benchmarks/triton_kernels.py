@@ -42,12 +42,12 @@ else:
 import strict
 import support  # noqa: F401  no network, one thread
 import torch
+from support import zoo
 from sweep.judge import PrefixJudge, alone, packed
 from torch import Tensor
 
 from trl_packfix.attention import mixer_prefixes, mixers
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 LENGTHS = (19, 5, 1, 30)
 TO_TORCH = 2e-6

@@ -26,6 +26,7 @@ import torch
 import transformers
 from flash_attn import strict
 from peft import LoraConfig
+from support import zoo
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from sweep.judge import Judge
@@ -40,7 +41,6 @@ from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 
 def believe_in_flash_attn() -> None:

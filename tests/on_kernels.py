@@ -25,6 +25,7 @@ import strict
 import torch
 import transformers
 from peft import LoraConfig
+from support import zoo
 from support.double import in_double
 from support.runs import texts, trainer
 from sweep import page
@@ -34,7 +35,6 @@ from sweep.model_types import MAX_LENGTH
 from trl_packfix.isolation import probe
 from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 
 def recorded() -> dict:

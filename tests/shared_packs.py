@@ -32,7 +32,7 @@ import two_ranks
 import yaml
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
-from support import engine_state
+from support import engine_state, zoo
 from support.double import in_double
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
@@ -69,7 +69,6 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
 from trl_packfix.layout import Layout, Runs, layout_of
 from trl_packfix.planning.families import Pieces
-from trl_packfix.survey import zoo
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.planner import make_planner

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from support import zoo
 from support.double import in_double
 from support.versions import current_models
 from torch.nn.functional import normalize, softplus
@@ -20,7 +21,6 @@ from trl_packfix.attention.scan import Scan, Transition
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.degrees import GroupTimes, Speeds
-from trl_packfix.survey import zoo
 
 # 48 tokens: documents that fill parts, that end with a part, and that begin and end in one
 PACKS = [(5, 1, 30, 2, 9, 1), (48,), (2, 45, 1), (12, 12, 24), (16, 15, 17), (1,) * 48]

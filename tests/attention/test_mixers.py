@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from support import zoo
 from support.double import in_double
 from support.models import build_tiny_model
 from support.rounding import LIMIT
@@ -26,7 +27,6 @@ from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import PrefixProbe
 from trl_packfix.layout import layout_of
-from trl_packfix.survey import zoo
 
 CONVOLUTION = "causal_conv1d_fn"
 SHORT = {CONVOLUTION}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import zoo
 from support.models import build_tiny_model
 from support.versions import current_models
 from sweep import image_families
@@ -24,7 +25,6 @@ from transformers import AutoConfig, LlamaConfig
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
@@ -89,7 +89,7 @@ def test_models_are_tiny_reproducible_and_without_dropout():
 
 
 @pytest.mark.rule(
-    "trl_packfix/survey/zoo.py",
+    "tests/support/zoo.py",
     "A tiny model has one layer of each kind that its type has, and its forward is deterministic",
 )
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from support.models import build_tokenizer
 from support.versions import current_models
+from support.zoo import causal_types, image_text_types, shrink
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,7 +20,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Mixers, with_pairs_of
-from trl_packfix.survey.zoo import causal_types, image_text_types, shrink
 
 SIZE = {
     "vocab_size": 99,

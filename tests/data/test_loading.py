@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from support import zoo
 from support.models import build_tiny_model
 from support.versions import current_models
 from transformers import LlamaConfig
@@ -19,7 +20,6 @@ from trl_packfix.attention.choice import own_attention, select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.survey import zoo
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 

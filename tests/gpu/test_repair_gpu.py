@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from support import zoo
 
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 pytestmark = pytest.mark.gpu
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import zoo
 from support.equivalence import Case, assert_packed_equals_unpacked, errors, train
 from support.models import build_tiny_model
 from support.versions import current_models
@@ -23,7 +24,6 @@ from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import PADDING, Probe
 from trl_packfix.isolation.thresholds import thresholds
-from trl_packfix.survey import zoo
 
 MINIMAX = "minimax_m3_vl_text"
 
@@ -253,7 +253,7 @@ NO_DEFAULT = {"gemma4_assistant", "molmo2", "nemotron_h_omni"}
 
 
 @pytest.mark.rule(
-    "trl_packfix/survey/zoo.py",
+    "tests/support/zoo.py",
     "Every tiny model of the sweep has a layer of each kind that its code knows, and short documents exceed its "
     "thresholds",
 )
@@ -277,7 +277,7 @@ def test_every_tiny_model_has_a_layer_of_each_kind():
 
 
 @pytest.mark.rule(
-    "trl_packfix/survey/zoo.py",
+    "tests/support/zoo.py",
     "Every tiny model of the sweep has a layer of each kind that its code knows, and short documents exceed its "
     "thresholds",
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from support import zoo
 from support.models import build_tiny_model
 from support.runs import texts, trainer
 from support.versions import current_models
@@ -17,7 +18,6 @@ from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.randomness import DrawWatcher
 from trl_packfix.isolation.thresholds import thresholds
-from trl_packfix.survey import zoo
 
 
 def judged(model, **kwargs):

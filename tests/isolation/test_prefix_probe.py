@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from support import zoo
 from support.models import build_tiny_model
 from support.runs import trainer
 from sweep.judge import PrefixJudge, with_prefixes
@@ -20,7 +21,6 @@ from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT
 from trl_packfix.reporting.lines import prefixes_text
-from trl_packfix.survey import zoo
 
 
 def packed_model(model, **settings):

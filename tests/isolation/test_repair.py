@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support import zoo
 from support.equivalence import Case, assert_packed_equals_unpacked
 from support.models import build_tiny_model
 from support.runs import texts, trainer
@@ -22,7 +23,6 @@ from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.repair import WAYS, RepairedModule, Way
-from trl_packfix.survey import zoo
 
 ROWS = "as rows of a padded batch"
 REPAIRS = {

@@ -18,8 +18,8 @@ from peft import LoraConfig
 from transformers import PrinterCallback
 
 import trl_packfix
-from trl_packfix.survey import zoo
 
+from . import zoo
 from .models import build_tiny_model, build_tokenizer
 from .rounding import tolerance
 from .versions import TRL

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from trl_packfix.survey.zoo import byte_tokenizer
+from .zoo import byte_tokenizer
 
 # ChatML. The generation markers are what `assistant_only_loss` reads; tools are listed in the system turn.
 CHAT_TEMPLATE = """\

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from trl_packfix import pack_forward
-from trl_packfix.survey import zoo
 
+from . import zoo
 from .lifted import in_float64
 from .models import ARCHITECTURES, build_tiny_model, build_tokenizer
 

@@ -17,6 +17,7 @@ import transformers
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from support import zoo
 from support.models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,7 +25,6 @@ import trl_packfix
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 MAX_LENGTH = 48
 LENGTHS = (40, 7, 19, 30, 3, 45, 11, 24)  # two steps of four documents

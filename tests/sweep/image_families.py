@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from support.zoo import byte_tokenizer, random_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -54,7 +55,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl_packfix.data.image_collator import RopeIndex
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import RowProcessor
-from trl_packfix.survey.zoo import byte_tokenizer, random_model
 
 # ChatML with the placeholder of one image per image in the content
 TEMPLATE = """\

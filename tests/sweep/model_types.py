@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import transformers
+from support import zoo
 from transformers import PreTrainedModel
 
 from trl_packfix.isolation.isolation_report import IsolationReport, finite
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.survey import zoo
 
 from . import image_families
 from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 import transformers
-
-from trl_packfix.survey import zoo
+from support import zoo
 
 from .judge import Judge, packed_by_trl
 

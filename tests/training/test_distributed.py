@@ -15,6 +15,7 @@ import pytest
 import torch
 import two_ranks
 from peft import PeftModel
+from support import zoo
 from support.launch import Launch
 from support.models import build_tiny_model
 from support.rounding import LIMIT, loss_difference, tolerance, weight_difference
@@ -22,7 +23,6 @@ from support.versions import SHARDS_GRADIENTS_ON_CPUS
 from support.weighted import Document, train_by_hand
 from transformers import AutoModelForCausalLM
 
-from trl_packfix.survey import zoo
 from trl_packfix.training.checkpoints import FILE, damage
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from support.models import build_tiny_model
 from support.rounding import tolerance, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
 from support.versions import current_models, scores_tokens
+from support.zoo import shrink
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, TrainerCallback
@@ -22,7 +23,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl_packfix import PackedDataCollator, SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.parts import cut_part
-from trl_packfix.survey.zoo import shrink
 from trl_packfix.training.choices import Setup
 from trl_packfix.training.features import refuse
 from trl_packfix.training.noise import DocumentNoise

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import zoo
 from support.rounding import LIMIT, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 from sweep.judge import Judge
@@ -11,7 +12,6 @@ from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
-from trl_packfix.survey import zoo
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
 

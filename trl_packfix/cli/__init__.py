@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from .flags import did_you_mean
 from .one_gpu import show_one_gpu
@@ -30,19 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
-    # The launcher of DeepSpeed adds it before the command.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
-    for module in modules.values():
-        module.add_parser(subparsers)
-    args, more_flags = parser.parse_known_args(argv)
-    if more_flags and not hasattr(args, "takes_more_flags"):
-        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
-        known = [name for action in args.parser._actions for name in action.option_strings]
-        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
-    args.more_flags = more_flags
+    args = _parse(modules, argv)
     if args.command == "train":
         show_one_gpu()
     if find_spec("deepspeed"):
@@ -61,3 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"trl-packfix {args.command}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
+
+
+def _parse(modules: dict[str, ModuleType], argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
+    # The launcher of DeepSpeed adds it before the command.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in modules.values():
+        module.add_parser(subparsers)
+    args, more_flags = parser.parse_known_args(argv)
+    if more_flags and not hasattr(args, "takes_more_flags"):
+        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
+        known = [name for action in args.parser._actions for name in action.option_strings]
+        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
+    args.more_flags = more_flags
+    return args

@@ -24,8 +24,7 @@ from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..reporting.report import show_lines
-from ..survey import zoo
-from ..survey.shrinking import tiny_like
+from ..survey.shrinking import random_model, tiny_like
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
     try:
         tiny = tiny_like(config, build)
-        return zoo.random_model(lambda: build(tiny))
+        return random_model(lambda: build(tiny))
     except Exception as error:  # any error of transformers or of the model's own code
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(

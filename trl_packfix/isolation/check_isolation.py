@@ -138,6 +138,9 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
 
 
+Gap = tuple[float, Evidence]  # a change of states relative to the largest one, and the two runs that show it
+
+
 def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Evidence | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
@@ -149,65 +152,43 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     if with_images:
         assert isinstance(probe, ImageProbe)
-        documents, changes = probe.image_examples()
+        documents, variants = probe.image_examples()
         reach = {}
     else:
-        documents, changes = probe.examples(max_length)
-    everyone = range(len(documents))
-    base, repeat = probe.packed(documents), probe.packed(documents)
+        documents, variants = probe.examples(max_length)
+    base = probe.packed(documents)
     scale = max(states.abs().max().item() for states in base)
-    rounding = tolerance = 8 * distance(base, repeat, everyone) / scale + probe.rounding(documents)
-    if rounding > COARSE:
-        # Roundings add up in a deep model, and one of them can make a router choose other experts.
-        moved_by = []
-        for draw in range(DRAWS):
-            with probe.rounded_otherwise(draw):
-                moved_by.append(distance(base, probe.packed(documents), everyone))
-        tolerance = max(rounding, min(3 * max(moved_by) / scale, MAX_NOISE))
-
-    seen: list[tuple[float, Evidence]] = []  # (change of the unchanged documents, runs)
-    for changed, other in changes:
-        others = [i for i in everyone if i != changed]
-        variant = [*documents]
-        variant[changed] = other
-        seen.append((distance(base, probe.packed(variant), others) / scale, Evidence(documents, variant)))
-    alone = [(distance(base[i : i + 1], [probe.alone(ids)], [0]) / scale, i) for i, ids in enumerate(documents)]
-    worst, which = max(alone)
-    unequal = [(worst, Evidence(documents, alone=which))]
-
+    rounding, tolerance = _tolerances(probe, documents, base, scale=scale)
+    changes = [_change(probe, documents, variant, base=base, scale=scale) for variant in variants]
+    alone = [_difference(probe, documents, i, states=base, scale=scale) for i in range(len(documents))]
+    differences = [max(alone, key=lambda gap: (gap[0], gap[1].alone))]
     if reach:  # one document exceeds all thresholds at once, between two short ones
         long, other = probe.long_examples(max(reach.values()) + SPARE)
         together = probe.packed(long, large=True)
-        for i, ids in enumerate(long):
-            gap = distance(together[i : i + 1], [probe.alone(ids, large=True)], [0]) / scale
-            unequal.append((gap, Evidence(long, alone=i, large=True)))
-        variant = [long[0], other, long[2]]
-        gap = distance(together, probe.packed(variant, large=True), [0, 2]) / scale
-        seen.append((gap, Evidence(long, variant, large=True)))
-
+        differences += [_difference(probe, long, i, states=together, scale=scale, large=True) for i in range(len(long))]
+        changes.append(_change(probe, long, (1, other), base=together, scale=scale, large=True))
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     if not probe.on_any_rank(gradient):  # else the result is clear
-        _explain(probe, seen, tolerance, scale=scale)
-        _explain(probe, unequal, tolerance, scale=scale)
-    change = max(gap for gap, _ in seen)
-    if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in unequal)) > tolerance):
+        _explain(probe, changes, tolerance, scale=scale)
+        _explain(probe, differences, tolerance, scale=scale)
+    change = max(gap for gap, _ in changes)
+    if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in differences)) > tolerance):
         far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
-        last = probe.packed(far, large=True)[-1:]
-        gap = distance(last, [probe.alone(documents[2], large=True)], [0]) / scale
-        unequal.append((gap, Evidence(far, alone=len(FAR), large=True)))
-        _explain(probe, unequal, tolerance, scale=scale)
-    # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
-    leaking = [pair for pair in seen if pair[0] > tolerance] or seen
-    _, leak = max(leaking, key=lambda pair: (pair[1].same_length, pair[0]))
-    difference, odd = max(unequal, key=lambda pair: pair[0])
+        states = probe.packed(far, large=True)
+        differences.append(_difference(probe, far, len(FAR), states=states, scale=scale, large=True))
+        _explain(probe, differences, tolerance, scale=scale)
+    difference, odd = max(differences, key=lambda gap: gap[0])
     moved = probe.on_any_rank(change > tolerance)
+    # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
+    leaking = [gap for gap in changes if gap[0] > tolerance] or changes
+    _, leak = max(leaking, key=lambda gap: (gap[1].same_length, gap[0]))
     leaks: list[Leak] = []
     if probe.degree > 1:
         leaks = find_wrong_parts(probe, tolerance) if moved or probe.on_any_rank(difference > tolerance) else []
     elif probe.traces_leaks and moved:
         leaks = find_leaks(probe, leak, tolerance)
     elif probe.traces_leaks and tolerance > COARSE:
-        leaks, leak = _origins(probe, seen, rounding)
+        leaks, leak = _origins(probe, changes, rounding)
         moved = bool(leaks)
     report = IsolationReport(
         isolated=not moved and not gradient,
@@ -227,20 +208,58 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
     return report, leak if not report.isolated else odd
 
 
-def _explain(probe: Probe, seen: list[tuple[float, Evidence]], tolerance: float, *, scale: float) -> None:
+def _tolerances(probe: Probe, documents: list[Tensor], base: list[Tensor], *, scale: float) -> tuple[float, float]:
+    """The relative change that rounding of one sum may cause, and the one at the end of the model."""
+    everyone = range(len(documents))
+    rounding = 8 * distance(base, probe.packed(documents), everyone) / scale + probe.rounding(documents)
+    if rounding <= COARSE:
+        return rounding, rounding
+    # Roundings add up in a deep model, and one of them can make a router choose other experts.
+    moved_by = []
+    for draw in range(DRAWS):
+        with probe.rounded_otherwise(draw):
+            moved_by.append(distance(base, probe.packed(documents), everyone))
+    return rounding, max(rounding, min(3 * max(moved_by) / scale, MAX_NOISE))
+
+
+def _change(
+    probe: Probe,
+    documents: list[Tensor],
+    variant: tuple[int, Tensor],
+    *,
+    base: list[Tensor],
+    scale: float,
+    large: bool = False,
+) -> Gap:
+    """How far the other documents move if one is replaced; `variant` is its index and what replaces it."""
+    changed, other = variant
+    pack = [*documents[:changed], other, *documents[changed + 1 :]]
+    others = [i for i in range(len(documents)) if i != changed]
+    return distance(base, probe.packed(pack, large), others) / scale, Evidence(documents, pack, large=large)
+
+
+def _difference(
+    probe: Probe, documents: list[Tensor], i: int, *, states: list[Tensor], scale: float, large: bool = False
+) -> Gap:
+    """How far a document, whose states in the pack these are, is from itself alone."""
+    gap = distance([states[i]], [probe.alone(documents[i], large)], [0]) / scale
+    return gap, Evidence(documents, alone=i, large=large)
+
+
+def _explain(probe: Probe, gaps: list[Gap], tolerance: float, *, scale: float) -> None:
     """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
     the change of the states is then as large as a leak. But such runs agree, token by token, under some roundings, with
     equal scores in the order of the document (`ties.py`).
     """
-    for _ in seen:
-        largest = max(range(len(seen)), key=lambda i: seen[i][0])
-        gap, evidence = seen[largest]
+    for _ in gaps:
+        largest = max(range(len(gaps)), key=lambda i: gaps[i][0])
+        gap, evidence = gaps[largest]
         if not probe.on_any_rank(gap > tolerance):
             return
         smallest = _smallest_gap(probe, evidence) / scale
-        seen[largest] = (smallest, evidence)
+        gaps[largest] = (smallest, evidence)
         if probe.on_any_rank(smallest > tolerance):
             return
 
@@ -267,13 +286,13 @@ def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
     return smallest.max().item()
 
 
-def _origins(probe: Probe, seen: list[tuple[float, Evidence]], rounding: float) -> tuple[list[Leak], Evidence]:
+def _origins(probe: Probe, changes: list[Gap], rounding: float) -> tuple[list[Leak], Evidence]:
     """The modules where documents begin to change, and the runs that show it.
 
     At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
     """
     leaks: list[Leak] = []
-    for gap, evidence in seen:
+    for gap, evidence in changes:
         if not probe.on_any_rank(gap):
             continue
         if evidence.large:  # recording all modules for a long document would need too much memory

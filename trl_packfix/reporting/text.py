@@ -167,34 +167,17 @@ def pack_text(
         num_documents: largest number of documents to show.
         num_tokens: largest number of tokens to show per document, half from its start and half from its end.
     """
-    count = pack.cu_seq_lens[-1]
     text = Text()
-    heading = f"{pack.place}: {len(pack.documents):,} documents, {count:,} of {pack.capacity:,} tokens"
-    if pack.cu_seq_lens_k is not None:
-        tokens = sum(len(document.tokens) for document in pack.documents)
-        heading += f" computed, for {tokens:,} of the documents"
-    text.append(heading + "\n", "bold")
-    rest = len(pack.documents) - num_documents
+    text.append(_heading(pack) + "\n", "bold")
     for name, starts in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k)):
         if starts is not None:
             more = " ..." if len(starts) > num_documents + 1 else ""
             text.append(f"{name} {' '.join(map(str, starts[: num_documents + 1]))}{more}\n")
     for share in pack.ranks() if len(pack.parts) > 1 else ():
-        first, end = share["tokens"]
-        numbers = share["documents"]
-        which = (
-            f"[{numbers[0]}] to [{numbers[-1]}]" if len(numbers) > 1 else f"[{numbers[0]}]" if numbers else "padding"
-        )
-        text.append(f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
+        text.append(_rank_line(share) + "\n")
     for number, document in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
-        images = f"images: {document.num_images:,}, " if document.num_images else ""
-        text.append(
-            f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
-            f"{document.num_trained:,} trained, {images}position_ids {document.positions[0]}..{document.positions[1]}"
-            + (f", the first {document.shared:,} tokens shared with [{number - 1}]\n" if document.shared else "\n"),
-            f"bold {style}",
-        )
+        text.append(_document_line(number, document) + "\n", f"bold {style}")
         if has_tokens:
             text.append("    ")
             if document.shared:
@@ -202,10 +185,34 @@ def pack_text(
             for part, trained in _parts(document.own if document.shared else document, tokenizer, num_tokens):
                 text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
             text.append("\n")
-    if rest > 0:
-        tail = pack.documents[num_documents:]
-        text.append(f"... and {rest:,} documents of {sum(len(document.tokens) for document in tail):,} tokens\n")
+    if tail := pack.documents[num_documents:]:
+        num_hidden = sum(len(document.tokens) for document in tail)
+        text.append(f"... and {len(tail):,} documents of {num_hidden:,} tokens\n")
     return text
+
+
+def _heading(pack: ShownPack) -> str:
+    heading = f"{pack.place}: {len(pack.documents):,} documents, {pack.cu_seq_lens[-1]:,} of {pack.capacity:,} tokens"
+    if pack.cu_seq_lens_k is None:
+        return heading
+    return heading + f" computed, for {sum(len(document.tokens) for document in pack.documents):,} of the documents"
+
+
+def _rank_line(share: dict[str, Any]) -> str:
+    """The rows of a rank, and the documents with rows there: "rank 1: tokens 8-15, [2] to [4]"."""
+    (first, end), numbers = share["tokens"], share["documents"]
+    which = " to ".join(f"[{number}]" for number in dict.fromkeys((*numbers[:1], *numbers[-1:]))) or "padding"
+    return f"rank {share['rank']}: tokens {first:,}-{end - 1:,}, {which}"
+
+
+def _document_line(number: int, document: ShownDocument) -> str:
+    images = f"images: {document.num_images:,}, " if document.num_images else ""
+    shared = f", the first {document.shared:,} tokens shared with [{number - 1}]" if document.shared else ""
+    first, last = document.positions
+    return (
+        f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
+        f"{document.num_trained:,} trained, {images}position_ids {first}..{last}{shared}"
+    )
 
 
 def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator[tuple[str, bool]]:

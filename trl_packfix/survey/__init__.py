@@ -1,1 +1,1 @@
-"""Tiny random models: of every model type of transformers, and of a given config."""
+"""Tiny random models with the config of a checkpoint."""

@@ -61,20 +61,14 @@ def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
 
 def damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be whole, or None. Without `packing_state.json` only the Trainer's own state is read."""
-    for name in (TRAINER_STATE_NAME, FILE):
-        file = checkpoint / name
-        if name == FILE and not file.exists():
-            return None
-        try:
-            state = json.loads(file.read_text())
-        except FileNotFoundError:
-            return f"it has no `{name}`, which is written last"
-        except OSError as error:
-            return f"its `{name}` cannot be read ({error})"
-        except ValueError:
-            return f"its `{name}`, of {file.stat().st_size} bytes, ends too early"
-        if not isinstance(state, dict) or (name == FILE and "files" not in state):
-            return f"its `{name}` does not hold what was saved"
+    _, problem = _read_json(checkpoint / TRAINER_STATE_NAME)
+    if problem is not None or not (checkpoint / FILE).exists():
+        return problem
+    state, problem = _read_json(checkpoint / FILE)
+    if problem is not None:
+        return problem
+    if "files" not in state:
+        return f"its `{FILE}` does not hold what was saved"
     for name, size in state["files"].items():
         file = checkpoint / name
         if not file.is_file():
@@ -82,6 +76,19 @@ def damage(checkpoint: Path) -> str | None:
         if file.stat().st_size != size:
             return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
     return None
+
+
+def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
+    """What a file of a checkpoint holds, and why it cannot be read."""
+    try:
+        state = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}, f"it has no `{file.name}`, which is written last"
+    except OSError as error:
+        return {}, f"its `{file.name}` cannot be read ({error})"
+    except ValueError:
+        return {}, f"its `{file.name}`, of {file.stat().st_size} bytes, ends too early"
+    return (state, None) if isinstance(state, dict) else ({}, f"its `{file.name}` does not hold what was saved")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:

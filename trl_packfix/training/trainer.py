@@ -210,53 +210,23 @@ class SFTTrainer(trl.SFTTrainer):
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
         dataset_checks.check_rows(dataset, dataset_name)
-        if isinstance(dataset, Dataset):
-            if "input_ids" in dataset.column_names:
-                dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
-                if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    dataset = without_ignored_mask(dataset, self.completion_only_loss)
-                    if len(mask_columns(dataset)) < 2:
-                        # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
-                        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-            else:
-                dataset_checks.check_raw_dataset(
-                    dataset, dataset_name, self._tokenizer, args=args, is_formatted=formatting_func is not None
-                )
-        is_masked = self._assistant_only and formatting_func is None and assistant_only.has_conversations(dataset)
-        if is_masked:
-            self.chat_template = assistant_only.training_template(processing_class)
-        if formatting_func is None and "input_ids" not in get_dataset_column_names(dataset):
-            dataset = messages.with_chat_roles(dataset, dataset_name)
-            if is_training_set and args.process_index == 0:
-                template = getattr(self, "chat_template", None)
-                messages.say_what_is_left_out(
-                    dataset, dataset_name, processing_class, chat_template=template, per_turn=args.per_turn
-                )
-        is_evaluated_as_documents = not is_training_set and not self._has_own_collator
+        is_tokenised = "input_ids" in get_dataset_column_names(dataset)
+        if isinstance(dataset, Dataset) and is_tokenised:
+            dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
+            if packing and formatting_func is None and "labels" not in dataset.column_names:
+                dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                if len(mask_columns(dataset)) < 2:
+                    # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
+                    return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        elif isinstance(dataset, Dataset):
+            dataset_checks.check_raw_dataset(
+                dataset, dataset_name, self._tokenizer, args=args, is_formatted=formatting_func is not None
+            )
         marks = packing and is_training_set
-        if is_masked:
-            mask = AssistantMask(TurnRule.of(args), self.chat_template, self.completion_only_loss)
-            dataset, masked = assistant_only.mask_turns(
-                dataset,
-                dataset_name,
-                args,
-                processing_class=processing_class,
-                mask=mask,
-                marks=marks,
-                is_training_set=is_training_set,
-            )
-            if is_training_set:
-                self.data.trained = replace(self.data.trained, counts=masked)
-        elif args.per_turn and "input_ids" not in get_dataset_column_names(dataset):
-            dataset, counts = per_turn.split_turns(
-                dataset,
-                dataset_name,
-                args,
-                processing_class=processing_class,
-                marks=marks,
-                is_training_set=is_training_set,
-            )
-            self.data.turns = counts if is_training_set else self.data.turns
+        if formatting_func is None and not is_tokenised:
+            settings = {"processing_class": processing_class, "marks": marks, "is_training_set": is_training_set}
+            dataset = _with_chosen_turns(self, dataset, dataset_name, args=args, **settings)
+        is_evaluated_as_documents = not is_training_set and not self._has_own_collator
         if packing or is_evaluated_as_documents:
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
@@ -464,3 +434,31 @@ class SFTTrainer(trl.SFTTrainer):
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
             complete_card(folder / "README.md", self.model, datasets, report=self.packing_report)
+
+
+def _with_chosen_turns(
+    trainer: SFTTrainer, dataset: AnyDataset, name: str, *, args: SFTConfig, **settings: Any
+) -> AnyDataset:
+    """Rows of chats with roles that templates know and, where only some turns are trained, their tokens and labels.
+
+    `settings` are those of `mask_turns` and `split_turns`.
+    """
+    is_masked = trainer._assistant_only and assistant_only.has_conversations(dataset)
+    if is_masked:
+        trainer.chat_template = assistant_only.training_template(settings["processing_class"])
+    dataset = messages.with_chat_roles(dataset, name)
+    is_training_set = settings["is_training_set"]
+    if is_training_set and args.process_index == 0:
+        template = getattr(trainer, "chat_template", None)
+        messages.say_what_is_left_out(
+            dataset, name, settings["processing_class"], chat_template=template, per_turn=args.per_turn
+        )
+    if is_masked:
+        mask = AssistantMask(TurnRule.of(args), trainer.chat_template, trainer.completion_only_loss)
+        dataset, masked = assistant_only.mask_turns(dataset, name, args, mask=mask, **settings)
+        if is_training_set:
+            trainer.data.trained = replace(trainer.data.trained, counts=masked)
+    elif args.per_turn:
+        dataset, turns = per_turn.split_turns(dataset, name, args, **settings)
+        trainer.data.turns = turns if is_training_set else trainer.data.turns
+    return dataset

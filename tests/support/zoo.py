@@ -1,16 +1,15 @@
 """Tiny random models of all causal-LM and image-text model types of the installed transformers.
 
-The default config of a type is shrunk field by field. Sizes listed here by name become small. Lists with one entry per
-layer are cut to one layer of each kind. Dropout is off, and all other fields stay as they are. Types for which this
-does not give a valid config have an entry in `EXCEPTIONS`. Noise is added to the initial weights, so that weights
-initialised to zero or one (biases, norms, gates, sinks) have an effect, too.
+The default config of a type is shrunk field by field. Sizes listed by name in `shrinking.py` become small. Lists with
+one entry per layer are cut to one layer of each kind. Dropout is off, and all other fields stay as they are. Types for
+which this does not give a valid config have an entry in `EXCEPTIONS`. Noise is added to the initial weights, so that
+weights initialised to zero or one (biases, norms, gates, sinks) have an effect, too.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -25,72 +24,23 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-VOCABULARY = 128  # tokens; those below FIRST_WORD may be special tokens of a model
-FIRST_WORD = 16
-WIDTH = 32
-HEADS = 4
-HEAD_DIM = 8
-NOISE = 0.02  # standard deviation, as in the usual initialisation
-
-# The largest value of a field, by its name; a smaller value in the type's config stays.
-_NAMES_BY_SIZE = {
-    VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
-        pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
-    WIDTH: """hidden_size d_model n_embd emb_dim embed_dim embedding_size input_embedding_size output_embedding_size
-        hidden_size_global mamba_d_ssm out_hidden_size pronunciation_embed_dim shape_embed_dim
-        adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size expand_dim proj_dim projection_dim
-        projector_hidden_size prompt_mid_dim text_hidden_size vision_output_dim""",
-    48: """intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff mlp_dim ffn_dim ffn_hidden_size
-        decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size intermediate_size_mlp
-        dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size
-        shared_expert_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
-    HEADS: """num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads
-        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_attention_heads_per_layer
-        swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
-        num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim""",
-    2: """num_kv_heads linear_num_key_heads n_mamba_heads n_groups mamba_n_groups o_groups heads_per_ngram hc_mult
-        hc_count num_codebooks num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k n_group""",
-    HEAD_DIM: """head_dim dim_head attention_head_size kv_channels swa_head_dim qk_nope_head_dim qk_rope_head_dim
-        v_head_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim d_rel
-        state_size ssm_state_size mamba_d_state""",
-    # Lengths above which a model computes tokens differently: short documents must exceed them.
-    9: """sliding_window sliding_window_size attention_chunk_size attention_window_size window_size local_attention
-        keep_window_size chunk_size mamba_chunk_size linear_chunk_size rel_extent""",
-    6: "index_topk",
-    # An indexer with few heads gives many tokens a score of exactly 0, and its choice among them is arbitrary.
-    16: """index_n_heads kv_lora_rank q_lora_rank o_lora_rank hc_lowrank laurel_rank adapter_rank ple_embed_dim
-        router_hidden_size hidden_size_per_layer_input""",
-    1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts",
-    512: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions
-        context_length""",
-    # of vision parts, which text does not use
-    24: "image_size",
-    12: "patch_size",
-}
-SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
-LENGTHS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}  # in tokens
-LAYERS = (
-    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
-    "num_decoder_layers depth"
-).split()
-KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
+from trl_packfix.survey.shrinking import (  # noqa: F401 - tests take all sizes from here
+    FIRST_WORD,
+    HEAD_DIM,
+    HEADS,
+    KEY_VALUE_HEADS,
+    LAYERS,
+    SIZES,
+    SIZES_OF_TYPE,
+    VOCABULARY,
+    WIDTH,
+    key_value_heads,
+    mrope_section,
+    names_a_token,
+    random_model,
+)
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Sizes that depend on the model type, not only on the name of the field
-SIZES_OF_TYPE: dict[str, dict[str, int]] = {
-    "dots3_note_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-    },
-    "gemma4_text": {"global_head_dim": 16},
-    "gemma4_unified_text": {"global_head_dim": 16},
-    "mamba2": {"num_heads": 8},
-}
 # Real configs of these types have layers with a window, and the default config has none, or the reverse
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -190,17 +140,6 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
     return random_model(lambda: auto.from_config(config), seed)
 
 
-def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """The model that `build` returns, with random weights in fp32 and noise added to all of them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build().float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=NOISE)
-    return model
-
-
 def byte_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per byte (ids 4 to 259), `<|im_end|>` as EOS, `<|pad|>` as padding; made offline."""
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -261,26 +200,3 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         values |= {name: [SIZES.get(name, value[i]) for i in chosen] for name, value in per_layer.items()}
         values |= {name: len(chosen) for name in LAYERS if name in values}
     return values | SIZES_OF_TYPE.get(config.model_type, {}) | EXCEPTIONS.get(config.model_type, {})
-
-
-def names_a_token(name: str) -> bool:
-    """Whether a field of a config holds the id of a token, or several."""
-    return name.endswith(("token_id", "token_ids", "token_index"))
-
-
-def mrope_section(rope: dict[str, Any]) -> list[int]:
-    """Frequencies of time, height and width: in sum those that a tiny head rotates, in about the same shares."""
-    wanted, section_of_model = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
-    section = [wanted * share // sum(section_of_model) for share in section_of_model]
-    return [wanted - sum(section[1:]), *section[1:]]
-
-
-def key_value_heads(value: int | None, query_heads: int | None) -> int:
-    """Number of key-value heads: 1 if `value` is 1, all HEADS if it equals `query_heads`, else half of them.
-
-    >>> key_value_heads(8, 8), key_value_heads(8, 32), key_value_heads(1, 32)
-    (4, 2, 1)
-    """
-    if value == 1:
-        return 1
-    return HEADS if value is not None and value == query_heads else HEADS // 2
