@@ -5,6 +5,7 @@ Every flag can also be written like the field of `SFTConfig`, so the flags of a 
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -47,57 +48,45 @@ def add_document_flags(parser: argparse.ArgumentParser, needs_data: bool = True)
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     add_trust_flag(parser)
     as_trained = parser.add_argument_group("tokenisation, as in SFTConfig")
-    as_trained.add_argument("--assistant-only-loss", "--assistant_only_loss", action="store_true")
-    as_trained.add_argument(
-        "--completion-only-loss", "--completion_only_loss", choices=("true", "false"), help="default: as TRL decides"
-    )
-    as_trained.add_argument("--eos-token", "--eos_token", metavar="TOKEN")
-    as_trained.add_argument("--chat-template-path", "--chat_template_path", metavar="FILE")
-    as_trained.add_argument("--text-field", "--dataset_text_field", default="text", metavar="COLUMN")
-    as_trained.add_argument(
-        "--bad-rows",
-        "--bad_rows",
-        choices=("raise", "drop"),
-        default="raise",
-        help="rows that cannot be tokenised (default: raise)",
-    )
-    as_trained.add_argument(
-        "--per-turn",
-        "--per_turn",
-        action="store_true",
-        help="one row per assistant turn: the history as the chat template renders it at this turn, and the turn",
-    )
-    as_trained.add_argument(
-        "--message-train-key",
-        "--message_train_key",
-        default="weight",
-        metavar="KEY",
-        help="key of a message that is 0 where it is not trained (default: weight)",
-    )
-    as_trained.add_argument(
-        "--assistant-turns", "--assistant_turns", choices=("all", "last"), default="all", help="turns to train"
-    )
-    as_trained.add_argument(
-        "--train-empty-thinking", "--train_empty_thinking", choices=("true", "false"), default="true"
-    )
-    as_trained.add_argument("--num-proc", "--dataset_num_proc", type=int, metavar="N", help="processes that tokenise")
+    _add(as_trained, "assistant_only_loss", action="store_true")
+    _add(as_trained, "completion_only_loss", type=_boolean, metavar="{true,false}", help="default: as TRL decides")
+    _add(as_trained, "eos_token", metavar="TOKEN")
+    _add(as_trained, "chat_template_path", metavar="FILE")
+    _add(as_trained, "dataset_text_field", "--text-field", default="text", metavar="COLUMN")
+    how = "rows that cannot be tokenised (default: raise)"
+    _add(as_trained, "bad_rows", choices=("raise", "drop"), default="raise", help=how)
+    how = "one row per assistant turn: the history as the chat template renders it at this turn, and the turn"
+    _add(as_trained, "per_turn", action="store_true", help=how)
+    how = "key of a message that is 0 where it is not trained (default: weight)"
+    _add(as_trained, "message_train_key", default="weight", metavar="KEY", help=how)
+    _add(as_trained, "assistant_turns", choices=("all", "last"), default="all", help="turns to train")
+    _add(as_trained, "train_empty_thinking", type=_boolean, default=True, metavar="{true,false}")
+    _add(as_trained, "dataset_num_proc", "--num-proc", type=int, metavar="N", help="processes that tokenise")
+
+
+def _add(group: Any, field: str, *names: str, **settings: Any) -> None:
+    """Add the flag of a field of `SFTConfig`, written with underscores or dashes, or with other names."""
+    spellings = dict.fromkeys((*names, f"--{field.replace('_', '-')}", f"--{field}"))
+    group.add_argument(*spellings, dest=field, **settings)
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'true' nor 'false'")
+    return text == "true"
 
 
 def add_trust_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for code of a model. Without a value, transformers prompts on standard input."""
-    parser.add_argument(
-        "--trust-remote-code",
-        "--trust_remote_code",
-        action="store_true",
-        help="run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused",
-    )
+    how = "run code that comes with the model, as in TRL's ModelConfig; without it such a model is refused"
+    _add(parser, "trust_remote_code", action="store_true", help=how)
 
 
 def add_column_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the columns that training reads beside the tokens."""
     columns = parser.add_argument_group("columns to check and keep, as in SFTConfig")
-    columns.add_argument("--weight-column", "--weight_column", metavar="COLUMN", help="weight of each row, 0 or more")
-    columns.add_argument("--source-column", "--source_column", metavar="COLUMN", help="name of the source of each row")
+    _add(columns, "weight_column", metavar="COLUMN", help="weight of each row, 0 or more")
+    _add(columns, "source_column", metavar="COLUMN", help="name of the source of each row")
 
 
 def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -139,29 +128,17 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
         metavar="N",
         help="default: 8, with --tokens-per-rank 1",
     )
-    packing.add_argument(
-        "--tokens-per-rank",
-        "--tokens_per_rank",
-        type=int,
-        metavar="TOKENS",
-        help="sequence parallelism: most tokens of a pack on one rank; --max-length may be larger (default: off)",
-    )
-    packing.add_argument(
-        "--exchange-speeds",
-        "--exchange_speeds",
-        metavar="JSON",
-        help="with --tokens-per-rank: what devices and links reach, see SFTConfig",
-    )
+    how = "sequence parallelism: most tokens of a pack on one rank; --max-length may be larger (default: off)"
+    _add(packing, "tokens_per_rank", type=int, metavar="TOKENS", help=how)
+    how = "with --tokens-per-rank: what devices and links reach, see SFTConfig"
+    _add(packing, "exchange_speeds", metavar="JSON", help=how)
     packing.add_argument("--accumulation", "--gradient_accumulation_steps", type=int, default=1, metavar="N")
     packing.add_argument("--overlong", choices=("truncate", "split", "drop", "raise"))
-    packing.add_argument(
-        "--share-prefixes",
-        "--share_prefixes",
-        choices=get_args(SharePrefixes),
-        default="off",
-        help="forward the common beginning of documents once: those that share a pack anyway ('pack'), or documents "
-        "brought together ('family'); needs tokens, not lengths (default: off)",
+    how = (
+        "forward the common beginning of documents once: those that share a pack anyway ('pack'), or documents brought "
+        "together ('family'); needs tokens, not lengths (default: off)"
     )
+    _add(packing, "share_prefixes", choices=get_args(SharePrefixes), default="off", help=how)
     packing.add_argument("--balance", choices=("step", "none"), default="step")
     packing.add_argument("--seed", type=int, default=42)
 
@@ -169,22 +146,8 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
 def tokenisation(args: argparse.Namespace) -> "Tokenisation":
     from .sources import Tokenisation
 
-    return Tokenisation(
-        assistant_only_loss=args.assistant_only_loss,
-        completion_only_loss=None if args.completion_only_loss is None else args.completion_only_loss == "true",
-        eos_token=args.eos_token,
-        chat_template_path=args.chat_template_path,
-        dataset_text_field=args.text_field,
-        dataset_num_proc=args.num_proc,
-        bad_rows=args.bad_rows,
-        per_turn=args.per_turn,
-        message_train_key=args.message_train_key,
-        assistant_turns=args.assistant_turns,
-        train_empty_thinking=args.train_empty_thinking == "true",
-        weight_column=getattr(args, "weight_column", None),
-        source_column=getattr(args, "source_column", None),
-        trust_remote_code=args.trust_remote_code,
-    )
+    names = {field.name for field in fields(Tokenisation)} & vars(args).keys()
+    return Tokenisation(**{name: getattr(args, name) for name in names})
 
 
 def read_documents(args: argparse.Namespace) -> "Rows":

@@ -86,9 +86,13 @@ def check_isolation(
         if images is None
         else ImageProbe(model, images, degree, user_attention=user_attention)
     )
+    return _check(probe, max_length)
+
+
+def _check(probe: Probe, max_length: int | None) -> IsolationReport:
     with probe.undisturbed(), _marked(probe.inner):
         try:
-            if degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
+            if probe.degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             return _judge_all(probe, max_length)
         except CannotRun as error:
@@ -126,11 +130,7 @@ def check_prefixes(
         if images is None
         else ImagePrefixProbe(model, images, degree, user_attention=user_attention)
     )
-    with probe.undisturbed(), _marked(probe.inner):
-        try:
-            return _judge_all(probe, max_length)
-        except CannotRun as error:
-            return refused(probe, error)
+    return _check(probe, max_length)
 
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:

@@ -6,7 +6,6 @@ here: tables and streams are tokenised with `AssistantMask`, rows with images go
 """
 
 import logging
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -23,16 +22,15 @@ from ..compat import main_process_first, masks_images
 from ..data.cache_files import Cached
 from ..data.masks import PARTS, AssistantMask, MaskCounts, TurnRule, has_markers, parts
 from ..data.reader import BAD_ROW
-from ..data.turns import COLUMNS, Conversation, unended
+from ..data.turns import COLUMNS, Conversation
 from .bad_rows import TOKENS, reason, refuse_or_name, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
-from .messages import rows_with
+from .messages import rows_with, say_if_turns_do_not_end
 
 logger = logging.getLogger(__name__)
 
 COUNTS = {name: f"packfix_{name}" for name in ("turns", "context", "earlier")}  # columns while counting
 NUM_OF_STREAM = 4  # rows of a stream to look at
-NUM_LOOKED_AT = 100  # rows of a table in which the end of the first turn is looked for
 
 
 def has_conversations(dataset: Dataset | IterableDataset) -> bool:
@@ -165,7 +163,7 @@ def mask_turns(
         dataset = dataset.map(_row_of_stream, with_indices=True, fn_kwargs=kwargs, remove_columns=removed)
         dataset = without_bad_rows(dataset) if drops and not marks else dataset
         if is_training_set:
-            _say_if_turns_do_not_end(dataset.take(NUM_OF_STREAM), name, processing_class)
+            say_if_turns_do_not_end(dataset.take(NUM_OF_STREAM), name, processing_class, setting="assistant_only_loss")
         return dataset, None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
@@ -183,7 +181,7 @@ def mask_turns(
     counts = MaskCounts(*(int(np.sum(tokenised.with_format("numpy")[column])) for column in COUNTS.values()))
     tokenised = tokenised.remove_columns(list(numbers))
     if is_training_set:
-        _say_if_turns_do_not_end(tokenised.take(NUM_LOOKED_AT), name, processing_class)
+        say_if_turns_do_not_end(tokenised, name, processing_class, setting="assistant_only_loss")
     return (tokenised if marks and drops else without_bad_rows(tokenised)), counts
 
 
@@ -209,19 +207,6 @@ def _row_of_stream(row: Any, index: int, name: str, *, drops: bool, **kwargs: An
     if why := sample.pop(BAD_ROW):
         refuse_row_of_stream(name, index, why)
     return sample
-
-
-def _say_if_turns_do_not_end(rows: Iterable[Any], name: str, tokenizer: Any) -> None:
-    """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message."""
-    first = next((row["labels"] for row in rows if max(row["labels"], default=-1) >= 0), None)
-    end = None if first is None else unended(first, tokenizer)
-    if end is not None:
-        logger.warning(
-            "`assistant_only_loss=True` was given, and the chat template has no end-of-turn token in the assistant "
-            "turns of the %s dataset: the last one of a row ends in %r. The model would not learn to stop. Set "
-            "`chat_template_path` to a template that ends every turn, such as TRL's training template for this model.",
-            *(name, end),
-        )
 
 
 # Rows with images

@@ -11,6 +11,7 @@ one out is found by rendering rows with the field and without it.
 import json
 import logging
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names, is_conversational_from_value
 
 from ..compat import main_process_first
-from ..data.turns import Conversation
+from ..data.turns import Conversation, unended
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ COLUMNS = ("messages", "conversations", "prompt", "completion")
 NUM_OF_STREAM = 4  # rows of a stream to look at
 NUM_DRAWN = 50  # rows to choose from, which differ in their shape
 NUM_RENDERED = 10  # rows to render
+NUM_LABELLED = 100  # rows in which the end of the first trained turn is looked for
 
 
 def with_chat_roles(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
@@ -124,6 +126,27 @@ def say_what_is_left_out(
                 *(count, name),
             )
             return
+
+
+def say_if_turns_do_not_end(
+    rows: Iterable[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, *, setting: str
+) -> None:
+    """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message.
+
+    Args:
+        rows: tokenised.
+        setting: the one by which assistant turns are trained.
+    """
+    labels = (row["labels"] for row in islice(rows, NUM_LABELLED))
+    first = next((of_row for of_row in labels if max(of_row, default=-1) >= 0), None)
+    end = None if first is None else unended(first, tokenizer)
+    if end is not None:
+        logger.warning(
+            "`%s=True` was given, and the chat template renders the assistant turns of the %s dataset without an "
+            "end-of-turn token: the first one ends in %r. The model would not learn to stop. Set `chat_template_path` "
+            "to a template that ends every turn, such as TRL's training template for this model.",
+            *(setting, name, end),
+        )
 
 
 def _places(conversation: Conversation, fields: tuple[str, ...]) -> list[int]:

@@ -2,8 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,10 @@ from ..data.dataset_checks import check_rows
 from ..data.image_rows import CONVERSATION, GROWS, LEFT_OUT, TURN, ImageRows, RowProcessor, has_images, measure
 from ..data.masks import TurnRule
 from ..data.reader import BAD_ROW, TokenReader, bad_rows
-from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations, unended
+from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations
 from .bad_rows import NUM_SHOWN, TOKENS, reason, refuse, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
+from .messages import say_if_turns_do_not_end
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def split_turns(
             _rows_of_stream, with_indices=True, batched=True, batch_size=1, fn_kwargs=kwargs, remove_columns=columns
         )
         if is_training_set:
-            _say_if_turns_do_not_end(dataset, name, processing_class)
+            say_if_turns_do_not_end(dataset, name, processing_class, setting="per_turn")
         return (without_bad_rows(dataset) if drops and not marks else dataset), None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
@@ -101,7 +101,7 @@ def split_turns(
         )
     counts = _counted(dataset, samples, name, args=args, drops=drops)
     if is_training_set:
-        _say_if_turns_do_not_end(samples, name, processing_class)
+        say_if_turns_do_not_end(samples, name, processing_class, setting="per_turn")
         reader = TokenReader(samples.select(_first_conversations(samples)))
         _say_if_nothing_is_stripped(samples, name, reader.lengths, begins=lambda i: _begins(reader, i))
     samples = samples.remove_columns(list(numbers))
@@ -129,7 +129,7 @@ def measure_turns(
     if is_training_set:
         trained = np.flatnonzero(measures.with_format("arrow")["trained"].to_numpy())[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
-        _say_if_turns_do_not_end(first, name, process.processor)
+        say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
         grows = measures.with_format("arrow")[GROWS].to_numpy(zero_copy_only=False)
         _say_if_nothing_is_stripped(measures, name, reader.lengths, begins=lambda i: bool(grows[i + 1]))
     return reader
@@ -232,22 +232,6 @@ def _counted(dataset: Dataset, samples: Dataset, name: str, *, args: SFTConfig, 
 
 def _numbers(samples: Dataset, column: str) -> np.ndarray:
     return samples.select_columns(column).with_format("arrow")[:][column].to_numpy()
-
-
-def _say_if_turns_do_not_end(
-    rows: Iterable[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin
-) -> None:
-    """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message."""
-    labels = (row["labels"] for row in islice(rows, NUM_COMPARED))
-    first = next((of_row for of_row in labels if max(of_row, default=-1) >= 0), None)
-    end = None if first is None else unended(first, tokenizer)
-    if end is not None:
-        logger.warning(
-            "`per_turn=True` was given, and the chat template renders the assistant turns of the %s dataset without an "
-            "end-of-turn token: the first one ends in %r. The model would not learn to stop. Set `chat_template_path` "
-            "to a template that ends every turn, such as TRL's training template for this model.",
-            *(name, end),
-        )
 
 
 def _first_conversations(samples: Dataset) -> range:
