@@ -19,7 +19,7 @@ from trl.scripts.utils import DatasetConfig, get_dataset
 
 from .flags import did_you_mean
 from .foreign_keys import hints
-from .sources import FORMATS, load_named, load_rows
+from .sources import FORMATS, is_saved, load_named, load_rows
 
 
 @dataclass
@@ -236,9 +236,7 @@ def _check_some_row(source: SourceConfig, num_rows: int) -> None:
 
 def _load(source: SourceConfig) -> Dataset:
     path = Path(source.path)
-    is_local = path.suffix in FORMATS or any(
-        (path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")
-    )
+    is_local = path.suffix in FORMATS or is_saved(path)
     if is_local and source.data_files is None and source.data_dir is None:
         dataset: Any = load_rows(source.path, source.split, setting="split: ")
     else:

@@ -178,6 +178,11 @@ LENGTHS = {
 }
 
 
+def is_saved(path: Path) -> bool:
+    """Whether it is a folder written by `save_to_disk`."""
+    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+
+
 def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
     """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
 
@@ -203,7 +208,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
                 f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
                 "it, or write it again; often writing it was interrupted."
             ) from error
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved(path):
         loaded = load_from_disk(name)
         if not isinstance(loaded, DatasetDict):
             check_split(name, split, setting)

@@ -26,7 +26,7 @@ from ..training.trainer import SFTTrainer
 from .flags import did_you_mean
 from .foreign_keys import hints
 from .mixture import MixtureConfig, load_mixture
-from .sources import FORMATS, in_utf8, load_named, load_rows
+from .sources import FORMATS, in_utf8, is_saved, load_named, load_rows
 
 ZERO3 = Path(__file__).with_name("zero3.json")
 
@@ -260,7 +260,7 @@ def _splits(name: str, script_args: ScriptArguments) -> Any:
             rows = load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=True)
             return IterableDatasetDict({script_args.dataset_train_split: rows})
         return DatasetDict({script_args.dataset_train_split: load_rows(name)})
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved(path):
         loaded = load_folder(name)
         return loaded if isinstance(loaded, DatasetDict) else DatasetDict({script_args.dataset_train_split: loaded})
     if path.is_file() or path.suffix in FORMATS:

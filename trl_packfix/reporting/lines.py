@@ -20,12 +20,17 @@ def lines_of(report: ReportNumbers) -> list[tuple[str, str]]:
     return [line for part in (*lines, *LINES) for line in part(report)]
 
 
+def _line_of(label: str, part: str) -> Callable[[ReportNumbers], Lines]:
+    """The line of a part of the report; nothing where the report does not have this part."""
+
+    def lines(report: ReportNumbers) -> Lines:
+        if (value := getattr(report, part)) is not None:
+            yield label, value.line()
+
+    return lines
+
+
 # Tables
-
-
-def _conversations(report: ReportNumbers) -> Lines:
-    if report.turns is not None:
-        yield "conversations", report.turns.line()
 
 
 def _documents(report: ReportNumbers) -> Lines:
@@ -47,16 +52,6 @@ def _tokens(report: ReportNumbers) -> Lines:
 def _trained(report: ReportNumbers) -> Lines:
     if report.trained is not None:
         yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
-
-
-def _images(report: ReportNumbers) -> Lines:
-    if report.images is not None:
-        yield "images", report.images.line()
-
-
-def _lengths(report: ReportNumbers) -> Lines:
-    if report.lengths is not None:
-        yield "lengths", report.lengths.line()
 
 
 def _efficiency(report: ReportNumbers) -> Lines:
@@ -297,13 +292,13 @@ def _isolation_text(isolation: IsolationReport) -> str:
 
 
 OF_TABLE: tuple[Callable[[ReportNumbers], Lines], ...] = (
-    _conversations,
+    _line_of("conversations", "turns"),
     _documents,
     _micro_batch,
     _tokens,
     _trained,
-    _images,
-    _lengths,
+    _line_of("images", "images"),
+    _line_of("lengths", "lengths"),
     _efficiency,
     _steps,
     _common_prefixes,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import datasets
 import torch
 from datasets import Dataset, IterableDataset
 from torch.nn import functional as F
@@ -167,33 +166,32 @@ class Evaluation:
         table = self._table(dataset)
         if self._evaluates_documents(table):
             return self._evaluation_loader(table, needs_logits)
-        is_text = isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
-        if prepares and is_text and isinstance(table, datasets.Dataset):
+        if prepares and self._is_text and isinstance(table, Dataset):
             check_prepared(table, "eval")
         return None
 
+    @property
+    def _is_text(self) -> bool:
+        """Whether rows are text for TRL's own collator: there are no images, and the user has not set a collator."""
+        return isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
+
     def _table(self, dataset: Any) -> Any:
         """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
-        if isinstance(dataset, IterableDataset) and self._data.images is not None:
+        if not isinstance(dataset, IterableDataset):
+            return dataset
+        if self._data.images is not None:
             raise ValueError(
                 "An evaluation set is an `IterableDataset`, and the training set has images in packs. The documents of "
                 "an evaluation set with images are measured in a table. Load it without streaming."
             )
-        if isinstance(dataset, IterableDataset) and isinstance(
-            self._data.padded_collator, DataCollatorForLanguageModeling
-        ):
-            return read_whole(dataset, self.args.source_column)
-        return dataset
+        return read_whole(dataset, self.args.source_column) if self._is_text else dataset
 
     def _evaluates_documents(self, dataset: Any) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
-        if self._data.images is not None and isinstance(dataset, datasets.Dataset):
-            return True  # with images or text alone: TRL prepares neither
-        return (
-            isinstance(dataset, datasets.Dataset)
-            and "input_ids" in dataset.column_names
-            and isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
-        )
+        if not isinstance(dataset, Dataset):
+            return False
+        # With images TRL prepares neither images nor text alone
+        return self._data.images is not None or (self._is_text and "input_ids" in dataset.column_names)
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
