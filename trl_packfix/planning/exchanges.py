@@ -53,33 +53,44 @@ class Slots:
         >>> slots.settle(), slots.documents
         (True, [[1, 2], [0, 3]])
         """
-        over = [(room, slot) for slot, room in enumerate(self.room) if room < 0]
-        under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
-        heapq.heapify(over)
-        heapq.heapify(under)
+        over: list[tuple[int, int]] = []
+        under: list[tuple[int, int]] = []
+        for slot in range(len(self.room)):
+            self._queue(slot, over, under)
         attempts = len(self.room)
         while over:
-            changed = [heapq.heappop(over)[1]]
-            asked: list[tuple[int, int]] = []
-            while under and len(asked) < PARTNERS and len(changed) == 1:
-                asked.append(heapq.heappop(under))
-                if self._divide(changed[0], asked[-1][1]):
-                    changed.append(asked.pop()[1])
-            if len(changed) == 1:
+            slot = heapq.heappop(over)[1]
+            partner, tried = self._relieve(slot, under)
+            if partner is None:
                 attempts -= 1
-                other = (changed[0] + attempts) % len(self.room)
                 if attempts <= 0:
                     return False
-                if self.room[other] == 0 and self._divide(changed[0], other, full=True):
-                    changed.append(other)  # it has the surplus now, and may be luckier
-            for entry in asked:
+                other = (slot + attempts) % len(self.room)
+                if self.room[other] == 0 and self._divide(slot, other, full=True):
+                    partner = other  # it has the surplus now, and may be luckier
+            for entry in tried:
                 heapq.heappush(under, entry)
-            for slot in changed:
-                if self.room[slot] < 0:
-                    heapq.heappush(over, (self.room[slot], slot))
-                elif self.room[slot] > 0:
-                    heapq.heappush(under, (-self.room[slot], slot))
+            self._queue(slot, over, under)
+            if partner is not None:
+                self._queue(partner, over, under)
         return True
+
+    def _queue(self, slot: int, over: list[tuple[int, int]], under: list[tuple[int, int]]) -> None:
+        """Put a slot into the heap of those above the capacity, fullest first, or of those with room, most first."""
+        if self.room[slot] < 0:
+            heapq.heappush(over, (self.room[slot], slot))
+        elif self.room[slot] > 0:
+            heapq.heappush(under, (-self.room[slot], slot))
+
+    def _relieve(self, slot: int, under: list[tuple[int, int]]) -> tuple[int | None, list[tuple[int, int]]]:
+        """The first slot with room that takes the surplus of this one, and the entries of those that could not."""
+        tried: list[tuple[int, int]] = []
+        while under and len(tried) < PARTNERS:
+            entry = heapq.heappop(under)
+            if self._divide(slot, entry[1]):
+                return entry[1], tried
+            tried.append(entry)
+        return None, tried
 
     def even_out(self, groups: list[list[int]]) -> None:
         """Exchange until groups of slots cost the same, or no exchange with the cheapest groups helps the dearest."""
