@@ -75,14 +75,16 @@ def training_every_token(collate: Any) -> Any:
     return replace(collate, **dict.fromkeys(names, False))
 
 
-def masks_images(collate: Any, installed: str = transformers.__version__) -> bool:
+def masks_images(collate: Any) -> bool:
     """Whether the answers alone of rows with images can be trained with TRL's vision collator.
 
     It has the fields in versions above TRL 1.9, and transformers finds turns behind images from 5.18 on. Can be removed
     with support for versions below these. https://github.com/huggingface/transformers/releases/tag/v5.18.0
     """
     names = {field.name for field in fields(collate)}
-    return {"assistant_only_loss", "chat_template"} <= names and Version(installed) >= Version("5.18.0.dev0")
+    return {"assistant_only_loss", "chat_template"} <= names and Version(transformers.__version__) >= Version(
+        "5.18.0.dev0"
+    )
 
 
 def end_training(trainer: Any) -> None:

@@ -128,13 +128,13 @@ class Peak:
         return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
 
 
-def count_model(config: Any, method: Method, model_class: type[PreTrainedModel] | None = None) -> ModelSizes:
+def count_model(config: Any, method: Method) -> ModelSizes:
     """The sizes of a causal language model with this config, trained by this method.
 
     Raises:
         ValueError: transformers has no causal language model for this config.
     """
-    text_class, config_part = model_class_of(config, model_class)
+    text_class, config_part = model_class_of(config)
     if text_class is None:
         raise ValueError(
             f"The memory of a {type(config).__name__} was asked for. transformers has no language model for this "

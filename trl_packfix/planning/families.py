@@ -88,11 +88,11 @@ def share_order(
     return order, shared
 
 
-def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
+def shared_by_neighbours(common: Int64Array, lengths: Int64Array) -> Int64Array:
     """`shared_rows` of documents sorted by their tokens, from the common tokens of neighbours, shape (N,)."""
     before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     shared = np.where((common == lengths) & (common == before), common, np.maximum(common - 1, 0))
-    return np.where(shared >= min_shared, shared, 0)
+    return np.where(shared >= MIN_SHARED, shared, 0)
 
 
 @dataclass(frozen=True, eq=False)
