@@ -34,11 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # The files that take longest begin, so that no worker waits for one at the end
-LONGEST = ("test_shared_packs.py", "test_distributed.py", "test_repair.py", "test_examples.py", "test_launch.py")
+LONGEST = """test_shared_packs test_distributed test_repair test_examples test_launch test_model_parallelism
+    test_evidence test_gpu_script test_pack_forward test_trainer test_mixers test_check test_reuse""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON_CPU"):  # the latter tests the tests only
         return
     for item in items:
