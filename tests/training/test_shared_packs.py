@@ -242,7 +242,7 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
         special = {"stream_shards": {2}, "alike_stream": {2}, "alike_family_turns": {2, 4}}
         assert degrees == special.get(kind, {1, 4} if "family" in kind else {1, 2, 4})
         proved = [2] if kind == "stream_shards" else [2, 4]
-    assert found["proved"] == (proved if shared_packs.KINDS[kind].get("is_proved", True) else [])
+    assert found["proved"] == (proved if shared_packs.is_proved(engine, kind) else [])
     assert (found["offloaded"] > 2 * shared_packs.NUM_STEPS) is (kind == "million")
     limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
     assert difference(found, expected) <= limit
@@ -397,7 +397,7 @@ def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
     found = launch["ddp", "proofs"]["verdicts"][0]
     for degree in (2, 4):
         assert found[model, None, degree] == (True, True, [])
-    for fault in ("leak", "chunks", "heads") if model == "llama" else ():
+    for fault in shared_packs.PROOFS[model]:
         is_isolated, is_equal, modules = found[model, fault, 2]
         assert (is_isolated, is_equal) == (False, False)
         assert modules and all("Attention" in module for module in modules)
@@ -416,7 +416,7 @@ def test_images_that_lie_in_two_parts_are_proved(launch, model):
     assert all(other == first for other in others)
     assert first["split", model, "images"] and first["split", model, "shared"], "no image lies in two parts"
     found = {key: verdict for key, verdict in first.items() if key[1] == model and key[0] != "split"}
-    assert len(found) == 2 + len(shared_packs.IMAGE_PROOFS[model])
+    assert len(found) == 1 + len(shared_packs.IMAGE_PROOFS[model])
     for (name, _, fault, _), (is_right, size, error) in found.items():
         if fault is None:
             assert is_right and 0 < size < 1 and error is None
@@ -436,7 +436,7 @@ def test_shared_prefixes_are_proved_on_parts(launch, model):
     for degree in (1, 2, 4):
         passes, _, gap = found["shared", model, None, degree]
         assert passes and 0 < gap < 1  # it compared something
-    for fault in shared_packs.FAULTS if model == "llama" else ():
+    for fault in shared_packs.PREFIX_PROOFS[model]:
         passes, _, gap = found["shared", model, fault, 2]
         assert not passes and gap > 100, fault
     # Keys forgotten on parts only: the proof of documents that share nothing does not see it
@@ -447,9 +447,8 @@ def test_shared_prefixes_are_proved_on_parts(launch, model):
 def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
     found = launch["ddp", "proofs"]["verdicts"][0]
     assert found["shift", 1] == (True, True, [])
-    for degree in (2, 4):
-        is_isolated, is_equal, modules = found["shift", degree]
-        assert not (is_isolated and is_equal) and modules == ["TokenShift"]
+    is_isolated, is_equal, modules = found["shift", 2]
+    assert not (is_isolated and is_equal) and modules == ["TokenShift"]
     assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
 
 
@@ -476,9 +475,10 @@ def test_mixers_are_proved_on_parts_and_faults_are_found(launch, model_type):
     """A halo that sends no gradient back moves no state: only the gradient of a document shows it."""
     found = launch["ddp", "hybrids"]["verdicts"]
     assert found[model_type, None, 4] == (True, 0.0), found
-    for fault in shared_packs.MIXER_FAULTS:
-        assert not found[model_type, fault, 2][0], fault
-    assert "gradients of documents are not what they are alone" in found[model_type, "no_gradient", 2][1]
+    for fault in shared_packs.PLANTED_IN_MIXERS[model_type]:
+        is_right, message = found[model_type, fault, 2]
+        assert not is_right, fault
+        assert fault != "no_gradient" or "gradients of documents are not what they are alone" in message
 
 
 @pytest.mark.rule(
@@ -536,11 +536,11 @@ def test_four_ranks_that_send_states_train_what_one_process_trains(launch):
 @on_ranks
 @pytest.mark.parametrize("engine, kind", shared_packs.FINDING_FAULTS)
 def test_faults_in_gradients_are_found_under_engines(launch, engine, kind):
-    """Faults that move no state, on the wrapped model; and the proof leaves the engine as it was."""
+    """A fault that moves no state, on the wrapped model; and the proof leaves the engine as it was."""
     found = launch[engine, kind]["verdicts"]
     assert found.pop("changed") == []
     assert found.pop(None) == (0.0, True)
-    assert found.keys() == shared_packs.GRADIENT_FAULTS.keys()
+    assert found.keys() == {shared_packs.FINDING_FAULTS[engine, kind]}
     assert all(gradient > 1e-4 and states_pass for gradient, states_pass in found.values()), found
 
 
