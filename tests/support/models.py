@@ -44,7 +44,9 @@ ARCHITECTURES = {
     },
     "bart": {"dropout": 0.0, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
-    # One layer of each kind of mixer. With the heads of the default config a step takes seconds.
+    # One layer of each kind. Unless it is said, all layers of LFM2 are attention
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    # With the heads of the default config a step takes seconds.
     "qwen3_next": {
         "head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
