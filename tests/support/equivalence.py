@@ -3,21 +3,28 @@
 One case is one model trained for five steps with SGD, on the same documents in every optimizer step: padded by TRL
 (the reference), packed by us with `minibatch`, flattened by TRL with `padding_free`, and padded by TRL in other
 micro-batches, which is the scale of rounding. Errors are relative to the weight change of the reference.
+
+Hybrid models also train on two ranks that share packs, and with a fault in their mixers.
 """
 
+import math
 import random
 import tempfile
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 import trl_packfix
+from trl_packfix.attention import mixers
 
 from . import zoo
 from .models import build_tiny_model, build_tokenizer
@@ -25,7 +32,8 @@ from .rounding import tolerance
 from .versions import TRL
 
 MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
-ZOO = ("mamba2", "kimi_linear", "minimax_m3_vl_text")  # with sizes of their own
+HYBRIDS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "falcon_h1")
+ZOO = (*HYBRIDS, "mamba2", "minimax_m3_vl_text")  # with sizes of their own
 ADAPTERS = ("full", "lora", "dora")
 MAX_LENGTH = 96
 NUM_STEPS = 5
@@ -42,11 +50,17 @@ class Case:
     dtype: torch.dtype = torch.float32
     on_leak: str = "repair"
     reentrant: bool = False
+    num_documents: int = 48
 
     def micro_batches(self, trainer: str) -> tuple[int, int]:
-        """Documents per micro-batch and micro-batches per step: 4 x 1 or 2 x 4, "regrouped" 2 x 2 or 4 x 2."""
+        """Documents per micro-batch and micro-batches per step: 4 x 1 or 2 x 4, "regrouped" 2 x 2 or 4 x 2.
+
+        "shared" has all documents of a step in one micro-batch.
+        """
         if trainer == "regrouped":
             return (2, 2) if self.accumulation == 1 else (4, 2)
+        if trainer == "shared":
+            return 1, 1
         return (4 if self.accumulation == 1 else 2), self.accumulation
 
     def __str__(self) -> str:
@@ -64,11 +78,46 @@ def conversations(num: int = 48, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt": text(1, 4), "completion": " " + text(1, 9)} for _ in range(num)])
 
 
+@contextmanager
+def boundary_lost() -> Iterator[None]:
+    """The last document of each pack begins with the state, and with the last tokens, of the one before it."""
+
+    def wrong(running):
+        bounds = running.cu_seq_lens_q
+        fewer = torch.cat([bounds[:-2], bounds[-1:]]) if len(bounds) > 2 else bounds
+        return replace(running, cu_seq_lens_q=fewer, cu_seq_lens_k=fewer, derived={})
+
+    with ExitStack() as patches:
+        for name, place in {"run_scan": 1, "_boundaries": 0, "_stretches": 0}.items():
+            right = getattr(mixers, name)
+
+            def on_fewer(*given, right=right, place=place, **more):
+                return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
+
+            patches.enter_context(mock.patch.object(mixers, name, on_fewer))
+        yield
+
+
+class LosesBoundary(TrainerCallback):
+    """The fault of `boundary_lost` in every step; the proof before the first one runs without it."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        self.stack.enter_context(boundary_lost())
+
+    def on_optimizer_step(self, *args, **kwargs) -> None:
+        self.stack.close()
+
+
 def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTTrainer]:
     """Losses of the five steps, the change of all trained weights in fp64, and the trainer.
 
-    `trainer` is "unpacked" (TRL, padded), "packed" (ours, minibatch), "padding_free" (TRL, flattened) or "regrouped"
-    (TRL, padded, the same documents per step in other micro-batches).
+    `trainer` is "unpacked" (TRL, padded), "packed" (ours, minibatch), "padding_free" (TRL, flattened), "regrouped"
+    (TRL, padded, the same documents per step in other micro-batches), "reversed" (TRL, padded, the same micro-batches
+    with their rows in reverse), "shared" (packed, on two ranks that share packs) or "leaking" (packed, and mixers lose
+    a boundary).
     """
     tokenizer = build_tokenizer()
     if case.model in ZOO:
@@ -84,22 +133,29 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         # PEFT has no DoRA for experts, which are parameters and not modules
         attention_only = dora and case.model in ("gpt_oss", "mixtral")
         target_modules = r".*\.[qkvo]_proj" if attention_only else "all-linear"
-        # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns, which the trainer refuses
-        unread = ["dt_proj"] if case.model == "jamba" else None
+        # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns, which the trainer refuses. PEFT
+        # refuses the output projection of some types, whose fused kernel leaves an adapter out
+        excluded = {"jamba": "dt_proj", "falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+        unread = [excluded[case.model]] if case.model in excluded else None
         peft_config = LoraConfig(
             r=4, target_modules=target_modules, exclude_modules=unread, use_dora=dora, task_type="CAUSAL_LM"
         )
-    package = trl_packfix if trainer == "packed" else trl
-    settings = {
-        "unpacked": {"max_length": MAX_LENGTH},
-        "packed": {"max_length": MAX_LENGTH, "packing": True, "packing_strategy": "minibatch"},
-        "padding_free": {"max_length": None, "padding_free": True},
-        "regrouped": {"max_length": MAX_LENGTH},
-    }[trainer]
+    batch_size, accumulation = case.micro_batches(trainer)
+    package = trl_packfix if trainer in ("packed", "shared", "leaking") else trl
+    settings = {"max_length": MAX_LENGTH}
+    if package is trl_packfix:
+        settings |= {"packing": True, "packing_strategy": "minibatch"}
+    elif trainer == "padding_free":
+        settings = {"max_length": None, "padding_free": True}
+    if trainer == "shared":  # the documents are those of one step, and links are so fast that two ranks share its pack
+        assert case.num_documents == math.prod(case.micro_batches("unpacked"))
+        settings |= {"packing_strategy": "stream", "tokens_per_rank": case.num_documents * MAX_LENGTH // 2}
+        settings |= {"exchange_speeds": {"within": 1e18, "latency_within": 1e-18}}
     if package is trl and Version("1.15") > TRL:
         # The default loss, in chunks, reads what mpt, mamba, rwkv and jamba do not have
         settings |= {"loss_type": "nll"}
-    batch_size, accumulation = case.micro_batches(trainer)
+    if case.model == "granitemoehybrid":  # TRL's router loss reads `num_experts`, which this config does not have
+        settings |= {"router_aux_loss_coef": 0.0}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = package.SFTConfig(
@@ -123,13 +179,19 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
             disable_tqdm=True,
             seed=11,
         )
-        if trainer == "packed":
+        if package is trl_packfix:
             args.packing_report = False
             args.on_leak = case.on_leak
+        rows = conversations(case.num_documents)
         runner = package.SFTTrainer(
-            model, args, train_dataset=conversations(), processing_class=tokenizer, peft_config=peft_config
+            model, args, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
         )
         runner.remove_callback(PrinterCallback)
+        if trainer == "reversed":
+            collate = runner.data_collator
+            runner.data_collator = lambda rows: collate(rows[::-1])
+        if trainer == "leaking":
+            runner.add_callback(LosesBoundary())
         trained = {name: p for name, p in runner.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
         runner.train()

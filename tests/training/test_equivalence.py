@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
 from support.rounding import LIMIT, tolerance
-from support.versions import divides_router_loss
+from support.versions import current_models, divides_router_loss
 
 from trl_packfix.training.objective import Objective
 
@@ -29,6 +29,38 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_training_equals_unpacked_training(case):
     assert_packed_equals_unpacked(case, least_change=0.1)
+
+
+# All types of `benchmarks/hybrid_training.py`, whole or with LoRA; it has both of each, two ranks, and kernels
+HYBRID_CASES = [
+    *[("qwen3_5_text", "full"), ("lfm2", "full"), ("falcon_h1", "full"), ("nemotron_h", "lora")],
+    *[("granitemoehybrid", "full"), ("granitemoehybrid", "lora")],
+    pytest.param("kimi_linear", "lora", marks=current_models),
+]
+
+
+@pytest.mark.rule(
+    "trl_packfix/attention/mixers.py",
+    "Packed training of hybrid models has the losses and weights of TRL's unpacked training; one boundary that "
+    "mixers lose is seen",
+)
+@pytest.mark.parametrize(("model", "adapter"), HYBRID_CASES)
+def test_packed_training_of_hybrid_models_equals_unpacked_training(model, adapter):
+    assert_packed_equals_unpacked(Case(model, adapter, accumulation=4, num_documents=8), least_change=0.1)
+
+
+@pytest.mark.rule(
+    "trl_packfix/attention/mixers.py",
+    "Packed training of hybrid models has the losses and weights of TRL's unpacked training; one boundary that "
+    "mixers lose is seen",
+)
+@pytest.mark.parametrize("model", ["granitemoehybrid", "lfm2"])
+def test_the_comparison_sees_a_boundary_that_mixers_lose(model):
+    """Also in LFM2, whose mixers carry no more than two tokens over it."""
+    case = Case(model, accumulation=4, num_documents=8)
+    reference = train(case, "unpacked")
+    rounding, found = (errors(case, trainer, reference)[1] for trainer in ("reversed", "leaking"))
+    assert found > 5 * tolerance(rounding), (found, rounding)
 
 
 @pytest.mark.parametrize("model", ["gpt_oss", "opt"])
