@@ -3,6 +3,7 @@
     python tests/on_kernels.py judge qwen3_next bamba   # a JSON line per model type: probe, judge, what was recorded
     python tests/on_kernels.py column docs bamba        # the column `with_kernels` of docs/compatibility.csv
     python tests/on_kernels.py rounding bamba            # the probe where Mamba-2's kernel rounds most
+    python tests/on_kernels.py reads lfm2 bamba          # tensors that the host reads in a packed micro-batch, by place
     python tests/on_kernels.py train FOLDER bamba       # a JSON line per training
 
 A process of its own: transformers looks for causal_conv1d, flash-linear-attention and mamba_ssm when it is imported.
@@ -17,6 +18,7 @@ import support  # isort: skip - sets the environment before torch is imported
 sys.path.insert(0, str(Path(support.__file__).parent / "kernel_site"))
 
 import json
+import tempfile
 import time
 import warnings
 from unittest import mock
@@ -27,11 +29,14 @@ import transformers
 from peft import LoraConfig
 from support import zoo
 from support.double import in_double
+from support.host_reads import ReadsOfSteps
 from support.runs import texts, trainer
+from support.strict_varlen import StrictVarlen
 from sweep import page
 from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
+from trl_packfix.attention import choice, varlen
 from trl_packfix.isolation import probe
 from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
@@ -118,6 +123,25 @@ def rounding(model_type: str) -> dict:
     return found | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
 
 
+def reads(model_type: str) -> dict:
+    """What the host reads in a packed micro-batch, on the path of CUDA for attention, too."""
+    model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    watch = ReadsOfSteps()
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(choice, "cuda_varlen_problem", lambda: None),
+        mock.patch.object(varlen, "FLASH_DEVICES", {"cpu"}),
+        StrictVarlen(),
+    ):
+        run = trainer(Path(folder), texts(120), model, {"callbacks": [watch]}, **settings)
+        watch.switch = lambda is_on: recorded() if is_on else found.update(recorded())
+        found: dict = {}
+        run.train()
+    repaired = list(map(str, run.packed_model.repaired))
+    return {"type": model_type, "reads": watch.per_micro_batch, "repaired": repaired} | found
+
+
 def column(folder: Path, model_types: list[str]) -> dict:
     """The verdict of each type, also written into the table in `folder`."""
     found = {}
@@ -139,7 +163,7 @@ def main() -> None:
     if command == "column":
         found = iter([column(Path(arguments[0]), arguments[1:])])
     elif command != "train":
-        found = map({"judge": judge, "rounding": rounding}[command], arguments)
+        found = map({"judge": judge, "rounding": rounding, "reads": reads}[command], arguments)
     else:
         found = (row for kind in arguments[1:] for row in trainings(Path(arguments[0]), kind))
     for row in found:

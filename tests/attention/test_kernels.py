@@ -113,6 +113,22 @@ def test_trainings_on_the_kernels(model_type, trained):
     assert len({row["moved"] for row in rows[3:]}) == 1
 
 
+@pytest.mark.rule(
+    "trl_packfix/attention/mixers.py",
+    "In a packed micro-batch the host reads nothing for mixers whose kernels take boundaries, else these once",
+)
+@pytest.mark.slow
+@pytest.mark.processes
+@current_models
+def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
+    """The scan of Mamba-1 takes none: its rows of documents are made on the host, once per pack."""
+    rows = {row["type"]: row for row in run(tmp_path, "reads", "lfm2", "bamba", "jamba")}
+    for name, row in rows.items():
+        ours = {place: number for place, number in row["reads"].items() if not place.startswith("transformers/")}
+        assert ours == ({"attention/forwards.py:bounds_on_host": 1.0} if name == "jamba" else {}), row
+        assert CONVOLUTION in row["calls"] and row["repaired"] == [] and row["silent"] == [], row
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models

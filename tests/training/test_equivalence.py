@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
 from support.rounding import LIMIT, tolerance
-from support.versions import current_models, divides_router_loss
+from support.versions import divides_router_loss
 
 from trl_packfix.training.objective import Objective
 
@@ -31,11 +31,10 @@ def test_packed_training_equals_unpacked_training(case):
     assert_packed_equals_unpacked(case, least_change=0.1)
 
 
-# All types of `benchmarks/hybrid_training.py`, whole or with LoRA; it has both of each, two ranks, and kernels
+# `benchmarks/hybrid_training.py` has both of each type, two ranks, and kernels; `test_kernels.py` trains kimi_linear
 HYBRID_CASES = [
     *[("qwen3_5_text", "full"), ("lfm2", "full"), ("falcon_h1", "full"), ("nemotron_h", "lora")],
     *[("granitemoehybrid", "full"), ("granitemoehybrid", "lora")],
-    pytest.param("kimi_linear", "lora", marks=current_models),
 ]
 
 
