@@ -18,9 +18,11 @@ from ..data.image_rows import has_images
 from ..data.row_values import read_row_values
 from ..planning.degrees import possible_degrees
 from ..planning.units import Synchronisation
+from .assistant_only import check_messages
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
+from .per_turn import check_per_turn
 
 
 def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
@@ -61,6 +63,22 @@ def check_before_loading(setup: Setup) -> None:
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
         num_heads = getattr(config, "num_attention_heads", None)
         possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
+
+
+def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is_formatted: bool) -> None:
+    """Refuse datasets that cannot be used, before the model is loaded.
+
+    Args:
+        is_formatted: a formatting function of the user makes texts of the rows.
+
+    Raises:
+        ValueError: no rows, no conversations where turns are trained, or what `check_weights` refuses.
+    """
+    check_per_turn(args, train_dataset, eval_dataset)
+    if not is_formatted:
+        check_messages(args, train_dataset, eval_dataset)
+    check_rows(train_dataset, "train")
+    check_weights(args, train_dataset)
 
 
 def check_weights(args: SFTConfig, train_dataset: Any) -> None:

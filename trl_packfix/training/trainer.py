@@ -140,13 +140,9 @@ class SFTTrainer(trl.SFTTrainer):
         checks.check_before_loading(setup)
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
-        per_turn.check_per_turn(args, train_dataset, eval_dataset)
-        if formatting_func is None:
-            assistant_only.check_messages(args, train_dataset, eval_dataset)
+        checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
-        dataset_checks.check_rows(train_dataset, "train")
-        checks.check_weights(args, train_dataset)
         self.packing_report = None
         self.training_objective = Objective(self, compute_loss_func)
         self.data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
