@@ -154,11 +154,7 @@ class Layout(ABC):
         return self._moved(lambda value: value.pin_memory())
 
     def _moved(self, move: Callable[[Any], Any]) -> Self:
-        values = {
-            attribute.name: getattr(self, attribute.name)
-            for attribute in fields(self)
-            if not attribute.metadata.get("on_host")
-        }
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("on_host")}
         return replace(
             self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor | Layout)}
         )
