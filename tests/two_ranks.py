@@ -493,6 +493,7 @@ def die(folder: Path, engine: str) -> None:
 
 
 STRATEGIES = ("stream", "minibatch")
+WORKERS = {"stream": (0, 2), "minibatch": (0,)}  # what workers are sent does not depend on the strategy
 DROPPING = (*STRATEGIES, "bfd")  # with an incomplete last step
 CHECKPOINTED = {"gradient_checkpointing": True}  # TRL's default, and with LoRA under ZeRO-3 the reentrant kind
 KINDS = {
@@ -542,7 +543,7 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)
         found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
-        for workers in (0, 2) if engine == "ddp" else (0,):
+        for workers in WORKERS[strategy] if engine == "ddp" else (0,):
             name = f"restart_{strategy}_{workers}"
             more = settings | {"dataloader_num_workers": workers}
             found[name] = partial(restart, name=f"{engine}/{name}", **more)

@@ -383,8 +383,7 @@ def test_compute_loss_func_and_callbacks(tmp_path):
 
 @pytest.mark.rule("trl_packfix/data/loaders.py", "A restart within an epoch continues with the same batches")
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["stream", "minibatch"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("strategy, workers", [("stream", 0), ("minibatch", 0), ("minibatch", 2)])
 def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path):
     settings = {
         "packing_strategy": strategy,
