@@ -286,6 +286,23 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
     return True
 
 
+def name_wrapped_layers(plugin: Any, model: nn.Module) -> None:
+    """Name the layers that FSDP wraps, if the model lists some that it has and some that it does not have.
+
+    Text models of Qwen3.5 list the blocks of a vision tower. accelerate looks for each class of the list, and raises
+    for one that it does not find. A list of the user stays. Can be removed when these models list their own layers.
+
+    Args:
+        plugin: accelerate's plugin for FSDP; None without.
+    """
+    if plugin is None or plugin.transformer_cls_names_to_wrap is not None:
+        return
+    listed = set(getattr(model, "_no_split_modules", None) or ())
+    own = listed & {type(module).__name__ for module in model.modules()}
+    if own and own != listed:
+        plugin.transformer_cls_names_to_wrap = sorted(own)
+
+
 def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
     """Make accelerate prepare a `model` for DDP again after it prepared it for evaluation; whether it had.
 

@@ -4,14 +4,18 @@ import inspect
 import pickle
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 import trl
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
@@ -19,7 +23,8 @@ from support.versions import TRL, trl_trains
 from transformers.integrations import integration_utils
 
 import trl_packfix
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTConfig, SFTTrainer, compat
+from trl_packfix.survey import zoo
 
 # The drop-in
 
@@ -508,3 +513,29 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(f
     again.train()
     ours.train()  # packs run again
     assert ours.state.global_step == 2
+
+
+@pytest.mark.rule("trl_packfix/compat.py", "FSDP wraps the layers of models that list layers which they do not have")
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_fsdp_wraps_the_layers_that_a_model_has(has_adapters):
+    """Text models of Qwen3.5 list the blocks of a vision tower, and accelerate raises for them."""
+    model = zoo.build_model("qwen3_5_text")
+    layers = [name for name, module in model.named_modules() if type(module).__name__ == "Qwen3_5DecoderLayer"]
+    if has_adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        layers = [f"base_model.model.{name}" for name in layers]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    with pytest.raises(ValueError, match="Could not find the transformer layer class Qwen3_5VisionBlock"):
+        fsdp2_prepare_auto_wrap_policy(plugin, model)
+    compat.name_wrapped_layers(plugin, model)
+    wraps = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert layers and [name for name, module in model.named_modules() if wraps(module)] == layers
+
+
+def test_other_lists_of_layers_to_wrap_stay():
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=["Mine"])
+    compat.name_wrapped_layers(plugin, zoo.build_model("qwen3_5_text"))
+    assert plugin.transformer_cls_names_to_wrap == ["Mine"]
+    plugin.transformer_cls_names_to_wrap = None
+    compat.name_wrapped_layers(plugin, build_tiny_model("llama"))  # has all that it lists
+    assert plugin.transformer_cls_names_to_wrap is None

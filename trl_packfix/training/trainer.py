@@ -32,7 +32,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
-from ..compat import forget_evaluation, summed_once
+from ..compat import forget_evaluation, name_wrapped_layers, summed_once
 from ..data import dataset_checks
 from ..data.masks import AssistantMask, TurnRule
 from ..data.reader import mask_columns, without_ignored_mask
@@ -175,6 +175,7 @@ class SFTTrainer(trl.SFTTrainer):
             formatting_func=formatting_func,
         )
 
+        name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         args.packing |= self.data.packs_images
         args.assistant_only_loss = self._assistant_only
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
