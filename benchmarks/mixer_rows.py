@@ -2,6 +2,7 @@
 
     python benchmarks/mixer_rows.py --csv mixer_rows.csv    # 2 minutes
     PYTHONPATH=tests/support/kernel_site python benchmarks/mixer_rows.py --models qwen3_5_text kimi_linear lfm2
+    python benchmarks/mixer_rows.py --seconds               # CPU seconds of a step of Qwen3.5, half a minute
 
 Packs of 8,192 tokens with documents of lognormal lengths, on tiny random models, forward only. Per layer with a mixer:
 
@@ -11,7 +12,8 @@ scanned    rows that go through its scan, or through the convolution of a model 
 calls      of the convolution and the scan
 operators  of torch in the mixer, without those inside of its convolution and its scan
 
-The second command uses the strict stand-ins of the tests for flash-linear-attention, mamba_ssm and causal_conv1d. They
+The third command times forward and backward of a tiny Qwen3.5 of four layers on one pack of 4,096 tokens, in torch.
+The second one uses the strict stand-ins of the tests for flash-linear-attention, mamba_ssm and causal_conv1d. They
 compute in torch, and count as one call.
 """
 
@@ -29,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from common import describe, make_console, make_parser, table_of, write_csv
+from common import cpu_seconds, describe, make_console, make_parser, table_of, write_csv
 from support import zoo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,11 +56,11 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def lengths_of(num_documents: int, sigma: float) -> list[int]:
+def lengths_of(num_documents: int, sigma: float, num_tokens: int = TOKENS) -> list[int]:
     """Lognormal lengths in tokens that fill a pack."""
     weights = np.random.default_rng(0).lognormal(0, sigma, num_documents)
-    lengths = np.maximum((weights / weights.sum() * TOKENS).astype(int), 2)
-    lengths[-1] += TOKENS - lengths.sum()
+    lengths = np.maximum((weights / weights.sum() * num_tokens).astype(int), 2)
+    lengths[-1] += num_tokens - lengths.sum()
     return lengths.tolist()
 
 
@@ -169,12 +171,35 @@ def measure(model_type: str, way: str) -> list[dict[str, Any]]:
     return found
 
 
+def time_steps(sigma: float) -> list[dict[str, Any]]:
+    """CPU seconds of a packed step, the least of three for each way, in turns: other work on the machine only adds."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    steps: dict[str, Callable[[], None]] = {}
+    lengths = lengths_of(25, sigma, num_tokens=4096)
+    batch = PackedDataCollator()([{"input_ids": torch.randint(16, zoo.VOCABULARY, (n,))} for n in lengths])
+    for way in ("before", "now"):
+        model = zoo.build_model("qwen3_5_text", num_hidden_layers=4, layer_types=kinds)
+        with mock.patch.dict(mixers.REPLACEMENTS, mixers.REPLACEMENTS if way == "now" else {}, clear=True):
+            packed = PackedModel(model, torch.float32, "cpu", max_length=TOKENS)
+            packed.prove(model).raise_if_leaking()
+        assert bool(packed.repaired) is (way == "before")
+        steps[way] = lambda model=model: model(**batch).loss.backward()  # type: ignore[misc]
+    seconds = [{way: cpu_seconds(step)[0] for way, step in steps.items()} for _ in range(3)]
+    return [{"sigma": sigma, **{way: round(min(each[way] for each in seconds), 2) for way in steps}}]
+
+
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--seconds", action="store_true", help="CPU seconds of a step in place of rows and calls")
     parser.add_argument("--models", nargs="+", choices=MIXERS, default=list(MIXERS))
     options = parser.parse_args()
     torch.manual_seed(0)
     print(describe())
+    if options.seconds:
+        torch.set_num_threads(1)
+        rows = [row for _, sigma in MIXES for row in time_steps(sigma)]
+        make_console(120).print(table_of(rows, title="CPU seconds of a packed step"))
+        return write_csv(options.csv, rows)
     rows = [row for name in options.models for way in ("before", "now") for row in measure(name, way)]
     make_console(120).print(table_of(rows, title="Per layer with a mixer; rows as multiples of the pack's tokens"))
     write_csv(options.csv, rows)
