@@ -16,6 +16,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
+from support import zoo
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
@@ -24,7 +25,6 @@ from transformers.integrations import integration_utils
 
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer, compat
-from trl_packfix.survey import zoo
 
 # The drop-in
 
