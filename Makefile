@@ -104,6 +104,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/throughput_gpu.py --smoke
 	$(BIN)/python benchmarks/static_shapes.py --num 1000
 	$(BIN)/python benchmarks/mixer_levels.py --turns 16
+	$(BIN)/python benchmarks/hybrid_training.py --models lfm2
 	$(BIN)/python benchmarks/million_tokens.py
 	$(BIN)/python benchmarks/launches.py
 	$(BIN)/python benchmarks/tower_attention.py --families qwen2_5_vl
