@@ -4,7 +4,7 @@ A *position* is the place of a document in visiting order.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import numpy as np
@@ -24,18 +24,26 @@ class _Buffer:
     to a gap are then the ones in the bitwise "and" of two slices.
     """
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, size: int, *, bytes_of: Callable[[int], int] | None = None, most_bytes: int = 0):
         self.longest = longest
-        self.num_documents = self.num_tokens = 0
+        self.size, self.bytes_of, self.most_bytes = size, bytes_of, most_bytes
+        self.num_documents = self.num_tokens = self.num_bytes = 0
+        self.forgotten = 0  # positions before position 0 of this buffer
         self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
         self.present = bytearray(longest + 1)
         self.mirrored = bytearray(longest + 1)
         self.forward = np.frombuffer(self.present, dtype=np.uint8)
         self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
 
+    def has_room(self) -> bool:
+        """Whether another document may arrive."""
+        return self.num_documents < self.size and (self.bytes_of is None or self.num_bytes < self.most_bytes)
+
     def add(self, position: int, length: int) -> None:
         self.num_documents += 1
         self.num_tokens += length
+        if self.bytes_of is not None:
+            self.num_bytes += self.bytes_of(position + self.forgotten)
         waiting = self.waiting[length]
         if waiting is None:
             waiting = self.waiting[length] = deque()
@@ -49,12 +57,15 @@ class _Buffer:
         position = waiting.popleft()
         self.num_documents -= 1
         self.num_tokens -= length
+        if self.bytes_of is not None:
+            self.num_bytes -= self.bytes_of(position + self.forgotten)
         if not waiting:
             self.present[length] = self.mirrored[self.longest - length] = 0
         return position
 
     def renumber(self, forgotten: int) -> None:
         """Lower every position by `forgotten`."""
+        self.forgotten += forgotten
         for waiting in filter(None, self.waiting):
             for i in range(len(waiting)):
                 waiting[i] -= forgotten
@@ -100,21 +111,32 @@ def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs
     return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max())))
 
 
-def pack_arrivals(arriving: Iterable[int], capacity: int, buffer_size: int, *, longest: int) -> Iterator[list[int]]:
+def pack_arrivals(
+    arriving: Iterable[int],
+    capacity: int,
+    buffer_size: int,
+    *,
+    longest: int,
+    bytes_of: Callable[[int], int] | None = None,
+    most_bytes: int = 0,
+) -> Iterator[list[int]]:
     """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
 
-    One document is read from `arriving` whenever one is placed; at its end, `_pack_rest` packs the last buffer. The
-    next packs depend only on the waiting documents, in their order, and on those that arrive: given both again, a
-    packer continues with the same packs. Memory is bounded by the buffer.
+    Documents are read from `arriving` whenever one is placed and there is room; at its end, `_pack_rest` packs the last
+    buffer. The next packs depend only on the waiting documents, in their order, and on those that arrive: given both
+    again, a packer continues with the same packs. Memory is bounded by the buffer.
 
     Args:
         arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
         buffer_size: most documents that wait.
+        bytes_of: memory of the document at a position; None: not counted.
+        most_bytes: if the waiting documents have so many, no other arrives.
 
     >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
-    packer = _Packer(iter(arriving), capacity, buffer_size, longest=longest)
+    buffer = _Buffer(longest, buffer_size, bytes_of=bytes_of, most_bytes=most_bytes)
+    packer = _Packer(iter(arriving), capacity, buffer)
     yield from packer.packs()
     positions, lengths = packer.waiting()
     if positions:
@@ -133,7 +155,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        packer = _Packer(iter(arriving.tolist()), capacity, len(arriving), longest=int(arriving.max()))
+        packer = _Packer(iter(arriving.tolist()), capacity, _Buffer(int(arriving.max()), len(arriving)))
         return _as_arrays(packer.packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
@@ -156,19 +178,18 @@ class _Packer:
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
     """
 
-    def __init__(self, arriving: Iterator[int], capacity: int, buffer_size: int, *, longest: int):
-        self.arriving, self.capacity, self.buffer_size = arriving, capacity, buffer_size
-        self.buffer = _Buffer(longest)
+    def __init__(self, arriving: Iterator[int], capacity: int, buffer: _Buffer):
+        self.arriving, self.capacity, self.buffer = arriving, capacity, buffer
         self.lengths: list[int] = []
         self.taken = bytearray()
-        self.forgotten = 0  # positions before the first of `lengths` and `taken`
+        # In place of one document one arrives, or as many as there is memory for
+        self.refill = self._arrive if buffer.bytes_of is None else self._fill_buffer
         self.ended = False
         self.members: list[int] = []  # of the pack that is open
 
     def packs(self, until_empty: bool = False) -> Iterator[list[int]]:
         """Packs until nothing more arrives, or until no document waits."""
-        while len(self.lengths) < self.buffer_size and not self.ended:
-            self._arrive()
+        self._fill_buffer()
         oldest = 0
         while until_empty or not self.ended:
             oldest = self.taken.find(0, oldest)
@@ -183,7 +204,11 @@ class _Packer:
     def waiting(self) -> tuple[list[int], list[int]]:
         """Positions and lengths of the documents that are in no pack."""
         left = np.flatnonzero(np.frombuffer(self.taken, dtype=np.uint8) == 0).tolist()
-        return [position + self.forgotten for position in left], [self.lengths[position] for position in left]
+        return [position + self.buffer.forgotten for position in left], [self.lengths[position] for position in left]
+
+    def _fill_buffer(self) -> None:
+        while not self.ended and self.buffer.has_room():
+            self._arrive()
 
     def _arrive(self) -> None:
         length = next(self.arriving, 0)
@@ -198,15 +223,14 @@ class _Packer:
         """Forget all positions before this one, which are in packs."""
         del self.lengths[:position], self.taken[:position]
         self.buffer.renumber(position)
-        self.forgotten += position
 
     def _place(self, length: int) -> int:
         """Move the oldest document of this length into the pack; another one arrives."""
         position = self.buffer.take(length)
         self.taken[position] = 1
-        self.members.append(position + self.forgotten)
+        self.members.append(position + self.buffer.forgotten)
         if not self.ended:
-            self._arrive()
+            self.refill()
         return length
 
     def _close_pack(self, position: int) -> None:
