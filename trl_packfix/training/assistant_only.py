@@ -89,7 +89,7 @@ def _check_weights(dataset: Dataset | IterableDataset, name: str, args: SFTConfi
         rows: Any = dataset.select(np.flatnonzero(rows_with(dataset, key, trained)))
         rows = rows.select_columns(trained).with_format(None)
     else:
-        rows = dataset.take(NUM_OF_STREAM)
+        rows = dataset.select_columns(trained).take(NUM_OF_STREAM)
     count = sum(any(_is_untrained(message, key) for column in trained for message in row[column] or ()) for row in rows)
     if count:
         of = f"{len(dataset)} rows" if isinstance(dataset, Dataset) else f"the first {NUM_OF_STREAM} rows"
