@@ -120,6 +120,31 @@ def restart(folder: Path, **settings) -> dict:
     return {"whole": whole(first), "resumed": whole(again), "steps": first.state.max_steps, "stop": stop}
 
 
+STREAMS = {  # settings of a stream on two ranks, and of the process that trains on the same packs
+    "stream": ({}, {"gradient_accumulation_steps": 2}),
+    "parts": ({"tokens_per_rank": 100, "share_prefixes": "pack"}, {}),
+}
+
+
+def streamed(folder: Path, kind: str, **settings) -> dict:
+    """Five steps on a stream that all ranks read, and again from the third."""
+    data = rows(40, seed=5) if kind == "stream" else QUESTIONS
+    settings = SGD | {"dataset": data.to_iterable_dataset(), "per_device_train_batch_size": 1} | settings
+    run = make(folder / kind, "qwen2_5_vl", save_strategy="steps", save_steps=3, **settings)
+    start = whole(run)
+    run.train()
+    again = make(folder / f"{kind}_again", "qwen2_5_vl", **settings)
+    again.train(resume_from_checkpoint=str(folder / kind / "checkpoint-3"))
+    report = run.packing_report
+    return {
+        "start": start,
+        "weights": whole(run),
+        "resumed": whole(again),
+        "proved": report.isolation.isolated and report.isolation.equal,
+        "counts": (report.num_documents, report.num_packs, report.images.num_images),
+    }
+
+
 def run_rank(engine: str, folder: Path) -> None:
     if engine == "zero3":
         run_deepspeed_on_cpus()
@@ -136,6 +161,8 @@ def run_rank(engine: str, folder: Path) -> None:
         save(scenario(folder, model=model, **settings), folder / f"{name}.pt")
     if engine == "ddp":
         save(restart(folder), folder / "restart.pt")
+        for kind, (settings, _) in STREAMS.items():
+            save(streamed(folder, kind, **settings), folder / f"{kind}.pt")
     torch.distributed.destroy_process_group()
 
 

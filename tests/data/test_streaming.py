@@ -809,4 +809,4 @@ def test_one_rank_continues_a_stream_of_two(name, two_ranks, caplog):
 
 def test_ranks_that_read_different_streams_are_refused(two_ranks):
     for message in two_ranks["different"]:
-        assert "with other tokens on 1 of 2 ranks" in message and "`seed`" in message
+        assert "with another row on 1 of 2 ranks" in message and "`seed`" in message

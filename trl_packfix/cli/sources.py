@@ -22,7 +22,8 @@ from datasets.exceptions import DatasetGenerationError
 
 from ..data.cache_files import Cached
 from ..data.collator import IGNORE_INDEX
-from ..data.image_rows import IMAGES, ImageRows, has_images
+from ..data.encoded_images import IMAGES
+from ..data.image_rows import ImageRows, has_images
 from ..data.masks import AssistantTurns
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 from ..data.turns import check_conversations

@@ -10,7 +10,7 @@ decodes its images and runs the processor, and must get the same tokens.
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +28,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..compat import training_every_token
 from .cache_files import Cached
 from .collator import IGNORE_INDEX, READ
+from .encoded_images import IMAGES, decoded
 from .image_sizes import depends_on_sizes, processing_sizes
 from .masks import TurnRule
 from .prefix_collator import Compared
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
 NUM_SHOWN = 10  # rows that a message names
-IMAGES = ("image", "images")
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
@@ -54,6 +54,7 @@ MEASURES = Features(
         "image_squares": Value("int64"),
         # To sort documents by their beginnings: tokens, first and stop of each image one after the other, hashes
         "tokens": ListOf(Value("uint32")),
+        "is_target": ListOf(Value("bool")),
         "spans": ListOf(Value("int64")),
         "contents": ListOf(Value("binary")),
         "digest": Value("binary"),
@@ -69,8 +70,15 @@ TURNS = Features({**dict.fromkeys((CONVERSATION, TURN, LEFT_OUT), Value("int64")
 
 def has_images(dataset: Any) -> bool:
     """Whether a dataset has a column of images, as TRL names them."""
-    columns = getattr(dataset, "column_names", None)
-    return isinstance(dataset, Dataset | IterableDataset) and any(name in IMAGES for name in columns or ())
+    return any(name in IMAGES for name in columns_of(dataset))
+
+
+def columns_of(dataset: Any) -> Collection[str]:
+    """The columns of a dataset; of a stream without features those of its first row."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return ()
+    columns: Collection[str] = dataset.column_names or next(iter(dataset), {})
+    return columns
 
 
 class RowProcessor:
@@ -114,7 +122,7 @@ class RowProcessor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
-        row = {name: value for name, value in row.items() if name != "image"} | {"images": images_of(row)}
+        row = with_images(row)
         if row.get("completion") == "":  # TRL joins its tokens, and those of an empty text are no whole numbers
             text = {self._collate.dataset_text_field: row["prompt"], "images": row["images"]}
             document = self.without_masks()(text)
@@ -135,6 +143,20 @@ class RowProcessor:
         is_image = self._is_image(document)
         where = np.flatnonzero(is_image)
         return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+
+    def cut(self, document: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """The tokens of a part of a document, and the images among them. It does not begin or end inside an image."""
+        if start == 0 and stop == len(document["input_ids"]):
+            return document
+        spans = self._image_spans(document)
+        within = [i for i, (first, behind) in enumerate(spans) if first >= start and behind <= stop]
+        overlapping = [i for i, (first, behind) in enumerate(spans) if behind > start and first < stop]
+        assert within == overlapping, "a document is never cut inside an image"
+        cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
+        cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
+        if within:
+            cut |= images_between(document, within[0], within[-1] + 1, num=len(spans))
+        return cut
 
     def _is_image(self, document: dict[str, Any]) -> npt.NDArray[np.bool_]:
         is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
@@ -249,6 +271,15 @@ def measure(
     return measured
 
 
+def measures_of(
+    row: dict[str, Any], index: int, process: RowProcessor, *, every: int, rule: TurnRule | None
+) -> dict[str, list[Any]]:
+    """The numbers of the documents of a row, as columns; see `measure`."""
+    if rule is None:
+        return {name: [value] for name, value in _measures(row, index, process, every).items()}
+    return _measures_of_turns({name: [value] for name, value in row.items()}, [index], process, every, rule)
+
+
 def _measures_of_turns(
     batch: Any, indices: list[int], process: RowProcessor, every: int, rule: TurnRule
 ) -> dict[str, list[Any]]:
@@ -280,7 +311,7 @@ def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[s
     """The numbers of a row. Its images are processed in one of `every` rows, and in all with 1."""
     try:
         # Reading the row decodes its images, so a missing or broken one is found here.
-        row = dict(row)
+        row = with_images(row)
         by_size = None if every == 1 else _numbers_by_size(row, process)
         if by_size is not None and index % every:
             return by_size
@@ -294,7 +325,7 @@ def _unmeasured(error: Exception) -> dict[str, Any]:
     """The numbers of a row that cannot be processed, and why."""
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
     numbers = {name: 0 for name, kind in MEASURES.items() if kind == Value("int64")}
-    lists: dict[str, Any] = {"tokens": [], "spans": [], "contents": []}
+    lists: dict[str, Any] = {"tokens": [], "is_target": [], "spans": [], "contents": []}
     reason = f"{type(error).__name__}: {text}"
     return numbers | lists | {"first_is_labelled": False, "digest": b"", "differs": False, BAD_ROW: reason}
 
@@ -322,6 +353,7 @@ def _numbers(row: dict[str, Any], process: RowProcessor) -> dict[str, Any]:
         "image_values": int(sizes.sum()),
         "image_squares": int((sizes**2).sum()),
         "tokens": tokens.tolist(),
+        "is_target": (labels != IGNORE_INDEX).tolist(),
         "spans": [place for span, _ in contents for place in span],
         "contents": [content for _, content in contents],
         "digest": _digest(document, images, process.settings),
@@ -334,6 +366,11 @@ def images_of(row: Any) -> list[Any]:
     """The images of a row of the dataset; [] if it has none."""
     images = [row["image"]] if "image" in row else row.get("images")
     return [image for image in images or [] if image is not None]
+
+
+def with_images(row: Any) -> dict[str, Any]:
+    """The row with all its images in `images`, decoded."""
+    return {name: row[name] for name in row if name != "image"} | {"images": [decoded(each) for each in images_of(row)]}
 
 
 def sequence_sizes(document: dict[str, Any]) -> Tensor:
@@ -434,7 +471,8 @@ class ImageRows(Rows):
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
     Args:
-        dataset: raw rows, in a form of TRL's vision datasets; images are decoded when a row is read.
+        dataset: raw rows, in a form of TRL's vision datasets; images are decoded when a row is read. Of a stream a
+            list of rows, whose images are encoded.
         process: makes the document of a row, or of a turn.
         measures: from `measure`, one row per document.
         turns: what was counted, with one document per assistant turn.
@@ -443,7 +481,7 @@ class ImageRows(Rows):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | list[dict[str, Any]],
         process: RowProcessor,
         measures: Dataset,
         *,
@@ -501,7 +539,7 @@ class ImageRows(Rows):
         """
         of_row, first, stop = self._spans
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
-        tokens = self._measures.with_format("arrow")[row]["tokens"][0].values.to_numpy()
+        tokens, _ = self.tokens(row)
         is_special = np.isin(tokens, self._process.special_tokens)
         first, stop = first[place], stop[place]
         if len(first) != self.image_counts[row]:
@@ -555,22 +593,25 @@ class ImageRows(Rows):
     def count_trained(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Trained tokens of each span, shape (N,). Rows of which a span is a part are processed to count them."""
-        counts, latest = self._trained[row].copy(), -1
-        labels = np.zeros(0, dtype=np.int64)
+        """Trained tokens of each span, shape (N,)."""
+        counts = self._trained[row].copy()
         for i in np.flatnonzero((start > 0) | (stop < self.lengths[row])):
-            if row[i] != latest:  # the fragments of a row come one after the other
-                latest, labels = row[i], self.read(row[i], 0, self.lengths[row[i]])["labels"]
-            counts[i] = (labels[start[i] + 1 : stop[i]] != IGNORE_INDEX).sum()
+            counts[i] = self.tokens(row[i])[1][start[i] + 1 : stop[i]].sum()
         return counts
 
     def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         is_labelled = self._first_is_labelled[row].copy()
         for i in np.flatnonzero(start > 0):
-            is_labelled[i] = self.read(row[i], 0, self.lengths[row[i]])["labels"][start[i]] != IGNORE_INDEX
+            is_labelled[i] = self.tokens(row[i])[1][start[i]]
         return is_labelled
 
-    def _row(self, row: int) -> dict[str, Any]:
+    def tokens(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The tokens of a row's document, and which of them are labels, both of shape (tokens,)."""
+        measures = self._measures.with_format("arrow")[int(row)]
+        tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))
+        return tokens.to_numpy().astype(np.int64), is_target.to_numpy(zero_copy_only=False)
+
+    def row(self, row: int) -> dict[str, Any]:
         """A row of the dataset; or of one of its turns, with the images up to this turn."""
         if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
@@ -587,7 +628,7 @@ class ImageRows(Rows):
             ValueError: the processor gives another number of tokens than when the row was measured.
         """
         row, length = int(row), int(self.lengths[row])
-        document = self._process(self._row(row))
+        document = self._process(self.row(row))
         num_tokens = len(document["input_ids"])
         if num_tokens != length:
             raise ValueError(
@@ -595,15 +636,4 @@ class ImageRows(Rows):
                 "measured before training. Packs are planned from these lengths, so they must not change. Leave the "
                 "image files as they are during training, and use a processor without random augmentation."
             )
-        if start == 0 and stop == length:
-            return document
-        of_row, first, behind = self._spans
-        place = slice(*np.searchsorted(of_row, [row, row + 1]))
-        first, behind = first[place], behind[place]
-        within = np.flatnonzero((first >= start) & (behind <= stop))
-        assert len(within) == ((behind > start) & (first < stop)).sum(), "a document is never cut inside an image"
-        cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
-        cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
-        if len(within):
-            cut |= images_between(document, int(within[0]), int(within[-1]) + 1, num=len(first))
-        return cut
+        return self._process.cut(document, start, stop)

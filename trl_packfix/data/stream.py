@@ -30,16 +30,19 @@ from ..planning.schedule import EMPTY, schedule_packs
 from ..planning.units import Balance, Bins, Synchronisation, Units
 from .collator import IGNORE_INDEX
 from .documents import Ledger
+from .encoded_images import packed_images, undecoded, unpacked_images
 from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
 from .row_values import SOURCES, WEIGHTS
 from .spans import Overlong, refuse_no_documents
+from .stream_images import ENCODED, EncodedRow, ProcessedPacks, StreamImages
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
 BUFFER_SIZE = 1000  # documents
+MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
 STATE_VERSION = 3  # raise it when the contents of the state change
 # With other values of these, the rest of a pass is divided anew. `num_shards` is that of a rank.
 ELASTIC = ("batch_size", "accumulation", "rank", "world_size", "num_workers", "num_shards")
@@ -48,17 +51,25 @@ Pack = list[DocumentTokens]
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens."""
+    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens.
+
+    With images also how many there are, in how many documents, the most in a pack, and the FLOPs of both models.
+    """
 
     ledger: Ledger = field(default_factory=Ledger)
     packs: int = 0
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    images: int = 0
+    with_images: int = 0
+    most_images: int = 0
+    tower_flops: float = 0.0
+    language_flops: float = 0.0
 
     def __add__(self, other: "StreamCounts") -> "StreamCounts":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return StreamCounts(*(mine + theirs for mine, theirs in pairs))
+        totals = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
+        return StreamCounts(**totals | {"most_images": max(self.most_images, other.most_images)})
 
 
 class PackedStream(torch.utils.data.IterableDataset[Any]):
@@ -86,9 +97,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         weight_column, source_column: see `StreamReader`.
         tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank.
         speeds: with sequence parallelism, of devices and links.
+        images: how rows with images become documents; None: they have tokens.
+        most_bytes: with images, of the rows of waiting documents; when they have so many, no other is read.
 
     Attributes:
         parallel: the settings of sequence parallelism; None without.
+        num_ahead: micro-batches that a loader with processes takes before they are trained.
 
     Raises:
         ValueError: a pass over the stream has no document to train on; what `StreamReader` and `possible_degrees`
@@ -101,8 +115,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     num_steps: int
     num_passes: int
     _num_arrived: int
-    _ledger: Ledger
-    _packed: np.ndarray  # packs, documents, tokens and trained tokens so far
+    _counts: StreamCounts
     _readers: list[ReaderState]
     _rest: dict[str, Any] | None  # `parts` in the rest of a pass of other ranks, and whether all ranks read all of it
     _micro_steps: dict[int, int]  # number of them so far by degree
@@ -131,8 +144,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         source_column: str | None = None,
         tokens_per_rank: int | None = None,
         speeds: Speeds | None = None,
+        images: StreamImages | None = None,
+        most_bytes: int = MOST_BYTES,
     ):
-        self.dataset = dataset
+        if images is not None:
+            dataset, mode = undecoded(dataset)
+            images = replace(images, mode=mode)
+        self.dataset, self.images, self.most_bytes, self.num_ahead = dataset, images, most_bytes, 0
         self.parallel: SequenceParallel | None = None
         if tokens_per_rank is None:
             self.share = share_of_rank(dataset, rank, world_size)
@@ -209,6 +227,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         return {name: getattr(self, name) for name in names.split()} | {
             "num_shards": self.share.dataset.num_shards,
             "tokens_per_rank": None if self.parallel is None else self.parallel.tokens_per_rank,
+            "image processor": None if self.images is None else self.images.process.settings.decode(),
         }
 
     def __iter__(self) -> Iterator[Pack | PartOf]:
@@ -217,17 +236,20 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         while True:
             for step in self._one_pass():
                 self.num_steps += 1
-                # The loader prefetches one micro-batch, so the latest trained step may be the one before.
-                before = self._snapshots[self.num_steps - 1]
-                self._snapshots = {self.num_steps - 1: before, self.num_steps: self._snapshot()}
+                self._snapshots[self.num_steps] = self._snapshot()
+                # The loader takes micro-batches ahead, at least one, so the latest trained step may be an earlier one.
+                oldest = self.num_steps - -(-(1 + self.num_ahead) // self.accumulation)
+                self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
                 yield from step
             if not self._num_arrived and self._rest is None:
-                refuse_no_documents(self._ledger, f"Rank {self.rank} read the stream to its end", self.max_length)
+                refuse_no_documents(
+                    self._counts.ledger, f"Rank {self.rank} read the stream to its end", self.max_length
+                )
             self.num_passes += 1
             self._num_arrived = 0
             self._readers = [ReaderState()] * max(self.num_workers, 1)
             if self._count > self.share.count and self.rank >= self.share.count:
-                self._ledger, self._packed = Ledger(), np.zeros_like(self._packed)  # those of the first ranks go on
+                self._counts = StreamCounts()  # those of the first ranks go on
             self._rest = None
 
     def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
@@ -235,7 +257,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         slots, capacity = self._packs_per_step, self._planned_capacity
         # A longer document is alone in its pack, which may be full
         arriving = (min(length, capacity) for length in self._arrivals())
-        packs = pack_arrivals(arriving, capacity, self.buffer_size, longest=min(self.max_length, capacity))
+        packs = pack_arrivals(
+            arriving,
+            capacity,
+            self.buffer_size,
+            longest=min(self.max_length, capacity),
+            bytes_of=None if self.images is None else lambda position: self._waiting[position][ENCODED].num_bytes,
+            most_bytes=self.most_bytes,
+        )
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
@@ -249,9 +278,30 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             step = [self._closed.popleft() for _ in range(min(slots, len(self._closed)))]
             documents = [document for pack in step for document in pack]
             tokens = sum(len(document["input_ids"]) for document in documents)
-            trained = sum(np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents)
-            self._packed += (len(step), len(documents), tokens, trained)
+            trained = sum(int(np.count_nonzero(document["labels"][1:] != IGNORE_INDEX)) for document in documents)
+            self._counts += StreamCounts(Ledger(), len(step), len(documents), tokens, trained)
+            if self.images is not None:
+                self._counts += self._counts_of_images(step)
             yield self._micro_batches(step)
+
+    def _counts_of_images(self, packs: list[Pack]) -> StreamCounts:
+        counts = [[document[ENCODED].counts[0] for document in pack] for pack in packs]
+        documents = [document for pack in packs for document in pack]
+        lengths, tower = np.array([len(document["input_ids"]) for document in documents]), self._image_costs(documents)
+        return StreamCounts(
+            images=sum(map(sum, counts)),
+            with_images=sum(count > 0 for pack in counts for count in pack),
+            most_images=max(map(sum, counts)),
+            tower_flops=0.0 if tower is None else float(tower.sum()),
+            language_flops=float(self.cost_model(lengths).sum()),
+        )
+
+    def _image_costs(self, documents: list[DocumentTokens]) -> np.ndarray | None:
+        """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
+        if self.images is None or self.cost_model.tower is None:
+            return None
+        _, values, squares = np.array([document[ENCODED].counts for document in documents]).T
+        return self.cost_model.tower(values, squares)
 
     def _arrivals(self) -> Iterator[int]:
         """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
@@ -259,7 +309,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
         for chunk in self._chunks():
             self._readers[chunk.reader] = chunk.state
-            self._ledger += chunk.ledger
+            self._counts += StreamCounts(chunk.ledger)
             self._num_arrived += len(chunk.documents)
             self._waiting.update(enumerate(chunk.documents, position))
             position += len(chunk.documents)
@@ -283,6 +333,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             self.vocab_size,
             self.weight_column,
             self.source_column,
+            self.images,
         )
         # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
@@ -309,7 +360,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
         units, bins = (
-            Units(lengths, self.cost_model),
+            Units(lengths, self.cost_model, self._image_costs(documents)),
             Bins(
                 capacity=self.capacity,
                 accumulation=self.accumulation,
@@ -339,7 +390,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "closed": [len(pack) for pack in self._closed],
             "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
             "readers": list(self._readers),
-            "counts": StreamCounts(self._ledger, *self._packed.tolist()),
+            "counts": self._counts,
             "micro_steps": self._micro_steps,
             "num_steps": self.num_steps,
             "num_passes": self.num_passes,
@@ -369,18 +420,17 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._closed = deque([next(documents) for _ in range(size)] for size in state["closed"])
         self._waiting = dict(enumerate(documents))
         self._readers = list(state["readers"])
-        counts, self._num_arrived = state["counts"], state["num_arrived"]
-        packed = (counts.packs, counts.documents, counts.tokens, counts.trained_tokens)
-        self._ledger, self._packed, self._micro_steps = counts.ledger, np.array(packed), state["micro_steps"]
+        self._counts, self._num_arrived = state["counts"], state["num_arrived"]
+        self._micro_steps = state["micro_steps"]
         self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
         self._rest = state.get("rest")
         self._snapshots = {self.num_steps: {"count": self._count} | state}
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
-        """The state after `num_steps` optimizer steps, the latest step that was yielded or the one before it.
+        """The state after `num_steps` optimizer steps, the latest step that was yielded or one that is still trained.
 
         It can be saved with `torch.save`. It holds the documents that were read and not trained yet: at most
-        `buffer_size`, and a chunk per reader.
+        `buffer_size`, and a chunk per reader. With images it holds their rows, images encoded.
         """
         state = self._snapshots[num_steps]
         documents = state["documents"]
@@ -394,6 +444,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             values["weights"] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
         if self.source_column is not None:
             values["sources"] = [document[SOURCES] for document in documents]
+        if self.images is not None:
+            rows = [document[ENCODED] for document in documents]
+            values["rows"] = [(row.text, row.start, row.stop, row.counts) for row in rows]
+            values["images"] = packed_images([row.images for row in rows])
         return (
             state
             | values
@@ -456,8 +510,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(readers, ledgers, strict=True)
         ]
         tensors = ["lengths"] + ["weights"] * ("weights" in first)
-        lists = ["sources"] * ("sources" in first)
+        lists = ["sources"] * ("sources" in first) + ["rows"] * ("rows" in first)
+        images = [images for state in readers if "images" in state for images in unpacked_images(state["images"])]
         return first | {
+            **({"images": packed_images(images)} if "images" in first else {}),
             **{name: [value for state in readers for value in state[name]] for name in lists},
             **{name: torch.cat([state[name] for state in readers] or [first[name][:0]]) for name in tensors},
             "documents": {
@@ -498,6 +554,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         if self.source_column is not None:
             for document, source in zip(documents, state["sources"], strict=True):
                 document[SOURCES] = source
+        if self.images is not None:
+            of_rows = zip(state["rows"], unpacked_images(state["images"]), strict=True)
+            for document, ((text, start, stop, image_counts), images) in zip(documents, of_rows, strict=True):
+                document[ENCODED] = EncodedRow(text, images, start, stop, tuple(image_counts))
         self._start = state | {
             "documents": documents,
             "readers": [ReaderState(**reader) for reader in state["readers"]],
@@ -531,11 +591,31 @@ def _identity(chunk: Any) -> Any:
 
 
 def stream_loader(
-    stream: PackedStream, collate: Callable[[Any], dict[str, Any]], device: torch.device | None, *, pin_memory: bool
+    stream: PackedStream,
+    collate: Callable[[Any], dict[str, Any]],
+    device: torch.device | None,
+    *,
+    pin_memory: bool,
+    num_workers: int = 0,
+    worker_kwargs: dict[str, Any] | None = None,
 ) -> DataLoaderShard:
-    """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes."""
+    """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes.
+
+    Images are processed in `num_workers` processes of their own.
+    """
+    if stream.images is None:
+        loader: Any = DataLoader(
+            stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
+        )
+        return unsharded_loader(loader, device)
+    # In order, or a checkpoint would not know which documents were trained
+    settings = {name: value for name, value in (worker_kwargs or {}).items() if name != "in_order" and num_workers}
+    if num_workers:
+        wait_for_threads_before_forks()
+        stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)
+    packs = ProcessedPacks(stream.images.process)
     loader = DataLoader(
-        stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
+        packs, batch_sampler=stream, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory, **settings
     )
     return unsharded_loader(loader, device)
 

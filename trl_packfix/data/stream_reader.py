@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import fsspec.asyn
 import numpy as np
@@ -22,8 +22,10 @@ from ..compat import state_is_exact
 from .dataset_checks import check_tokens
 from .documents import Ledger
 from .reader import BAD_ROW, TokenReader
-from .row_values import SOURCES, read_row_values
+from .row_values import SOURCES, RowValues, read_row_values
 from .spans import Overlong, make_documents
+from .stream_images import CHUNK as IMAGE_CHUNK
+from .stream_images import StreamImages
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ MANY_RANKS = 8
 
 DocumentTokens = dict[str, Any]
 """`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights; the
-name of its source, if they have sources."""
+name of its source, if they have sources; with images, what it is made of (`ENCODED`)."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         vocab_size: token ids must be below it; None: not checked.
         weight_column, source_column: columns with the weight and the source of each row, which its documents get;
             None: no such column.
+        images: how rows with images become documents; None: they have tokens.
     """
 
     parts: list[IterableDataset]
@@ -141,6 +144,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     vocab_size: int | None = None
     weight_column: str | None = None
     source_column: str | None = None
+    images: StreamImages | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
@@ -165,43 +169,58 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         position = state.position if is_exact else None
         dataset.load_state_dict(position)
         # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
-        batches = dataset.iter(batch_size=CHUNK)
+        size = CHUNK if self.images is None else IMAGE_CHUNK
+        batches = dataset.iter(batch_size=size)
         if position is None and state.examples:
             # The dataset's state is not exact, or was not where the run was saved: read the earlier examples of this
             # pass again.
-            next(islice(batches, -(-state.examples // CHUNK) - 1, None), None)
+            next(islice(batches, -(-state.examples // size) - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
-            table = as_table(batch, self.weight_column, self.source_column)
-            documents, ledger = self._documents(table, examples)
-            examples, chunks = examples + len(table), chunks + 1
+            documents, ledger = self._documents(batch, examples)
+            examples, chunks = examples + len(next(iter(batch.values()))), chunks + 1
             position = dataset.state_dict() if is_exact else None
             yield Chunk(documents, ledger, number, ReaderState(position, examples, chunks))
         yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
-    def _documents(self, table: Dataset, first: int) -> tuple[list[DocumentTokens], Ledger]:
+    def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
         try:
-            if "input_ids" in table.column_names:
-                check_tokens(table, "train", self.vocab_size)
-            reader = TokenReader(table)
-            spans = make_documents(
-                reader, self.max_length, self.overlong, truncation_mode=self.truncation_mode, may_be_empty=True
-            )
-            values = read_row_values(table, self.weight_column, self.source_column, name="train")
+            documents, rows, ledger, values = self._of_tokens(batch) if self.images is None else self._of_images(batch)
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
             ) from error
+        for document, row in zip(documents, rows, strict=True):
+            document |= values.of(row)
+            if values.sources is not None:
+                document[SOURCES] = values.names[values.sources[row]]
+        return documents, ledger
+
+    def _of_tokens(self, batch: dict[str, Any]) -> tuple[list[DocumentTokens], list[int], Ledger, RowValues]:
+        table = as_table(batch, self.weight_column, self.source_column)
+        if "input_ids" in table.column_names:
+            check_tokens(table, "train", self.vocab_size)
+        reader = TokenReader(table)
+        spans = make_documents(
+            reader, self.max_length, self.overlong, truncation_mode=self.truncation_mode, may_be_empty=True
+        )
         documents = [
             # Copies, because a view would hold the tokens of the whole chunk in memory.
             {name: values.astype(np.int32) for name, values in reader.read(row, start, stop).items()}
             for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
         ]
-        for document, row in zip(documents, spans.row, strict=True):
-            document |= values.of(row)
-            if values.sources is not None:
-                document[SOURCES] = values.names[values.sources[row]]
-        return documents, spans.ledger
+        values = read_row_values(table, self.weight_column, self.source_column, name="train")
+        return documents, spans.row.tolist(), spans.ledger, values
+
+    def _of_images(self, batch: dict[str, Any]) -> tuple[list[DocumentTokens], list[int], Ledger, RowValues]:
+        assert self.images is not None
+        columns = [name for name in (self.weight_column, self.source_column) if name is not None]
+        values = RowValues()
+        if columns:
+            table = as_table({name: batch[name] for name in columns if name in batch}, *columns)
+            values = read_row_values(table, self.weight_column, self.source_column, name="train")
+        read = self.images.read(batch, self.max_length, self.overlong)
+        return read.documents, read.rows, read.ledger, values.taken(read.conversations)
 
 
 def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:
@@ -219,8 +238,13 @@ def read_whole(dataset: IterableDataset, *others: str | None) -> Dataset:
     """All examples of a finite stream, as a table in memory, with the columns that packing reads and `others`."""
     tables = [as_table(batch, *others) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
-        raise ValueError(
-            "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. "
-            "Check that it was not read to its end before, and that its filters do not drop every example."
-        )
+        refuse_empty()
     return concatenate_datasets(tables)
+
+
+def refuse_empty() -> NoReturn:
+    """Raise a ValueError: a stream to evaluate has no row."""
+    raise ValueError(
+        "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. Check "
+        "that it was not read to its end before, and that its filters do not drop every example."
+    )

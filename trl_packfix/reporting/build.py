@@ -140,6 +140,17 @@ def make_stream_report(
     counts, groups = counts or StreamCounts(), None
     if stream.parallel is not None:
         groups = Groups(stream.parallel.tokens_per_rank, stream.parallel.smallest, micro_steps or {})
+    images = None
+    if stream.images is not None:
+        flops = counts.tower_flops + counts.language_flops
+        images = ImageNumbers(
+            counts.images,
+            counts.with_images,
+            counts.images / max(counts.packs, 1),
+            counts.most_images,
+            tower_share=counts.tower_flops / flops if counts.tower_flops else None,
+            most_waiting=(stream.buffer_size, stream.most_bytes),
+        )
     return PackingReport(
         strategy="stream",
         overlong=stream.overlong,
@@ -160,6 +171,7 @@ def make_stream_report(
         documents_per_step=None,
         documents_not_reached=0,
         groups=groups,
+        images=images,
         ledger=counts.ledger,
     )
 

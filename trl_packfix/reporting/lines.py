@@ -307,5 +307,13 @@ OF_TABLE: tuple[Callable[[ReportNumbers], Lines], ...] = (
     _shared_packs,
     _imbalance,
 )
-OF_STREAM = (_stream, _trained, _micro_batch, _steps_of_stream, _groups, _trained_so_far)
+OF_STREAM = (
+    _stream,
+    _trained,
+    _line_of("images", "images"),
+    _micro_batch,
+    _steps_of_stream,
+    _groups,
+    _trained_so_far,
+)
 LINES = (_lost, _experimental, _attention, _isolation)  # of both

@@ -69,6 +69,7 @@ class ImageNumbers:
         tower_share: share of the vision tower in the FLOPs; None if its cost is not known.
         tower_imbalance, language_imbalance: imbalance of the vision tower and of the language model, each by itself.
             Ranks are balanced by the sum of both.
+        most_waiting: of a stream, documents and bytes after which no other document is read; None for a table.
     """
 
     num_images: int
@@ -78,9 +79,18 @@ class ImageNumbers:
     tower_share: float | None = None
     tower_imbalance: float | None = None
     language_imbalance: float | None = None
+    most_waiting: tuple[int, int] | None = None
 
     def line(self) -> str:
         """How many images there are, and what they cost."""
+        if self.most_waiting is None:
+            return self._counted
+        documents, size = self.most_waiting
+        waiting = f"at most {documents:,} documents, or {size / 2**20:,.0f} MiB of encoded images, wait on a rank"
+        return f"{self._counted}; {waiting}" if self.num_images else waiting
+
+    @property
+    def _counted(self) -> str:
         tower = "cost not known, so not balanced"
         if self.tower_share is not None:
             tower = f"{self.tower_share:.1%} of the modelled FLOPs"

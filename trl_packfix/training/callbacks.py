@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import backward_bytes
 from ..attention.models import base_model
 from ..attention.runs import COPIED_BYTES
-from ..data.image_rows import IMAGES
+from ..data.encoded_images import IMAGES
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
@@ -178,22 +177,21 @@ class StreamCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size == 1:
             return
-        first = next(iter(self.trainer.train_dataset))["input_ids"]
-        firsts = gather_object([np.asarray(first).tolist()])
+        firsts = gather_object([self.trainer.data.first_of_stream()])
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(
-                f"The stream begins with {len(firsts[0])} tokens on rank 0 and with other tokens on {len(other)} of "
-                f"{args.world_size} ranks (the first is rank {other[0]}). All ranks share one stream. If they read "
+                f"The stream begins with another row on {len(other)} of {args.world_size} ranks than on rank 0 (the "
+                f"first is rank {other[0]}). All ranks share one stream. If they read "
                 "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
                 "files."
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any) -> None:
-        self._report(args, train_dataloader.dataset, state.global_step)
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._report(args, self.trainer.data.stream, state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any) -> None:
-        self._report(args, train_dataloader.dataset, state.global_step)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._report(args, self.trainer.data.stream, state.global_step)
         if args.packing_report and self.trainer.is_world_process_zero():
             self.trainer.packing_report.show()
 

@@ -14,7 +14,7 @@ from trl.data_utils import get_dataset_column_names
 
 from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
-from ..data.image_rows import has_images
+from ..data.image_rows import columns_of, has_images
 from ..data.row_values import read_row_values
 from ..planning.degrees import possible_degrees
 from ..planning.units import Synchronisation
@@ -27,12 +27,11 @@ from .per_turn import check_per_turn
 
 def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
     """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Setup`."""
-    has_columns = isinstance(train_dataset, Dataset | IterableDataset)
     samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
     return Setup(
         args=args,
         model=model,
-        columns=(train_dataset.column_names or ()) if has_columns else (),
+        columns=columns_of(train_dataset),
         is_stream=isinstance(train_dataset, IterableDataset),
         own_sampler=f"{kind.__name__}._get_train_sampler" if samples else None,
         **arguments,

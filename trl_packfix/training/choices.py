@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
-from ..data.image_rows import IMAGES
+from ..data.encoded_images import IMAGES
 from ..planning.strategies import STRATEGIES, StrategyTraits
 
 MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound

@@ -26,7 +26,7 @@ from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.image_rows import ImageRows
+from ..data.image_rows import ImageRows, columns_of
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
@@ -177,14 +177,12 @@ class Evaluation:
 
     def _table(self, dataset: Any) -> Any:
         """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
+        images = self._data.images
         if not isinstance(dataset, IterableDataset):
             return dataset
-        if self._data.images is not None:
-            raise ValueError(
-                "An evaluation set is an `IterableDataset`, and the training set has images in packs. The documents of "
-                "an evaluation set with images are measured in a table. Load it without streaming."
-            )
-        return read_whole(dataset, self.args.source_column) if self._is_text else dataset
+        if images is not None and "input_ids" not in columns_of(dataset):
+            return images.table(dataset, self.args)
+        return dataset if images is None and not self._is_text else read_whole(dataset, self.args.source_column)
 
     def _evaluates_documents(self, dataset: Any) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""

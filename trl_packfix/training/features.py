@@ -212,8 +212,6 @@ FEATURES = (
     Feature(
         choice=of.PACKED_IMAGES,
         conflicts={
-            of.STREAM: "Up to 1,000 documents of a stream wait for a pack on each rank, and are in every checkpoint; "
-            "with their processed images they would be gigabytes",
             of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the pixels of a pack depend on its images",
             of.CUT_BLOCKS: "It cuts all documents where a block of `max_length` tokens ends, also inside an image",
             of.NO_PROCESSOR: "Images are made into tokens by a processor of transformers; a tokenizer makes no pixels, "

@@ -1,19 +1,24 @@
 """Images in packs, for the trainer: what is refused before work starts, and what the trainer is made of."""
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
 from accelerate.utils import DistributedType
-from datasets import Dataset
+from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
 from torch import nn
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
+from ..data.encoded_images import undecoded
 from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows, RowProcessor, has_images, measure
+from ..data.masks import TurnRule
 from ..data.reader import TokenReader
+from ..data.stream_images import StreamImages
+from ..data.stream_reader import refuse_empty
 from .config import SFTConfig
 from .per_turn import measure_turns
 
@@ -53,6 +58,34 @@ class ImageData:
         with main_process_first():
             measures = measure(dataset, self.process, name, num_proc=args.dataset_num_proc, drops=drops)
         return ImageRows(dataset, self.process, measures)
+
+    def of_stream(self, args: SFTConfig) -> StreamImages:
+        """How the rows of a stream become documents."""
+        rule = TurnRule.of(args) if args.per_turn else None
+        return StreamImages(self.process, args.dataset_text_field, rule, drops=args.bad_rows == "drop")
+
+    def first_of_stream(self, dataset: IterableDataset, args: SFTConfig) -> str:
+        """A hash of the first row, with its images as they are stored."""
+        rows, _ = undecoded(dataset)
+        row = self.of_stream(args).encoded(next(iter(rows)))
+        return hashlib.sha256(repr(row).encode()).hexdigest()
+
+    def table(self, dataset: IterableDataset, args: SFTConfig) -> Dataset:
+        """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
+        rows, mode = undecoded(dataset)
+        reading, others, images = replace(self.of_stream(args), mode=mode), [], []
+        for row in rows:
+            encoded = reading.encoded(row)
+            images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
+            others.append(
+                encoded | {name: row[name] for name in [args.source_column] if name is not None and name in row}
+            )
+        if not others:
+            refuse_empty()
+        table = Dataset.from_list(others)
+        return concatenate_datasets(
+            [table, Dataset.from_dict({"images": images}, Features({"images": [Image(mode=mode)]}))], axis=1
+        )
 
     def of_packs(self, args: SFTConfig, accelerator: Any) -> PackedImages:
         """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
@@ -364,6 +365,7 @@ class TrainingData:
             source_column=args.source_column,
             tokens_per_rank=args.tokens_per_rank,
             speeds=speeds(args),
+            images=None if self.images is None else self.images.of_stream(args),
         )
         self.trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         columns = {WEIGHTS: args.weight_column, SOURCES: args.source_column}
@@ -372,7 +374,20 @@ class TrainingData:
         if keys:
             collate = RowValuesCollator(collate, keys, names_sources=True)
         collate = self._by_length(collate)
-        return stream_loader(stream, collate, self.trainer.accelerator.device, pin_memory=self._pin_memory)
+        return stream_loader(
+            stream,
+            collate,
+            self.trainer.accelerator.device,
+            pin_memory=self._pin_memory,
+            num_workers=args.dataloader_num_workers,
+            worker_kwargs=self._worker_kwargs,
+        )
+
+    def first_of_stream(self) -> Any:
+        """What tells the first row of the stream from others: its tokens, or a hash of it with its images."""
+        if self.images is not None:
+            return self.images.first_of_stream(self.trainer.train_dataset, self.args)
+        return np.asarray(next(iter(self.trainer.train_dataset))["input_ids"]).tolist()
 
     # The model
 

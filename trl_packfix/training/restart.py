@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
-from torch.utils.data import DataLoader
 
 from ..attention.models import base_model
 from ..compat import load_renamed_weights
 from ..data.epochs import EpochPlanner, Start
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
-from ..data.stream import PackedStream, resume, stream_file
+from ..data.stream import resume, stream_file
 from ..version import __version__
 from . import checkpoints
 from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
@@ -366,10 +365,10 @@ class Restart:
 
     # Streams
 
-    def resume_stream(self, checkpoint: str | None, loader: DataLoader[Any], max_steps: int) -> None:
+    def resume_stream(self, checkpoint: str | None, max_steps: int) -> None:
         """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
-        stream = getattr(loader, "dataset", None)
-        if checkpoint is not None and isinstance(stream, PackedStream):
+        stream = self.trainer.data.stream
+        if checkpoint is not None and stream is not None:
             step = self.trainer.state.global_step
             num_skipped = step % max_steps * self.args.gradient_accumulation_steps
             resume(stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip)
@@ -393,8 +392,8 @@ class Restart:
             "world_size": self.args.world_size,
             **self._loss_settings(),
         }
-        stream = getattr(self.trainer.callback_handler.train_dataloader, "dataset", None)
-        if isinstance(stream, PackedStream):
+        stream = self.trainer.data.stream
+        if stream is not None:
             if self.trainer.data.ranks.index == 0:
                 torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
         elif planner is not None:

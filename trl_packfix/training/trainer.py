@@ -296,7 +296,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.start()
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The only method that has both the checkpoint and the loader
-        self.restart.resume_stream(resume_from_checkpoint, train_dataloader, max_steps)
+        self.restart.resume_stream(resume_from_checkpoint, max_steps)
         return model, loader
 
     # The Trainer assumes that all epochs have the same number of steps.

@@ -1,0 +1,338 @@
+"""Packs of a stream with images: trained as unpacked, read as a table, bounded in memory, and restarted exactly."""
+
+import io
+import json
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, IterableDataset, List
+from support.rounding import tolerance, weight_difference
+from support.vision import MESSAGES, QUESTIONS, SGD, build_model, build_processor, conversations, make, rows
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.data.stream import PackedStream, stream_file
+from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
+from trl_packfix.data.turns import COLUMNS
+
+TABLE = rows(60, seed=4)
+ROOM = 15_000  # bytes: about 8 documents of 1 to 2 images
+PROCESS = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor("llava")))
+
+
+@pytest.fixture
+def small_room(monkeypatch):
+    """So that documents wait for others to come, as in a stream that does not fit into the buffer."""
+    monkeypatch.setitem(PackedStream.__init__.__kwdefaults__, "most_bytes", ROOM)
+
+
+def key(row) -> str:
+    """The text of a row, by which it is told from the others."""
+    return json.dumps({name: row[name] for name in row if name in COLUMNS})
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+def documents_of(stream, num_micro_batches):
+    """The waiting documents of each micro-batch."""
+    return list(islice(stream, num_micro_batches))
+
+
+# Training
+
+
+def train_unpacked(family, table, steps, halves=False) -> torch.Tensor:
+    """Weights after these rows of each step, in one padded batch of TRL's collator, or in two."""
+    model, collate = build_model(family).train(), DataCollatorForVisionLanguageModeling(build_processor(family))
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD["learning_rate"])
+    for step in steps:
+        batches = [collate([dict(table[i]) for i in part]) for part in ((step[::2], step[1::2]) if halves else (step,))]
+        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            (model(**batch).loss * int((batch["labels"][:, 1:] != -100).sum()) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.rule("trl_packfix/data/stream_images.py", "With images, a packed stream trains as unpacked")
+@pytest.mark.parametrize(
+    "family, kind, settings",
+    [
+        ("llava", "rows", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
+        ("qwen2_5_vl", "rows", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
+        ("qwen2_5_vl", "questions", {"share_prefixes": "pack", "per_device_train_batch_size": 2}),
+    ],
+)
+def test_training_is_unpacked_training(family, kind, settings, small_room, tmp_path):
+    table = {"rows": TABLE, "questions": QUESTIONS}[kind]
+    run = make(tmp_path, family, table.to_iterable_dataset(), **SGD | settings | {"packing_report": True})
+    run.train()
+    report = run.packing_report
+    accumulation = settings.get("gradient_accumulation_steps", 1)
+    run.get_train_dataloader()  # a stream from its beginning
+    packs = documents_of(run.data.stream, SGD["max_steps"] * accumulation)
+    number = {key(row): i for i, row in enumerate(table.select_columns(["messages"]))}
+    assert len(number) == len(table)
+    documents = [[number[document[ENCODED].text] for document in pack if ENCODED in document] for pack in packs]
+    steps = [list(chain(*documents[i : i + accumulation])) for i in range(0, len(documents), accumulation)]
+    assert min(map(len, steps)) > 3 and sum(len(table[i]["images"]) for i in chain(*steps)) >= 20
+    start, weights = flat(build_model(family)), train_unpacked(family, table, steps)
+    rounding = weight_difference(train_unpacked(family, table, steps, halves=True), weights, start)
+    found = weight_difference(flat(run.model), weights, start)
+    print(f"{family} {kind}: {found:.1e} of the distance moved, in other batches {rounding:.1e}")
+    assert found <= tolerance(rounding)
+    assert report.isolation.isolated and report.isolation.equal and report.num_documents == len(list(chain(*steps)))
+    images = [sum(len(table[i]["images"]) for i in pack) for pack in documents]
+    counted = report.images
+    assert (counted.num_images, counted.most, counted.per_pack) == (sum(images), max(images), np.mean(images))
+    assert 0 < counted.tower_share < 1
+    assert f"or {ROOM / 2**20:,.0f} MiB of encoded images, wait on a rank" in dict(report.lines())["images"]
+
+
+# Documents
+
+
+def streams_of(source: str, num_shards: int = 2) -> IterableDataset:
+    if source == "decoded":  # a generator without features, whose rows have images of Pillow
+
+        def generate(shards):
+            for shard in shards:
+                yield from ({"images": row["images"], "messages": row["messages"]} for row in TABLE.shard(2, shard))
+
+        return IterableDataset.from_generator(generate, gen_kwargs={"shards": [0, 1]})
+    # Images of one size: those of another document would have the right shapes
+    dataset = (conversations(40) if source == "one size" else TABLE).to_iterable_dataset(num_shards)
+    return dataset.shuffle(seed=1, buffer_size=10) if source == "shuffled" else dataset
+
+
+def stream(dataset, process=PROCESS, most_bytes=ROOM, **settings) -> PackedStream:
+    settings = {"batch_size": 1, "max_length": 200, "images": StreamImages(process)} | settings
+    return PackedStream(dataset, most_bytes=most_bytes, **settings)
+
+
+def content(document) -> tuple:
+    """All that the model reads of a document."""
+    return tuple((name, np.asarray(document[name]).tobytes()) for name in sorted(document))
+
+
+def processed(packs, process=PROCESS):
+    """[micro-batch][document], as the model reads them."""
+    return [[content(document) for document in ProcessedPacks(process).__getitems__(pack)] for pack in packs]
+
+
+def one_pass(packed: PackedStream) -> list:
+    packs = []
+    for pack in packed:
+        if packed.num_passes:
+            return packs
+        packs.append(pack)
+    return packs
+
+
+@pytest.mark.parametrize("source", ["table", "decoded"])
+def test_documents_are_those_of_the_table(source):
+    expected = Counter(content(PROCESS(dict(row))) for row in TABLE)
+    found = Counter(chain(*processed(one_pass(stream(streams_of(source))))))
+    assert found == expected
+    assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
+def test_documents_are_cut_as_those_of_the_table(overlong, tmp_path):
+    run = make(tmp_path, "llava", TABLE, max_length=45, overlong=overlong)
+    spans = run.data.documents
+    expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
+    packed = stream(streams_of("table"), max_length=45, overlong=overlong)
+    found = chain(*processed(one_pass(packed)))
+    assert Counter(found) == Counter(map(content, expected))
+    ledger = packed.counts(packed.num_steps - 1).ledger  # the last step of the pass
+    assert ledger.to_dict() == spans.ledger.to_dict() and (ledger.dropped or ledger.split)
+
+
+def test_a_document_per_turn_is_that_of_the_table(tmp_path):
+    table = conversations()
+    run = make(tmp_path, "llava", table, per_turn=True)
+    spans, reader = run.data.documents, run.data.reader
+    expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
+    process = run.data.images.process
+    packed = stream(table.to_iterable_dataset(), process, images=run.data.images.of_stream(run.args))
+    found = list(chain(*processed(one_pass(packed), process)))
+    assert Counter(found) == Counter(map(content, expected)) and len(found) == 18
+
+
+# Memory
+
+
+@pytest.mark.rule("trl_packfix/data/stream.py", "Waiting documents hold encoded images, of at most so many bytes")
+def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
+    """A chunk more is read at a time. The bound makes more packs only where nothing fits."""
+    packed, waiting = stream(streams_of("table", 1), batch_size=2), []
+    for _ in islice(packed, 20):
+        rows_waiting = [document[ENCODED] for document in packed._waiting.values()]
+        waiting.append(sum(row.num_bytes for row in rows_waiting))
+        assert all(isinstance(image.data, bytes) for row in rows_waiting for image in row.images)
+    chunk = max(
+        sum(len(image["bytes"]) for row in part["images"] for image in row) + 16 * 300
+        for part in TABLE.cast_column("images", List(Image(decode=False))).iter(batch_size=16)
+    )
+    assert ROOM / 2 < max(waiting) < ROOM + chunk
+    whole = stream(streams_of("table", 1), batch_size=2, most_bytes=2**28)
+    next(iter(whole))
+    assert len(whole.state_dict(0)["lengths"]) == 0 and len(whole.state_dict(1)["lengths"]) > 50, "there is room"
+    num_packs = [len(one_pass(stream(streams_of("table", 1), batch_size=2, most_bytes=size))) for size in (ROOM, 2**28)]
+    assert num_packs[0] <= num_packs[1] + 1
+
+
+def saved(state) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def loaded(file: bytes):
+    return torch.load(io.BytesIO(file), weights_only=True)
+
+
+def test_a_checkpoint_holds_encoded_images_once(tmp_path):
+    """Three turns have the first image of their conversation, two the second; pixels are 3 and 12 times as large."""
+    run = make(tmp_path, "llava", conversations(20).to_iterable_dataset(), per_turn=True, max_steps=1)
+    packed = stream(run.train_dataset, images=run.data.images.of_stream(run.args), most_bytes=2**28)
+    next(iter(packed))
+    state = packed.state_dict(1)
+    waiting = [row[0] for row in state["rows"]]
+    assert len(waiting) > 55 and sum(map(len, state["images"]["numbers"])) > 1.8 * len(state["images"]["paths"])
+    encoded = sum(state["images"]["sizes"])
+    pixels = sum(PROCESS(dict(row))["pixel_values"].nbytes for row in conversations(20))
+    size = len(saved(state))
+    print(f"{len(waiting)} documents: {encoded:,} bytes of images, {pixels:,} of pixels; checkpoint {size:,}")
+    assert encoded < size < encoded + 2000 * len(waiting) < pixels
+
+
+# Restarts
+
+
+@pytest.mark.rule("trl_packfix/data/stream.py", "A stream with images continues with the same batches from any step")
+@pytest.mark.processes
+@pytest.mark.parametrize("source, workers", [("one size", 0), ("shuffled", 0), ("decoded", 0), ("table", 2)])
+def test_a_restart_goes_on_with_the_same_batches(source, workers):
+    """To the bit, images too, at several steps of two passes; states go through `torch.save`."""
+
+    def new():
+        return stream(streams_of(source), accumulation=2, num_workers=workers)
+
+    whole, packs, states = new(), [], {}
+    batches = iter(whole)
+    while whole.num_passes < 2:
+        packs.append(list(islice(batches, 2)))
+        states[len(packs)] = saved(whole.state_dict(len(packs)))
+    expected = [processed(step) for step in packs]
+    for step in (1, len(packs) // 4, len(packs) // 2, len(packs) // 2 + 1, len(packs) - 4):
+        resumed = new()
+        resumed.load_state_dict(loaded(states[step]))
+        batches = iter(resumed)
+        for number in range(step, min(step + 6, len(expected))):
+            assert processed(islice(batches, 2)) == expected[number], (step, number)
+
+
+@pytest.mark.rule("trl_packfix/data/stream.py", "With images, too, each document is once in every pass on other ranks")
+@pytest.mark.parametrize("num_shards, before, after", [(2, 2, 1), (1, 2, 3), (2, 1, 2)])
+def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
+    dataset, seen = streams_of("one size", num_shards), Counter()
+    ranks = [stream(dataset, rank=rank, world_size=before) for rank in range(before)]
+    for rank in ranks:
+        seen.update(chain(*processed(islice(rank, 3))))
+    states = [loaded(saved(rank.state_dict(3))) for rank in ranks]
+    for number in range(after):
+        rank = stream(dataset, rank=number, world_size=after)
+        rank.load_state_dict(rank.merged(states))
+        seen.update(chain(*processed(one_pass(rank))))
+    expected = Counter(content(PROCESS(dict(row))) for row in conversations(40))
+    assert {each: seen[each] for each in expected} == expected
+
+
+def test_a_restart_with_another_processor_is_refused():
+    state = stream(streams_of("table")).state_dict(0)
+    processor = build_processor("llava")
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    other = stream(streams_of("table"), RowProcessor(DataCollatorForVisionLanguageModeling(processor)))
+    with pytest.raises(ValueError, match=r"(?s)other settings: image processor .*Set them back"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.rule("trl_packfix/data/stream.py", "A restart of the trainer on a stream with images is exact")
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_restart_of_the_trainer_is_exact(workers, small_room, tmp_path):
+    """Also where processes make batches ahead: the checkpoint is of the step that was trained."""
+    common = SGD | {"max_steps": 7, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    common |= {"dataloader_num_workers": workers, "learning_rate": 0.03}
+    data = streams_of("shuffled")
+    whole = make(tmp_path, "llava", data, save_strategy="steps", save_steps=3, **common)
+    whole.train()
+    assert whole.data.stream.num_ahead == 2 * workers
+    resumed = make(tmp_path / "resumed", "llava", data, **common)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(flat(whole.model), flat(resumed.model))
+    assert resumed.packing_report.ledger == whole.packing_report.ledger
+    assert resumed.packing_report.images == whole.packing_report.images
+    alone = make(tmp_path / "alone", "llava", data, **common | {"dataloader_num_workers": 0})
+    alone.train()
+    if workers:
+        assert stream_file(tmp_path / "checkpoint-3", 0).stat().st_size < 4 * ROOM + 60_000
+        counts = [run.packing_report.num_documents for run in (whole, alone)]
+        assert min(counts) > 25, "processes that read shards of their own have another order"
+
+
+# Weights and sources, bad rows, evaluation
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sources_of_a_stream_are_those_of_its_documents(workers, tmp_path):
+    names = [f"from {i % 3}" for i in range(len(TABLE))]
+    table = TABLE.add_column("source", names).add_column("share", [float(1 + i % 2) for i in range(len(TABLE))])
+    settings = SGD | {"max_steps": 2, "source_column": "source", "weight_column": "share"}
+    run = make(tmp_path, "llava", table.to_iterable_dataset(), dataloader_num_workers=workers, **settings)
+    run.train()
+    run.get_train_dataloader()
+    documents = list(chain(*documents_of(run.data.stream, 1)))
+    number = {key(row): i for i, row in enumerate(table.select_columns(["messages"]))}
+    trained = Counter()
+    for document in documents:
+        assert document["document_sources"] == names[number[document[ENCODED].text]]
+        assert document["document_weights"] == 1 + number[document[ENCODED].text] % 2
+        trained[document["document_sources"]] += int((document["labels"][1:] != -100).sum())
+    entry = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert {name: entry[f"trained_tokens/{name}"] for name in trained} == trained
+
+
+def test_rows_that_cannot_be_processed_are_refused_or_dropped(tmp_path):
+    table = TABLE.select(range(12)).cast_column("images", List(Image(decode=False))).to_list()
+    bad = next(i for i, row in enumerate(table) if i > 2 and row["images"])
+    table[bad]["images"][0]["bytes"] = b"no image"
+    data = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    run = make(tmp_path, "llava", data.to_iterable_dataset(), max_steps=1)
+    with pytest.raises(ValueError, match=rf"(?s)Row {bad} of the train stream .*identify image.*`bad_rows=\"drop\"`"):
+        run.train()
+    run = make(tmp_path, "llava", data.to_iterable_dataset(), bad_rows="drop", max_steps=1)
+    run.train()
+    assert run.packing_report.ledger.dropped["bad_row"].documents == 1
+
+
+@pytest.mark.rule("trl_packfix/training/evaluation.py", "A stream with images is evaluated as the table of its rows")
+def test_a_stream_is_evaluated_as_its_table(tmp_path):
+    test = rows(10, seed=9).add_column("source", ["a", "b"] * 5)
+    run = make(tmp_path, "llava", TABLE.to_iterable_dataset(), max_steps=1, source_column="source", bad_rows="drop")
+    for packing in (True, False):
+        run.args.eval_packing = packing
+        table, streamed = (run.evaluate(each) for each in (test, test.to_iterable_dataset()))
+        names = [name for name in table if name.startswith("eval_loss")]
+        assert len(names) == 3 and {name: table[name] for name in names} == {name: streamed[name] for name in names}
+    with pytest.raises(ValueError, match="yielded 0 examples"):
+        run.evaluate(test.to_iterable_dataset().filter(lambda row: False))

@@ -1,0 +1,109 @@
+"""Images as a dataset stores them, encoded: in memory while their document waits, and in checkpoints.
+
+A decoded image has 3 bytes per pixel, and what a processor makes of it 12 and more. A JPEG file has less than one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Image, IterableDataset
+
+IMAGES = ("image", "images")
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image file: its bytes, or where they are.
+
+    Attributes:
+        path: of the file; None if there are bytes only.
+        data: the bytes of the file; None if they are read from `path`.
+        mode: to which the decoded image is converted; None: the mode that it has.
+    """
+
+    path: str | None
+    data: bytes | None = None
+    mode: str | None = None
+
+    @classmethod
+    def of(cls, image: Any, mode: str | None = None) -> "EncodedImage":
+        """An image in a form that `datasets` gives: bytes and path, a path, or decoded. Decoding refuses others."""
+        from PIL import Image as Pillow  # a requirement of data with images only
+
+        if isinstance(image, Pillow.Image | np.ndarray):
+            # A copy has no file and no format, so `datasets` encodes it without loss
+            image = Image().encode_example(image.copy())
+        if isinstance(image, str):
+            return cls(image, mode=mode)
+        path, data = (image.get("path"), image.get("bytes")) if isinstance(image, dict) else (None, None)
+        return cls(path if data is None else None, data, mode)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return 0 if self.data is None else len(self.data)
+
+    def decode(self) -> Any:
+        """The image as `datasets` decodes it."""
+        return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
+
+
+def decoded(image: Any) -> Any:
+    """The image of Pillow for an encoded one; anything else as it is."""
+    return image.decode() if isinstance(image, EncodedImage) else image
+
+
+def undecoded(dataset: IterableDataset) -> tuple[IterableDataset, str | None]:
+    """The stream with its images encoded as they are stored, and the mode to which its feature converts them.
+
+    Without features the dataset gives what it was made of, so its images may be decoded still.
+    """
+    dataset, mode = dataset.with_format(None), None
+    for name in IMAGES:
+        feature: Any = (dataset.features or {}).get(name)
+        if feature is not None:
+            changed, mode = _without_decoding(feature)
+            dataset = dataset.cast_column(name, changed)
+    return dataset, mode
+
+
+def _without_decoding(feature: Any) -> tuple[Any, str | None]:
+    if isinstance(feature, Image):
+        return replace(feature, decode=False), feature.mode
+    if isinstance(feature, list):
+        inner, mode = _without_decoding(feature[0])
+        return [inner], mode
+    inner = getattr(feature, "feature", None)  # of a list
+    if inner is None:
+        return feature, None
+    inner, mode = _without_decoding(inner)
+    return replace(feature, feature=inner), mode
+
+
+def packed_images(images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:
+    """The images of N documents, for a file of `torch.save`; an image in several of them is in it once."""
+    numbers: dict[int, int] = {}  # images by identity: comparing them would compare their bytes
+    different: list[EncodedImage] = []
+    for image in (image for of_document in images for image in of_document):
+        if numbers.setdefault(id(image), len(numbers)) == len(different):
+            different.append(image)
+    data = b"".join(image.data or b"" for image in different)
+    return {
+        "numbers": [[numbers[id(image)] for image in of_document] for of_document in images],
+        "paths": [image.path for image in different],
+        "modes": [image.mode for image in different],
+        "sizes": [-1 if image.data is None else len(image.data) for image in different],
+        "data": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
+    }
+
+
+def unpacked_images(packed: dict[str, Any]) -> list[tuple[EncodedImage, ...]]:
+    """The inverse of `packed_images`."""
+    images, start, data = [], 0, packed["data"].numpy().tobytes()
+    for path, mode, size in zip(packed["paths"], packed["modes"], packed["sizes"], strict=True):
+        images.append(EncodedImage(path, None if size < 0 else data[start : start + size], mode))
+        start += max(size, 0)
+    return [tuple(images[number] for number in numbers) for numbers in packed["numbers"]]

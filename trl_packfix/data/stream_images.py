@@ -1,0 +1,174 @@
+"""Documents with images of a stream: measured when they are read, encoded while they wait, processed when they are due.
+
+Packing needs the length of a document, and thousands of images may wait for a pack. So a row is measured as one of a
+table is (`image_rows`), and its document waits with the encoded images. Whoever makes the batch of its pack decodes
+them and runs the processor, and must get the same tokens.
+"""
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset, Features
+
+from .collator import IGNORE_INDEX
+from .documents import Ledger
+from .encoded_images import EncodedImage
+from .image_rows import CHECKED, CONVERSATION, MEASURES, TURNS, ImageRows, RowProcessor, images_of, measures_of
+from .image_sizes import depends_on_sizes
+from .masks import TurnRule
+from .parts import PartOf
+from .reader import BAD_ROW
+from .spans import Overlong, make_documents
+from .turns import COLUMNS
+
+logger = logging.getLogger(__name__)
+
+ENCODED = "encoded"  # key of a waiting document
+CHUNK = CHECKED  # rows that are read together: the first is processed, and compared with what the sizes of images give
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """What a waiting document is made of.
+
+    Attributes:
+        text: of the row, all but the images: JSON.
+        images: of the row.
+        start, stop: the part of the row's tokens that the document has.
+        counts: images in it; numbers and squares of them, that the vision tower reads.
+    """
+
+    text: str
+    images: tuple[EncodedImage, ...]
+    start: int
+    stop: int
+    counts: tuple[int, int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return len(self.text) + sum(image.num_bytes for image in self.images)
+
+    def process(self, process: RowProcessor) -> dict[str, Any]:
+        """The document, with what the processor makes of its images."""
+        document = process(json.loads(self.text) | {"images": list(self.images)})
+        return process.cut(document, self.start, self.stop)
+
+
+class ImageDocuments(NamedTuple):
+    """Documents of some rows that are read together; and the row of each."""
+
+    documents: list[dict[str, Any]]
+    rows: list[int]
+    ledger: Ledger
+    conversations: np.ndarray | None
+
+
+@dataclass
+class StreamImages:
+    """How the rows of a stream with images become documents.
+
+    Args:
+        process: one row -> its document.
+        text_field: the column of plain text.
+        rule: makes a document of each assistant turn; None: a row is one.
+        drops: drop rows that cannot be processed.
+        mode: to which images are converted.
+    """
+
+    process: RowProcessor
+    text_field: str = "text"
+    rule: TurnRule | None = None
+    drops: bool = False
+    mode: str | None = None
+    _every: int = field(init=False, default=CHECKED)
+
+    def __post_init__(self) -> None:
+        self._every = CHECKED if depends_on_sizes(self.process.processor) else 1
+
+    def read(self, batch: dict[str, list[Any]], max_length: int, overlong: Overlong) -> ImageDocuments:
+        """The documents of some rows, given as columns.
+
+        Raises:
+            ValueError: rows cannot be processed, and `drops` is False; what `make_documents` refuses.
+        """
+        rows = [self.encoded(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
+        columns = self._measured(rows)
+        if self._every > 1 and any(columns["differs"]):
+            logger.warning(
+                "A row of the stream has another length than the sizes of its images give. The processor runs on every "
+                "image from here on, which takes longer."
+            )
+            self._every = 1
+            columns = self._measured(rows)
+        bad = [i for i, reason in enumerate(columns[BAD_ROW]) if reason]
+        if bad and not self.drops:
+            row = bad[0] if self.rule is None else columns[CONVERSATION][bad[0]]
+            raise ValueError(
+                f"Row {row} of the train stream with images cannot be processed: {columns[BAD_ROW][bad[0]]}. "
+                "Every image must be found and decoded, and every placeholder in the text needs exactly one image. "
+                'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
+            )
+        features = MEASURES if self.rule is None else Features(MEASURES | TURNS)
+        measures = Dataset(pa.table(columns, schema=features.arrow_schema), fingerprint="chunk")
+        table = ImageRows(rows, self.process, measures, rule=self.rule)
+        spans = make_documents(table, max_length, overlong, may_be_empty=True)
+        assert spans.image_count is not None and spans.image_values is not None and spans.image_squares is not None
+        counts = zip(spans.image_count.tolist(), spans.image_values.tolist(), spans.image_squares.tolist(), strict=True)
+        documents = []
+        for row, start, stop, each in zip(
+            spans.row.tolist(), spans.start.tolist(), spans.stop.tolist(), counts, strict=True
+        ):
+            tokens, is_target = table.tokens(row)
+            given = table.row(row)
+            images = tuple(images_of(given))
+            text = json.dumps({name: value for name, value in given.items() if name not in ("image", "images")})
+            documents.append(
+                {
+                    "input_ids": tokens[start:stop].astype(np.int32),
+                    "labels": np.where(is_target, tokens, IGNORE_INDEX)[start:stop].astype(np.int32),
+                    ENCODED: EncodedRow(text, images, start, stop, each),
+                }
+            )
+        return ImageDocuments(documents, spans.row.tolist(), spans.ledger, table.conversations)
+
+    def encoded(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a row that are read, its images encoded."""
+        known = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
+        return known | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
+
+    def _measured(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {}
+        for i, row in enumerate(rows):
+            for name, values in measures_of(row, i, self.process, every=self._every, rule=self.rule).items():
+                columns.setdefault(name, []).extend(values)
+        return columns
+
+
+@dataclass
+class ProcessedPacks(torch.utils.data.Dataset[Any]):
+    """Micro-batches of waiting documents, by themselves in place of an index, with their images processed."""
+
+    process: RowProcessor
+
+    def __getitems__(self, micro_batch: list[dict[str, Any]] | PartOf) -> Any:
+        if isinstance(micro_batch, PartOf):
+            return replace(micro_batch, documents=self.__getitems__(micro_batch.documents))
+        return [self._processed(document) if ENCODED in document else document for document in micro_batch]
+
+    def _processed(self, document: dict[str, Any]) -> dict[str, Any]:
+        encoded = document[ENCODED]
+        processed = encoded.process(self.process)
+        if not np.array_equal(processed["input_ids"], document["input_ids"]):
+            raise ValueError(
+                f"A document of the stream with {len(encoded.images)} images has {len(processed['input_ids'])} tokens, "
+                f"and it had {len(document['input_ids'])}, or others, when it was read. Packs are made of these "
+                "lengths, so they must not change. Leave the image files as they are during training, use a processor "
+                "without random augmentation, or load the dataset without streaming."
+            )
+        return {name: value for name, value in document.items() if name not in (ENCODED, *processed)} | processed
