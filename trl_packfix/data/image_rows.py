@@ -370,7 +370,9 @@ def images_of(row: Any) -> list[Any]:
 
 def with_images(row: Any) -> dict[str, Any]:
     """The row with all its images in `images`, decoded."""
-    return {name: row[name] for name in row if name != "image"} | {"images": [decoded(each) for each in images_of(row)]}
+    return {name: row[name] for name in row if name != "image"} | {
+        "images": [decoded(image) for image in images_of(row)]
+    }
 
 
 def sequence_sizes(document: dict[str, Any]) -> Tensor:

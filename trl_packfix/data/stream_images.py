@@ -17,7 +17,7 @@ from datasets import Dataset, Features
 
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .encoded_images import EncodedImage
+from .encoded_images import IMAGES, EncodedImage
 from .image_rows import CHECKED, CONVERSATION, MEASURES, TURNS, ImageRows, RowProcessor, images_of, measures_of
 from .image_sizes import depends_on_sizes
 from .masks import TurnRule
@@ -121,18 +121,17 @@ class StreamImages:
         assert spans.image_count is not None and spans.image_values is not None and spans.image_squares is not None
         counts = zip(spans.image_count.tolist(), spans.image_values.tolist(), spans.image_squares.tolist(), strict=True)
         documents = []
-        for row, start, stop, each in zip(
-            spans.row.tolist(), spans.start.tolist(), spans.stop.tolist(), counts, strict=True
-        ):
+        places = zip(spans.row.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
+        for (row, start, stop), counts_of_document in zip(places, counts, strict=True):
             tokens, is_target = table.tokens(row)
-            given = table.row(row)
-            images = tuple(images_of(given))
-            text = json.dumps({name: value for name, value in given.items() if name not in ("image", "images")})
+            columns = table.row(row)
+            images = tuple(images_of(columns))
+            text = json.dumps({name: value for name, value in columns.items() if name not in IMAGES})
             documents.append(
                 {
                     "input_ids": tokens[start:stop].astype(np.int32),
                     "labels": np.where(is_target, tokens, IGNORE_INDEX)[start:stop].astype(np.int32),
-                    ENCODED: EncodedRow(text, images, start, stop, each),
+                    ENCODED: EncodedRow(text, images, start, stop, counts_of_document),
                 }
             )
         return ImageDocuments(documents, spans.row.tolist(), spans.ledger, table.conversations)
