@@ -44,6 +44,7 @@ from support.vision import build_processor, questions, rows
 from sweep.image_families import make_examples
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -989,7 +990,7 @@ def features_late():
     right = TowerDivision.exchanged
 
     def wrong(self, output, group):
-        return tower_division._replaced(right(self, output, group), lambda tensor: tensor.roll(1, 0))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(self, output, group))
 
     with mock.patch.object(TowerDivision, "exchanged", wrong):
         yield
