@@ -5,9 +5,10 @@ A new number is an entry here. If it is not known from the report's attributes, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .report_numbers import ReportNumbers
+if TYPE_CHECKING:  # `plan --help` reads the columns, and imports neither torch nor transformers
+    from .report_numbers import ReportNumbers
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,17 @@ class Column:
         return "-" if value is None else format(value, self.text)
 
 
-def _of(part: str, name: str) -> Callable[[ReportNumbers], Any]:
+def _of(part: str, name: str) -> Callable[["ReportNumbers"], Any]:
     """An attribute of a part of the report; None where the report does not have this part."""
     return lambda report: getattr(getattr(report, part), name, None)
 
 
-def _too_long(report: ReportNumbers) -> int | None:
+def _too_long(report: "ReportNumbers") -> int | None:
     count = report.ledger.dropped.get("overlong")
     return None if report.images is None else 0 if count is None else count.documents
 
 
-def _cut(report: ReportNumbers) -> int:
+def _cut(report: "ReportNumbers") -> int:
     ledger = report.ledger
     return sum(count.documents for count in (ledger.truncated, ledger.split, *ledger.dropped.values()))
 
