@@ -99,9 +99,9 @@ INPUT = [
         r"`processing_class=\w+` was given with the column.*makes no pixels.*processor",
     ),
     (
-        "stream of images",
+        "stream of images and tokenizer",
         {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
-        r"An `IterableDataset` was given with the column `images`.*would be gigabytes.*without streaming",
+        r"`processing_class=\w+` was given with the column.*makes no pixels.*processor",
     ),
     (
         "collator",

@@ -127,8 +127,8 @@ class PrefixCollator(PackedDataCollator):
                 runs, rows_of = self._lay_out(order, shared, compared)
                 return self._batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
         batch, runs = super().collate(documents, degree)
-        bounds = batch["cu_seq_lens_q"].tolist()
-        return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds[: len(documents) + 1])]
+        bounds = np.cumsum([0] + [len(document["input_ids"]) for document in documents])
+        return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds)]
 
     def _lay_out(
         self, order: list[int], shared: list[int], compared: list[Compared]

@@ -3,6 +3,7 @@
 What cannot be combined is in `features.py`; here are the checks of one thing alone.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import trl
@@ -27,11 +28,13 @@ from .per_turn import check_per_turn
 
 def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
     """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Setup`."""
+    has_columns = isinstance(train_dataset, Dataset | IterableDataset)
     samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
     return Setup(
         args=args,
         model=model,
-        columns=columns_of(train_dataset),
+        train_dataset=train_dataset,
+        columns=(train_dataset.column_names or ()) if has_columns else (),
         is_stream=isinstance(train_dataset, IterableDataset),
         own_sampler=f"{kind.__name__}._get_train_sampler" if samples else None,
         **arguments,
@@ -48,8 +51,13 @@ def check_before_loading(setup: Setup) -> None:
     refuse(setup)
     args = setup.args
     assert isinstance(args, SFTConfig)  # `adopt` has made it one
-    if not args.packing:
-        return
+    if args.packing:
+        _check_lengths(setup, args)
+    if setup.is_stream and not setup.columns:  # the first row is read only where all else can work
+        refuse(replace(setup, columns=columns_of(setup.train_dataset)))
+
+
+def _check_lengths(setup: Setup, args: SFTConfig) -> None:
     config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1

@@ -25,13 +25,14 @@ class Setup:
     """What a run is given. Only the config is always known; what is not known yet counts as not given.
 
     Attributes:
-        columns: those of the training set.
+        columns: those of the training set; none of a stream that has not been read and does not name them.
         is_stream: whether the training set is an `IterableDataset`.
         own_sampler, own_loss: methods of a subclass that replace ours, by their names.
     """
 
     args: trl.SFTConfig
     model: Any = None
+    train_dataset: Any = None
     columns: Collection[str] = ()
     is_stream: bool = False
     data_collator: Any = None
