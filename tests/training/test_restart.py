@@ -455,7 +455,7 @@ def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch
         trainer=SimpleNamespace(
             state=SimpleNamespace(global_step=2, max_steps=2),
             _total_train_tokens=1,
-            callback_handler=SimpleNamespace(train_dataloader=None),
+            data=SimpleNamespace(stream=None),
             accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
         ),
         _planner=planner,
