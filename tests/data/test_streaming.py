@@ -1,7 +1,9 @@
 """Streams: every document once per pass on all ranks, in arrival order, cut by the one rule, restarted exactly."""
 
+import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -531,6 +533,23 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     assert again.continues(state)
     again.load_state_dict(state)
     assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
+
+
+@pytest.mark.processes
+def test_the_processes_of_a_stream_end_when_it_is_closed():
+    """Without the garbage collector, which ends a loader's processes in any order, after seconds for each."""
+    before = set(multiprocessing.active_children())
+    batches = iter(
+        PackedStream(TABLE.to_iterable_dataset(4), num_workers=2, batch_size=2, max_length=64, buffer_size=60)
+    )
+    gc.disable()
+    try:
+        next(batches)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        batches.close()
+        assert set(multiprocessing.active_children()) == before
+    finally:
+        gc.enable()
 
 
 def test_documents_keep_their_sources_and_weights_on_other_ranks():

@@ -182,8 +182,6 @@ class _Packer:
         self.arriving, self.capacity, self.buffer = arriving, capacity, buffer
         self.lengths: list[int] = []
         self.taken = bytearray()
-        # In place of one document one arrives, or as many as there is memory for
-        self.refill = self._arrive if buffer.bytes_of is None else self._fill_buffer
         self.ended = False
         self.members: list[int] = []  # of the pack that is open
 
@@ -229,8 +227,10 @@ class _Packer:
         position = self.buffer.take(length)
         self.taken[position] = 1
         self.members.append(position + self.buffer.forgotten)
-        if not self.ended:
-            self.refill()
+        if self.buffer.bytes_of is not None:
+            self._fill_buffer()  # as many as there is memory for
+        elif not self.ended:
+            self._arrive()
         return length
 
     def _close_pack(self, position: int) -> None:
