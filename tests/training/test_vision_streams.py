@@ -4,6 +4,7 @@ import io
 import json
 from collections import Counter
 from itertools import chain, islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.stream import PackedStream, stream_file
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.data.turns import COLUMNS
+from trl_packfix.training.groups import SamePackCheck
 
 TABLE = rows(60, seed=4)
 ROOM = 15_000  # bytes: about 8 documents of 1 to 2 images
@@ -287,6 +289,19 @@ def test_a_restart_of_the_trainer_is_exact(workers, small_room, tmp_path):
         assert stream_file(tmp_path / "checkpoint-3", 0).stat().st_size < 4 * ROOM + 60_000
         counts = [run.packing_report.num_documents for run in (whole, alone)]
         assert min(counts) > 25, "processes that read shards of their own have another order"
+
+
+def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
+    """The first row of a stream may be the same on all ranks, and a later one not."""
+    settings = SGD | {"max_steps": 9, "dataloader_num_workers": 1, "dataloader_in_order": False}
+    run = make(tmp_path, "llava", streams_of("table"), **settings)
+    loader = run.get_train_dataloader()
+    assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
+    assert loader.in_order
+    check = SamePackCheck(run)
+    shared = SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9)
+    check.on_train_begin(shared, None, None, train_dataloader=loader)
+    assert check.steps_left == 9
 
 
 # Weights and sources, bad rows, evaluation

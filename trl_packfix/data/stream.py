@@ -608,8 +608,12 @@ def stream_loader(
             stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
         )
         return unsharded_loader(loader, device)
-    # In order, or a checkpoint would not know which documents were trained
-    settings = {name: value for name, value in (worker_kwargs or {}).items() if name != "in_order" and num_workers}
+    settings = dict(worker_kwargs or {}) if num_workers else {}
+    if not settings.pop("in_order", True) and stream.rank == 0:
+        logger.warning(
+            "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart goes "
+            "on behind the last one."
+        )
     if num_workers:
         wait_for_threads_before_forks()
         stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)

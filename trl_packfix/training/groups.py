@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ..data.stream import PackedStream
 from ..layout import Part, layout_of
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
@@ -28,10 +27,8 @@ class SamePackCheck(TrainerCallback):
         self.trainer = trainer
         self.steps_left = 0
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        is_stream = isinstance(getattr(train_dataloader, "dataset", None), PackedStream)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_stream = self.trainer.data.stream is not None
         shares = args.world_size > 1 and args.tokens_per_rank is not None
         self._copies = self.trainer.data.ranks.copies
         is_checked = shares or self._copies > 1
