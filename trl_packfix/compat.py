@@ -82,9 +82,8 @@ def masks_images(collate: Any) -> bool:
     with support for versions below these. https://github.com/huggingface/transformers/releases/tag/v5.18.0
     """
     names = {field.name for field in fields(collate)}
-    return {"assistant_only_loss", "chat_template"} <= names and Version(transformers.__version__) >= Version(
-        "5.18.0.dev0"
-    )
+    finds_turns = Version(transformers.__version__) >= Version("5.18.0.dev0")
+    return {"assistant_only_loss", "chat_template"} <= names and finds_turns
 
 
 def end_training(trainer: Any) -> None:

@@ -493,7 +493,7 @@ class ImageRows(Rows):
         self.turns = turns
         self._rule = rule
         self._dataset, self._process = dataset, process
-        self._table = self._measures = measures
+        self._table = measures
         self.compare = process.compare
         table = measures.with_format("arrow")[:]
         is_per_turn = CONVERSATION in measures.column_names
@@ -508,20 +508,20 @@ class ImageRows(Rows):
         self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
 
     def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
-        column = self._measures.with_format("arrow")[:]["digest"]
+        column = self._table.with_format("arrow")[:]["digest"]
         return b"".join(column.take(rows).to_pylist())
 
     @cached_property
     def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
-        spans = self._measures.with_format("arrow")[:]["spans"].combine_chunks()
+        spans = self._table.with_format("arrow")[:]["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
     def compared(self) -> TokenReader:
         """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
-        table = self._measures.with_format("arrow")[:]
+        table = self._table.with_format("arrow")[:]
         tokens = table["tokens"].combine_chunks()
         flat = tokens.flatten().to_numpy().copy()
         ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
@@ -609,7 +609,7 @@ class ImageRows(Rows):
 
     def tokens(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The tokens of a row's document, and which of them are labels, both of shape (tokens,)."""
-        measures = self._measures.with_format("arrow")[int(row)]
+        measures = self._table.with_format("arrow")[int(row)]
         tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))
         return tokens.to_numpy().astype(np.int64), is_target.to_numpy(zero_copy_only=False)
 

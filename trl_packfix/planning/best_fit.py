@@ -88,7 +88,7 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
 
 
 class _Spaces:
-    """Runs of packs, (first_pack, num_packs, filled), by the space of each of their packs; the oldest first."""
+    """Runs of packs, (first_pack, num_packs, filled), by the free tokens of each of its packs, the oldest run first."""
 
     def __init__(self) -> None:
         self._runs: dict[int, deque[Run]] = {}
@@ -108,7 +108,10 @@ class _Spaces:
         self._with(space).appendleft(run)
 
     def pop_tightest(self, length: int) -> tuple[int, Run | None]:
-        """The least space in which a document fits, and the oldest run with it; None if there is none."""
+        """Take the oldest run of the fullest packs with room for `length` tokens, with their space.
+
+        (0, None) if no pack has room.
+        """
         tightest = bisect_left(self._spaces, length)
         if tightest == len(self._spaces):
             return 0, None

@@ -35,7 +35,6 @@ def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_d
         model=model,
         train_dataset=train_dataset,
         columns=(train_dataset.column_names or ()) if has_columns else (),
-        is_stream=isinstance(train_dataset, IterableDataset),
         own_sampler=f"{kind.__name__}._get_train_sampler" if samples else None,
         **arguments,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import trl
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
+from datasets import IterableDataset
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
@@ -26,7 +27,6 @@ class Setup:
 
     Attributes:
         columns: those of the training set; none of a stream that has not been read and does not name them.
-        is_stream: whether the training set is an `IterableDataset`.
         own_sampler, own_loss: methods of a subclass that replace ours, by their names.
     """
 
@@ -34,7 +34,6 @@ class Setup:
     model: Any = None
     train_dataset: Any = None
     columns: Collection[str] = ()
-    is_stream: bool = False
     data_collator: Any = None
     compute_loss_func: Any = None
     formatting_func: Any = None
@@ -43,6 +42,10 @@ class Setup:
     accelerator: Any = None
     own_sampler: str | None = None
     own_loss: str | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.train_dataset, IterableDataset)
 
     @property
     def packs(self) -> bool:
