@@ -11,7 +11,6 @@
 # make combinations   docs/combinations.md, from the records by which settings are refused
 # make messages   docs/messages.csv: every error message, from the source
 # make logged   docs/logging.md: every key of the log, from the code
-# make rules    docs/rules.md: every rule with its file and its tests, from the marks at the tests
 # make kernels the real Triton kernels of hybrid models and of Liger on packs, by Triton's interpreter (6 CPU minutes)
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make upstream   the defects of docs/upstream.md, without and with their patches (8 minutes)
@@ -44,7 +43,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged rules kernels docs upstream clean
+.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs upstream clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -127,9 +126,6 @@ pictures: $(INSTALLED)
 
 combinations: $(INSTALLED)
 	$(BIN)/python docs/combinations.py
-
-rules: $(INSTALLED)
-	$(BIN)/python docs/rules.py
 
 messages: $(INSTALLED)
 	$(BIN)/python docs/messages.py

@@ -24,7 +24,7 @@ from trl_packfix import SFTConfig, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_ON_THE_SITE = ("log.md", "rules.md")  # for those who change the package
+NOT_ON_THE_SITE = ("log.md",)  # for those who change the package
 MESSAGES = [text for _, text in runpy.run_path(str(ROOT / "docs/messages.py"))["messages"]()]
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 QUOTES = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.partition("## Warnings")[0], re.MULTILINE)
@@ -35,19 +35,11 @@ def test_messages_are_found():
     assert any("max_length=None was given with packing" in text for text in MESSAGES)
 
 
-@pytest.mark.rule(
-    "docs/messages.py",
-    "Every message that a user can see is in the table of messages, and every quoted message exists",
-)
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_exists(quote):
     assert any(quote in text for text in MESSAGES), f"no message says {quote!r}: correct docs/troubleshooting.md"
 
 
-@pytest.mark.rule(
-    "docs/messages.py",
-    "Every message that a user can see is in the table of messages, and every quoted message exists",
-)
 def test_every_message_is_in_the_table_of_the_page():
     with (ROOT / "docs/messages.csv").open(newline="") as file:
         listed = [row["message"] for row in csv.DictReader(file)]
@@ -62,10 +54,6 @@ SNIPPETS = [
 ]
 
 
-@pytest.mark.rule(
-    "README.md",
-    "Every snippet of README and docs runs, every command and flag exists, every link resolves",
-)
 @pytest.mark.parametrize("page, code", SNIPPETS, ids=[f"{page}-{code.split()[1]}" for page, code in SNIPPETS])
 def test_snippets_run(page, code, capsys):
     exec(compile(code, page, "exec"), {})
@@ -165,7 +153,6 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
 
 
-@pytest.mark.rule("docs/after_training.md", "The lines of docs/after_training.md work one after the other")
 def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
     blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/after_training.md").read_text(), re.DOTALL)
     monkeypatch.chdir(workplace)
@@ -192,7 +179,7 @@ def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
     assert "**Extend.**" in text and len(WINGS) == 8
 
 
-PUBLIC_ONLY = [page for page in PAGES if page.name not in ("rules.md", "api.md", "design.md", "compatibility.md")]
+PUBLIC_ONLY = [page for page in PAGES if page.name not in ("api.md", "design.md", "compatibility.md")]
 IMPORT = re.compile(r"(?:from|import) trl_packfix\.\w+|trl_packfix\.(?!test\b)\w+\.\w+")
 
 
@@ -247,7 +234,6 @@ def test_help_shows_every_public_name(name):
 EXAMPLES = [file for file in sorted((ROOT / "trl_packfix").rglob("*.py")) if ">>> " in file.read_text()]
 
 
-@pytest.mark.rule("docs/api.md", "Every public name has an example that runs, and a place in the API reference")
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: f"{file.parent.name}.{file.stem}")
 def test_docstring_examples(file, workplace, monkeypatch):
     module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))

@@ -124,10 +124,6 @@ def played(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.rule(
-    "benchmarks/evidence.py",
-    "A part of the evidence without figures has failed, one that hangs or crashes is named, and the others go on",
-)
 def test_a_part_without_figures_has_failed_and_the_others_go_on(played):
     status, table, rows = played(*ROWS)
     states = {row["part"]: row["state"] for row in rows}
@@ -144,10 +140,6 @@ def test_a_part_without_figures_has_failed_and_the_others_go_on(played):
     assert played("right", "last")[0] == 0
 
 
-@pytest.mark.rule(
-    "benchmarks/evidence.py",
-    "A part of the evidence without figures has failed, one that hangs or crashes is named, and the others go on",
-)
 def test_a_part_that_hangs_or_crashes_is_named_and_the_others_go_on(played, capfd):
     status, table, rows = played("right", "hangs", "crashes", "last")
     assert status == 1

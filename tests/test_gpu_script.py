@@ -54,10 +54,6 @@ def test_figures_come_first():
     assert numbers[:3] == [("0", "environment"), ("1", "kernels"), ("2", "throughput")] and len(numbers) == 9
 
 
-@pytest.mark.rule(
-    "tests/gpu/run.sh",
-    "`tests/gpu/run.sh` stops at the first failure and says on a CPU that it shows nothing about CUDA",
-)
 def test_it_stops_at_the_first_failure(tmp_path):
     done, rows = run(tmp_path, "--steps", "0 2", python="/bin/false")
     assert done.returncode == 1

@@ -67,10 +67,6 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
 # A rank dies
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "A killed rank ends the job with the reason and a whole checkpoint",
-)
 @needs_gloo
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
 def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engine, workplace, tmp_path):
@@ -128,7 +124,6 @@ COMMANDS = {
 }
 
 
-@pytest.mark.rule("trl_packfix/cli/train.py", "`trl-packfix train` runs under accelerate, torchrun and deepspeed")
 @needs_gloo
 @needs_deepspeed
 @pytest.mark.parametrize(

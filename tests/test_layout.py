@@ -109,10 +109,6 @@ def test_only_whole_packs_are_cut():
 # Parts are the whole
 
 
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "The parts of a pack have the targets, rows and counts of the whole pack, also if documents share rows",
-)
 @given(
     st.lists(st.integers(1, 12), min_size=2, max_size=6),
     st.sampled_from(["whole", "runs"]),
@@ -225,10 +221,6 @@ def test_a_loader_of_accelerate_moves_it(batch):
     assert find_batch_size(batch) == 1
 
 
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "A layout passes unchanged through loaders, processes, FSDP's casts, checkpointing and `torch.compile`",
-)
 @ENTRIES
 def test_it_goes_through_processes_and_wrappers(batch):
     layout = batch[LAYOUT]
@@ -258,10 +250,6 @@ def test_a_checkpointed_module_gets_it_again(batch, use_reentrant):
     assert len(seen) == 2 and all(each is batch[LAYOUT] for each in seen)
 
 
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "A layout passes unchanged through loaders, processes, FSDP's casts, checkpointing and `torch.compile`",
-)
 @ENTRIES
 def test_questions_compile_to_one_graph(batch):
     graphs = []
@@ -286,10 +274,6 @@ def test_questions_compile_to_one_graph(batch):
 # Who knows what
 
 
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "Only the modules that make a layout know its class, and all others ask the same questions of every batch",
-)
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
     known = {"LAYOUT": set(), "Runs": set(), "Part": set(), "Whole": set(), "Rows": set()}

@@ -48,10 +48,6 @@ def test_the_tour_learns_and_shows(ran):
     assert outputs(ran) == outputs(stored), "stored with other outputs than it has: run `make notebook`"
 
 
-@pytest.mark.rule(
-    "docs/notebook.py",
-    "A notebook shows the picture; the tour is stored with the outputs of a run, without progress bars or paths",
-)
 def test_the_notebook_is_stored_with_its_outputs_and_without_noise():
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

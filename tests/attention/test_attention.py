@@ -375,10 +375,6 @@ def test_ranks_that_share_packs_attend_by_document_where_no_kernel_serves(cuda, 
         assert choice.name == ATTENTION_NAME and not choice.is_flash
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/choice.py",
-    "The attention implementation is chosen by the documented precedence, and reported",
-)
 @pytest.mark.parametrize(
     "model_type,users,flash_attn,expected",
     [

@@ -83,11 +83,6 @@ def trained(batch, monkeypatch):
     return strict, logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/by_length.py",
-    "On CUDA the documents of a pack come by length in launches of their own; outputs and gradients are those of "
-    "one launch to the bit, and few blocks have nothing to do",
-)
 def test_outputs_and_gradients_are_those_of_one_launch_to_the_bit(small_classes, monkeypatch):
     batch = collator()(documents())
     layers = 2
@@ -156,11 +151,6 @@ def idle_share(lengths, padded, longest, hidden=896, num_layers=24, parameters=0
     return idle / 100e6 / (8 * parameters * sum(lengths) / 300e12 + num_layers * 9 * hidden * square / 300e12)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/by_length.py",
-    "On CUDA the documents of a pack come by length in launches of their own; outputs and gradients are those of "
-    "one launch to the bit, and few blocks have nothing to do",
-)
 @pytest.mark.parametrize("case", ["one long", "128", "640"])
 def test_few_blocks_have_nothing_to_do(case):
     rng = np.random.default_rng(0)

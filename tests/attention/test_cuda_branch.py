@@ -77,10 +77,6 @@ def pack(lengths, device="meta", **settings):
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "The CUDA branch of attention reads nothing on the host, and compiles without a graph break (meta tensors)",
-)
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_read_on_the_host(model_type, checkpointing, as_on_cuda):
@@ -120,11 +116,6 @@ def test_one_graph_without_breaks(model_type, as_on_cuda):
     assert counts[0] == 1 and counts[-1] == counts[2] <= 3, counts
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/collator.py",
-    "Under `pad_documents_to_multiple_of`, packs of other documents have the same shapes, and one compiled graph "
-    "serves them",
-)
 def test_one_graph_for_packs_of_one_shape(as_on_cuda):
     torch._dynamo.reset()
     model, counter = prepared("llama"), CompileCounter()
@@ -148,10 +139,6 @@ def shared_pack(num_documents, device="meta", length=80):
     return {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/runs.py",
-    "With shared prefixes the CUDA branch reads nothing on the host, and compiles without a graph break",
-)
 @pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_read_on_the_host_with_shared_prefixes(model_type, most_bytes, as_on_cuda, monkeypatch):

@@ -67,11 +67,6 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "A refusal of an attention kernel is not taken for a leak: another attention is used, or the error ends at "
-    "the user",
-)
 @pytest.mark.parametrize("error", REFUSALS, ids=str)
 def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch):
     """It ends in another attention, with the reason; documents are not unpacked and nothing is repaired."""
@@ -109,10 +104,6 @@ DEVICE_ERRORS = [
 ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "Errors of a device and of communication end the probe and are raised as they are",
-)
 @pytest.mark.parametrize("error", DEVICE_ERRORS, ids=lambda error: f"{type(error).__name__}: {error}"[:50])
 def test_an_error_of_the_device_is_raised_and_nothing_else_runs(error, played, tiny_model, monkeypatch):
     """The context may be lost, and other ranks wait: no repair is searched for, nothing is run again."""
@@ -174,10 +165,6 @@ def test_wide_heads_are_computed_document_by_document(flash_attn, tiny_model, ma
     assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "kernels take 256" in found.reason
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/choice.py",
-    "A flash-attn that does not import, or that the model refuses, leads to the kernels in torch",
-)
 def test_a_flash_attn_that_does_not_import_leaves_the_kernels_in_torch(tiny_model, machine, monkeypatch):
     machine(flash_attn=True)
     error = ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10")
@@ -246,7 +233,6 @@ def test_boundaries_are_given_to_the_attention_of_the_text_only():
 # Several ranks
 
 
-@pytest.mark.rule("trl_packfix/isolation/search.py", "Ranks compare their results before any further forward")
 def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch):
     """Kernels that add in another order on each run may give ranks different results: then all raise, none waits."""
     model = tiny_model("bloom")  # it leaks; the search first looks for positions that do not restart
@@ -306,7 +292,6 @@ def test_roundings_are_drawn_on_the_device(tiny_model):
     assert drawn == ["meta"] and seen.places == [("meta", torch.int8)]
 
 
-@pytest.mark.rule("trl_packfix/isolation/tracing.py", "Roundings are drawn, and values are compared, on the device")
 def test_values_of_modules_stay_on_the_device():
     """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
     module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
@@ -338,10 +323,6 @@ def determinism(monkeypatch):
     torch.backends.cudnn.deterministic = False
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "Packed training runs, and restarts to the bit, under `full_determinism`",
-)
 def test_training_runs_under_full_determinism(determinism, tmp_path):
     """The setting that makes a restart exact to the bit on a GPU: no operation of a packed step refuses it here."""
     settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -26,11 +26,6 @@ def inputs_of(is_image: list[bool], size: int = 3) -> dict:
     }
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/decoder_inputs.py",
-    "Of an image-text model on a part of a pack, all that enters the decoder is cut to the rows of the part, or "
-    "the model is refused",
-)
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 def test_every_row_has_its_inputs(pattern, degree):
     """Also where the number of rows is that of another axis, and where a part has no image."""
@@ -59,11 +54,6 @@ def test_what_was_cut_before_stays():
     assert cut_to_part(tokens, 4, 1) is tokens
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/decoder_inputs.py",
-    "Of an image-text model on a part of a pack, all that enters the decoder is cut to the rows of the part, or "
-    "the model is refused",
-)
 @pytest.mark.parametrize("value", [torch.zeros(5, 3), {3: torch.zeros(5, 3)}, (None, [torch.zeros(5, 3)])])
 def test_what_cannot_be_cut_is_refused(value):
     whole = inputs_of([True, False, True, False]) | {"deepstack_features": value, "scale": torch.tensor(2.0)}

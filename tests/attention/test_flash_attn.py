@@ -37,12 +37,6 @@ def judged(tmp_path_factory):
     return {row["type"]: row for row in rows}
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/choice.py",
-    "With flash-attn, packs equal their documents alone, and no call is one that a GPU would compute wrongly "
-    "(strict stand-in on the CPU)",
-)
-@pytest.mark.rule("trl_packfix/attention/forwards.py", "Attention that its layer gives no boundaries gets them")
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("model_type", [*NATIVE, *REPAIRED, *OTHERS])

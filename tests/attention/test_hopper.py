@@ -109,11 +109,6 @@ CALLS = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/hopper.py",
-    "FlashAttention-3 computes packs on Hopper where it is installed, gets the calls that FlashAttention-2 gets, "
-    "and is left where the probe finds it wrong or refused",
-)
 @pytest.mark.parametrize("name", CALLS)
 def test_our_calls_fit_its_functions(name, fa3):
     num_tokens, function = CALLS[name]
@@ -168,11 +163,6 @@ def test_the_gpu_decides(capability, problem, monkeypatch):
     assert hopper.fa3_problem() == "flash-attn-3 is not installed"
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/hopper.py",
-    "FlashAttention-3 computes packs on Hopper where it is installed, gets the calls that FlashAttention-2 gets, "
-    "and is left where the probe finds it wrong or refused",
-)
 @pytest.mark.parametrize("fault", ["", "forward", "backward", "wrong", "import"])
 def test_the_probe_judges_it(fault, fa3, monkeypatch):
     fa3.fault = fault
@@ -223,11 +213,6 @@ def proved_on_fa3(**settings):
     return model, packed
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "A kernel that fails the proof of shared prefixes, or of a degree, is left as in the proof of packs; what had "
-    "passed is proved again without it",
-)
 @pytest.mark.parametrize("fault", ["", "wrong", "refused"])
 def test_shared_prefixes_are_proved_without_it_where_it_fails(fault, fa3, monkeypatch):
     with OnHopper() as mode:

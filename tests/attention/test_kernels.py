@@ -43,11 +43,6 @@ def judged(tmp_path_factory):
     return {row["type"]: row for row in run(tmp_path_factory.mktemp("judged"), "judge", *CALLS)}
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "Mixers of hybrid models start anew in each document, without kernels and on kernels (strict stand-ins on the"
-    " CPU); no module is repaired for them",
-)
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
@@ -60,7 +55,6 @@ def test_a_pack_equals_its_documents_on_the_kernels(model_type, judged):
     assert set(row["calls"]) == CALLS[model_type] and row["silent"] == [], row
 
 
-@pytest.mark.rule("trl_packfix/isolation/probe.py", "What Mamba-2's kernel rounds over documents is no leak")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
@@ -89,10 +83,6 @@ def trained(tmp_path_factory):
     return run(folder, "train", str(folder / "output"), *TRAINED)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "An adapter on the output projection of a mixer is trained, though a fused kernel would leave it out",
-)
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
@@ -113,10 +103,6 @@ def test_trainings_on_the_kernels(model_type, trained):
     assert len({row["moved"] for row in rows[3:]}) == 1
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "In a packed micro-batch the host reads nothing for mixers whose kernels take boundaries, else these once",
-)
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models

@@ -107,11 +107,6 @@ def on_ranks(kind, lengths, degree, leaves, parameters, monkeypatch):
     return torch.cat([found[i] for i in range(degree)], dim=1)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_states.py",
-    "Scans that send states between ranks give what documents are alone, in fp64 to rounding, also where a "
-    "document fills a part; they are proved",
-)
 @pytest.mark.parametrize(
     "kind, degree", [*((kind, degree) for kind in ("delta", "mamba2") for degree in (2, 3, 4)), ("kimi", 3)]
 )
@@ -147,10 +142,6 @@ def scan_of_qwen3_5():
     return Scan(values, [given(16, 128)] * 2, [], None, None, transition=transition)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/degrees.py",
-    "States are sent only where the model of time says that it is faster",
-)
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_states_are_sent_by_long_parts_only(degree):
     """Both ways send as much at 170 tokens times the ranks. What is computed twice moves that between nodes."""

@@ -81,11 +81,6 @@ def pack(*lengths):
     return batch
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "The functions of mixers are replaced while a pack runs only; what is not found is repaired; a release that "
-    "moves one fails a test",
-)
 @pytest.mark.parametrize("model_type", ALL)
 def test_every_mixer_is_found(model_type):
     names = MixerNames(zoo.build_model(model_type), lambda: None).names
@@ -117,11 +112,6 @@ def test_transformers_has_no_other_function_with_a_kernel():
     assert len(others) >= 6 and {function for _, function in others} <= set(REPLACEMENTS), others
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "Mixers of hybrid models start anew in each document, without kernels and on kernels (strict stand-ins on the"
-    " CPU); no module is repaired for them",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ALL)
 def test_a_pack_equals_its_documents(model_type):
@@ -136,11 +126,6 @@ def test_a_pack_equals_its_documents(model_type):
     assert found.right, found
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "The functions of mixers are replaced while a pack runs only; what is not found is repaired; a release that "
-    "moves one fails a test",
-)
 def test_names_are_replaced_while_a_pack_runs_only():
     model = zoo.build_model("qwen3_next")
     before = functions(model)
@@ -166,11 +151,6 @@ def test_names_are_replaced_while_a_pack_runs_only():
     guard.remove()
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "The functions of mixers are replaced while a pack runs only; what is not found is repaired; a release that "
-    "moves one fails a test",
-)
 @pytest.mark.slow
 def test_what_is_not_found_is_repaired(monkeypatch):
     """As if transformers had renamed the function."""
@@ -244,11 +224,6 @@ def test_boundaries_of_kernels_need_no_host():
 SHARED = ["qwen3_5_text", "olmo_hybrid", "lfm2", "bamba", "falcon_h1", "mamba2"]
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_prefixes.py",
-    "Documents of hybrid models that share prefixes are what they are alone, in fp64 to rounding, also on "
-    "kernels; a state from a wrong parent is found",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*SHARED, pytest.param("kimi_linear", marks=current_models)])
 def test_documents_that_share_prefixes_are_what_they_are_alone(model_type):
@@ -285,11 +260,6 @@ def test_training_with_shared_prefixes_is_training(tmp_path):
     assert not computed[0] and max(computed[1]) < 0.9
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_prefixes.py",
-    "Documents of hybrid models that share prefixes are what they are alone, in fp64 to rounding, also on "
-    "kernels; a state from a wrong parent is found",
-)
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     """With one common beginning only, every piece has the same parent."""
@@ -333,10 +303,6 @@ def turns_of(num_turns, generator):
     return [torch.cat([history[: 3 * (i + 1)], answer]) for i, answer in enumerate(answers)]
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_prefixes.py",
-    "Where documents share prefixes, a scan has a bounded number of levels, and gives what each document gives alone",
-)
 @pytest.mark.parametrize("num_turns", [5, mixer_prefixes.MAX_LEVELS, 3 * mixer_prefixes.MAX_LEVELS + 2])
 def test_deep_branches_need_few_calls(num_turns):
     """Output and gradients of a scan from states, in fp64, against each document alone; also with a state forgotten."""
@@ -406,7 +372,6 @@ def test_pieces_are_cut_where_documents_part():
     assert sum(stop - start for start, stop, _ in found) < sum(map(len, documents))
 
 
-@pytest.mark.rule("trl_packfix/isolation/probe.py", "A Triton kernel without a GPU is named")
 def test_a_triton_kernel_without_a_gpu_is_named():
     """As flash-linear-attention ends on a machine without a GPU, where transformers uses it nevertheless."""
     model = zoo.build_model("lfm2")

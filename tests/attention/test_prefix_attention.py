@@ -204,7 +204,6 @@ def test_a_fault_is_seen(attend, fault):
         assert difference(faulty, shared, reference=reference if features else dense, **features) > 1e-2
 
 
-@pytest.mark.rule("trl_packfix/attention/kernels.py", "Gradients of shared keys are summed in at least fp32")
 def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
     """Documents with 60 shared tokens in bfloat16; summed in bfloat16 the gradients of keys are further off."""
     rng = np.random.default_rng(0)
@@ -338,31 +337,11 @@ def assert_equal_alone(model, alone, documents=None):
     assert not packed_forwards
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/runs.py",
-    "With shared prefixes each document has the outputs and gradients that it has alone, with windows, chunks, "
-    "sinks and latent attention",
-)
-@pytest.mark.rule(
-    "trl_packfix/attention/runs.py",
-    "With shared prefixes each document has the outputs and gradients that it has alone, with windows, chunks, "
-    "softcap, sinks and latent attention",
-)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_each_document_is_as_alone(model_type, tiny_model, float64_everywhere):
     assert_equal_alone(*prepared(tiny_model, model_type, dtype=torch.float64))
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/runs.py",
-    "On CUDA shared keys are copied for one launch, or above a bound attended level by level (strict stand-in for"
-    " the operators)",
-)
-@pytest.mark.rule(
-    "trl_packfix/attention/runs.py",
-    "On CUDA shared keys are copied for one launch, or above 1 GiB with their gradients attended level by level "
-    "(strict stand-in for the operators)",
-)
 @pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, float64_everywhere, monkeypatch):
@@ -375,10 +354,6 @@ def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, f
     assert (len(calls.forwards) == 2) == (most_bytes > 1) and len(calls.forwards) >= 2
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/forwards.py",
-    "Layers that FSDP checkpoints are recomputed with the boundaries of their pack",
-)
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "of FSDP"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
 def test_checkpointed_layers_get_the_shared_keys_again(model_type, kind, tiny_model, float64_everywhere):
@@ -459,10 +434,6 @@ def test_modules_see_no_boundaries_of_runs(tiny_model):
     assert seen and not any("seq_lens" in name or name == "seq_idx" for name in seen[0])
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/forwards.py",
-    "A pack with shared prefixes is refused by any other attention, and its boundaries of runs reach no module",
-)
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_other_attention_is_refused(name, tiny_model):
     model = tiny_model("llama", attn_implementation=name)
@@ -472,10 +443,6 @@ def test_other_attention_is_refused(name, tiny_model):
     assert not packed_forwards
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "Positions of a pack with shared prefixes are never read as boundaries",
-)
 def test_positions_never_say_where_documents_begin():
     """Without the packed forward, as in a recomputation by the user's own code, attention has the positions only."""
     rng = np.random.default_rng(0)

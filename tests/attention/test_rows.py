@@ -29,10 +29,6 @@ def tensor(layout, num_tokens):
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/rows.py",
-    "Splitting a pack into rows and joining it again gives back the same values",
-)
 @settings(deadline=None)
 @given(LENGTHS, BUDGETS, st.sampled_from(LAYOUTS))
 def test_join_is_the_inverse_of_split(lengths, budget, layout):

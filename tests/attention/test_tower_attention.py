@@ -43,10 +43,6 @@ def distance(ours, given):
     return max(((a - b).norm() / max(b.norm().item(), 1e-6)).item() for a, b in zip(ours, given, strict=True))
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/tower_attention.py",
-    "Vision towers that hold all images in one row attend to them in one call, with the result of sdpa image by image",
-)
 @pytest.mark.parametrize("device", ["rows", "kernel"])
 @pytest.mark.parametrize("family", HANDING_OVER)
 def test_outputs_and_gradients_are_those_of_sdpa(family, device, monkeypatch):
@@ -86,10 +82,6 @@ class Counted(TorchDispatchMode):
         return sum(number for name, number in self.calls.items() if "attention" in name)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/tower_attention.py",
-    "Vision towers that hold all images in one row attend to them in one call, with the result of sdpa image by image",
-)
 def test_windows_of_all_images_are_few_calls():
     """Qwen2.5-VL cuts an image into windows, and calls attention on sdpa once for each of them."""
     config = Qwen2_5_VLVisionConfig(
@@ -109,10 +101,6 @@ def test_windows_of_all_images_are_few_calls():
     assert counts[TOWER_ATTENTION] == 3 * 2 + 1  # windows of two sizes; images of one size
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "A vision tower that our attention cannot compute, or computes wrongly, goes back to sdpa, and the report says so",
-)
 @pytest.mark.parametrize("fault", ["refused", "wrong"])
 def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatch):
     def faulty(query, key, value, lengths, **options):

@@ -48,11 +48,6 @@ def leaves(value) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/tower_division.py",
-    "The ranks that share a pack divide its images: each goes through the vision tower once, and all ranks get "
-    "its features and return their gradients",
-)
 @pytest.mark.parametrize("degree", [2, 8])
 @pytest.mark.parametrize("family", [*DIVIDED, "qwen2_5_vl on our attention", "qwen3_vl on our attention"])
 def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkeypatch):

@@ -250,10 +250,6 @@ def launches(monkeypatch):
     return seen
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/kernels.py",
-    "What no flash kernel computes runs document by document, on every device, without a (T, T) mask and in few calls",
-)
 def test_many_short_documents_are_few_launches_without_much_padding(launches):
     lengths = torch.randint(1, 17, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     attend_by_document(*random_inputs(sum(lengths)), lengths, scale=1.0)
@@ -374,7 +370,6 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     assert on_meta.shape == found.shape
 
 
-@pytest.mark.rule("trl_packfix/attention/kernels.py", "Chunks reach the CUDA kernels without a read on the host")
 def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
     """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
     monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))
@@ -410,10 +405,6 @@ def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch)
     assert not varlen.runs_flash(narrow, narrow, None, dropout=0.0)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "Sinks and softcap need memory linear in the tokens, also outside of packs",
-)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(masked, sinks):
@@ -431,10 +422,6 @@ def test_sinks_and_softcap_outside_of_packs_need_memory_linear_in_their_tokens(m
     assert largest.numel <= 4 * kernels.MATH_TILE * (num_tokens + 1) < 4 * num_tokens**2
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "fp32 queries of a model in half precision are cast as in transformers",
-)
 def test_fp32_queries_of_a_model_in_half_precision_are_cast(running_forward):
     """peft keeps norms in fp32; without autocast (DeepSpeed) the kernels would get fp32 queries and keys."""
     layer = Layer()
@@ -545,7 +532,6 @@ def test_autocast_decides_the_dtype():
             assert out.dtype == torch.bfloat16, options
 
 
-@pytest.mark.rule("trl_packfix/attention/varlen.py", "Attention without document boundaries raises an error")
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -626,10 +612,6 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
         packed_forwards[-1] = running
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/kernels.py",
-    "Under `torch.compile`, a change of documents does not lead to a new compilation",
-)
 def test_attention_is_not_compiled_anew_for_other_documents():
     """Under `torch.compile` only the second pack, by which it learns what changes, may add graphs."""
 

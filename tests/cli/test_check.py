@@ -56,11 +56,6 @@ def test_the_judge_hears_a_refusal():
     assert "causal_conv1d" in judge.judge(model, packed_by_trl).refusal
 
 
-@pytest.mark.rule(
-    "tests/sweep/judge.py",
-    "The probe's result is right: a judge that shares no code with the probe compares training on packs with "
-    "training on each document alone",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("backwards_only", [False, True])
 def test_the_judge_sees_what_is_wrong_in_one_case_only(backwards_only):
@@ -88,10 +83,6 @@ def test_models_are_tiny_reproducible_and_without_dropout():
     assert all((p != 0).any() for p in first.parameters()), "a bias at zero takes no part"
 
 
-@pytest.mark.rule(
-    "tests/support/zoo.py",
-    "A tiny model has one layer of each kind that its type has, and its forward is deterministic",
-)
 @pytest.mark.parametrize(
     "model_type, kinds",
     [
@@ -135,10 +126,6 @@ def test_the_table_keeps_the_promise():
     assert all(shared[name] == "no" for name in own_attention)
 
 
-@pytest.mark.rule(
-    "tests/sweep/model_types.py",
-    "Every image-text type with a tiny processor is judged with images, in unequal layouts",
-)
 def test_the_table_keeps_the_promise_with_images():
     pictured = {row.model_type: row for row in ROWS if row.kind == "image-text"}
     assert len(pictured) >= 97 and all(row.images for row in pictured.values())
@@ -170,7 +157,6 @@ def test_a_silent_leak_with_images_is_counted(monkeypatch):
     assert row.images == "varlen" and row.false_negatives == 1 and not row.is_right_with_images
 
 
-@pytest.mark.rule("tests/sweep/page.py", "`docs/compatibility.md` shows the results of the sweep")
 def test_the_page_is_made_of_the_table(tmp_path):
     compatibility.write(ROWS, tmp_path)
     assert compatibility.read(tmp_path) == ROWS
@@ -201,7 +187,6 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
 SAMPLE = compatibility.sample(ROWS, 16)
 
 
-@pytest.mark.rule("tests/sweep/model_types.py", "No model type of the installed transformers leaks silently")
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: f"{row.model_type} {row.kind}")
 def test_a_sample_of_the_sweep_comes_out_as_in_the_table(row):
@@ -266,10 +251,6 @@ def test_check_says_what_to_install_for_mixers(saved, capsys):
     )
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/check_model.py",
-    "`trl-packfix check` exits with code 1 on a leak that is not repaired",
-)
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, capsys):
     assert main(["check", str(saved / "bloom"), "--on-leak", "raise", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -51,7 +51,6 @@ def test_every_command_is_a_module():
     assert {path.stem for path in folder.glob("*.py") if "def add_parser(" in path.read_text()} == set(COMMANDS)
 
 
-@pytest.mark.rule("trl_packfix/cli/__init__.py", "With `--json`, standard output contains only JSON")
 @pytest.mark.processes
 def test_json_is_all_that_stdout_holds(workplace):
     """In a process of its own: libraries that log to stdout do so when they are first imported."""
@@ -102,10 +101,6 @@ def test_a_pipe_that_is_closed_is_no_error(accents):
     assert process.returncode == 141 and "Broken" not in error and "Traceback" not in error
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/sources.py",
-    "The command line tokenises as the trainer does, and a prepared table is used unchanged",
-)
 def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     code, printed = prepare(workplace, capsys, tmp_path / "table", "--json")
     manifest = json.loads(printed.out)
@@ -137,7 +132,6 @@ def test_prepared_data_can_be_planned_without_a_tokenizer(workplace, tmp_path, c
     assert stream["num_rows"] == 15 and stream["num_trained_tokens"] > 0
 
 
-@pytest.mark.rule("trl_packfix/cli/prepare.py", "`prepare` writes a whole table or nothing")
 def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
     """A limit on the size of files is to a writer what a full disk is: an OSError in the middle of a file."""
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -187,10 +181,6 @@ def own_model(tmp_path):
     return folder
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/flags.py",
-    "A command runs a model's own code with `--trust-remote-code` only, and asks no question",
-)
 @pytest.mark.parametrize("command", ["plan", "show", "prepare"])
 def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on standard input"))
@@ -213,10 +203,6 @@ def test_prepare_writes_over_nothing(workplace, tmp_path, capsys):
     assert "No tokenizer was given" in capsys.readouterr().err
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/sources.py",
-    "Mask columns of tokenised rows decide which tokens are trained, also in `prepare`, `plan` and `show`",
-)
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, capsys):
     """In `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that a training run trains."""
     rng = np.random.default_rng(0)

@@ -44,11 +44,6 @@ def trainer(folder, workplace, dataset, processor=None, **settings):
     )
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/sources.py",
-    "`plan` shows the figures of a training run on rows with images, and training finds the lengths that "
-    "`prepare` made",
-)
 def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     """Images of 16 tokens: some documents with two of them are too long, others are truncated behind them."""
     words = ["plan", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 36, "--batch-size", 2]
@@ -90,11 +85,6 @@ def test_show_names_the_images_of_a_document(workplace, capsys):
     assert "images: 2, position_ids" in out and "<image> x 16 " in out and "<image>" * 4 not in out
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/sources.py",
-    "`plan` shows the figures of a training run on rows with images, and training finds the lengths that "
-    "`prepare` made",
-)
 def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsys, monkeypatch):
     words = ["prepare", workplace / "rows.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
     manifest = run(capsys, *words)

@@ -47,7 +47,6 @@ def plan(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.rule("trl_packfix/cli/forecast.py", "The figures of `plan` equal those that a training run reports")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, capsys):
@@ -188,7 +187,6 @@ def test_the_table_for_people(tmp_path, capsys):
     assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "On 2 ranks" in out
 
 
-@pytest.mark.rule("trl_packfix/cli/plan.py", "The table of `plan` fits the terminal, with every column")
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("several", [False, True])
 def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, capsys):

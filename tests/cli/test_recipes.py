@@ -83,10 +83,6 @@ def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, 
     assert round(row["host"]) == (int(host[1]) if host else 0)
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/recipes.py",
-    "A recipe in the wheel is accepted and trains a tiny model of its type",
-)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recipe_trains(name, tmp_path, monkeypatch):
     """The model and its processor are built here: transformers loads processors of images with torchvision only."""

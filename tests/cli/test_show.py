@@ -61,7 +61,6 @@ def show(workplace, capsys, *words):
     return capsys.readouterr().out
 
 
-@pytest.mark.rule("trl_packfix/reporting/text.py", "`show` prints the batch that the model gets")
 def test_what_is_shown_is_what_is_trained(workplace, run, capsys):
     packs = json.loads(show(workplace, capsys, *FLAGS, "--packs", "4", "--json"))
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
@@ -134,10 +133,6 @@ def test_plot(words, workplace, tmp_path, capsys):
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/pictures.py",
-    "A picture shows the numbers of the report, and its parts do not overlap",
-)
 def test_the_picture_says_what_the_report_says(run):
     report = run.packing_report
     figure = report.plot()
@@ -223,7 +218,6 @@ def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, c
     assert stored.shape == drawn.shape and np.abs(stored - drawn).mean() < 1e-3
 
 
-@pytest.mark.rule("trl_packfix/reporting/sample.py", "Every trained token of the packs shown is drawn as trained")
 def test_every_trained_token_is_drawn(run):
     """Tall bars are the trained tokens of the documents shown, and nothing else."""
     for pack in run.packing_report.sample.packs:

@@ -54,7 +54,6 @@ def train(workplace: Path, monkeypatch, *flags: str, **settings) -> None:
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
 
 
-@pytest.mark.rule("trl_packfix/training/choices.py", "Positions are those of the config with `model_init_kwargs`")
 def test_positions_are_those_that_model_init_kwargs_give(workplace, monkeypatch, capsys):
     build_tiny_model(max_position_embeddings=128).save_pretrained(workplace / "short")
     build_tokenizer().save_pretrained(workplace / "short")
@@ -87,7 +86,6 @@ SFT_FILE = {
 }
 
 
-@pytest.mark.rule("trl_packfix/cli/training.py", "A file of `trl sft` means the same to `trl-packfix train`")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKFIX_TEST_VARIABLE", "0")
@@ -218,10 +216,6 @@ def test_a_config_file_may_be_given_with_an_equals_sign(workplace, monkeypatch):
     assert training.parse(["--config=run.yaml", "--output_dir", "output"])[1].learning_rate == 0.5
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/train.py",
-    "What `trl-packfix train` cannot use is one message and exit code 2; errors of the run keep their traceback",
-)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
@@ -232,7 +226,6 @@ def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
 NOTE = "Packing is on, which is the default of this command"
 
 
-@pytest.mark.rule("trl_packfix/cli/training.py", "`trl-packfix train` packs unless it is switched off, and says so")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "flags, settings, packing, is_said",
@@ -326,10 +319,6 @@ def test_several_files_are_joined_and_a_run_continues_from_the_newest_checkpoint
     )
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/mixture.py",
-    "A source of a mixture is seen exactly as often as it says, with any packing",
-)
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_a_source_is_seen_as_often_as_it_says(strategy, workplace, monkeypatch):
     """Counted in trained tokens of two epochs, over packs: the ratio is exact in each epoch."""
@@ -381,7 +370,6 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     assert load_from_disk("three").column_names == ["text"]
 
 
-@pytest.mark.rule("trl_packfix/cli/mixture.py", "Different datasets of a mixture are different sources")
 def test_different_datasets_are_different_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [

@@ -12,10 +12,6 @@ from trl_packfix.data import boundaries
 lengths_of_documents = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/boundaries.py",
-    "Every boundary encoding is derived from segment lengths, and all agree",
-)
 @given(lengths_of_documents)
 def test_all_encodings_agree_with_the_lengths(lengths):
     positions, bounds = boundaries.position_ids(lengths), boundaries.cu_seq_lens(lengths)
@@ -26,11 +22,6 @@ def test_all_encodings_agree_with_the_lengths(lengths):
     assert (positions.dtype, bounds.dtype, index.dtype) == (np.int64, np.int32, np.int32)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/collator.py",
-    "The first token of a document is never a target; padding is one final document",
-)
-@pytest.mark.rule("trl_packfix/data/collator.py", "A packed batch carries no attention mask and no cache")
 @given(lengths_of_documents, st.sampled_from([None, 1, 8, 64]))
 def test_collator_flattens_documents_and_pads_with_one_document(lengths, multiple):
     documents, first = [], 1

@@ -84,7 +84,6 @@ def counted(config: object, num_tokens: int) -> int:
 NEW_TYPES = ("laguna", "glm_moe_dsa", "minimax_m3_vl_text")
 
 
-@pytest.mark.rule("trl_packfix/planning/costs.py", "The cost of a document follows from the model's config")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=current_models) if name in NEW_TYPES else name for name in MODELS]
 )
@@ -121,10 +120,6 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_costs.py",
-    "A token costs two operations per active parameter, in any architecture",
-)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_tokens_cost_two_operations_per_published_parameter(name):
     billions, per_pair = PUBLISHED[name]
@@ -201,7 +196,6 @@ def test_what_was_counted_is_counted_again(name, data_dir):
     assert met_parameters(config) == pytest.approx(1e9 * COUNTED[name], rel=1e-3)
 
 
-@pytest.mark.rule("trl_packfix/planning/costs.py", "The cost of a document follows from the model's config")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["laguna-xs.2", "glm-5.2", "minimax-m3-vl"])
 def test_pairs_cost_what_a_forward_at_its_size_counts(name, data_dir):
@@ -276,11 +270,6 @@ def as_torch_counts(scan: Mixers) -> Mixers:
     return scan._replace(per_pair=scan.heads * (2.0 * key + 4.0 * value if is_kda else 4.0 * key + 2.0 * value))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_costs.py",
-    "The scans of recurrent layers cost what torch counts, and a model without attention pays for exchanges "
-    "between ranks",
-)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=current_models) if n == "kimi_linear" else n for n in HYBRIDS])
 def test_scans_cost_what_torch_counts(name):
     """Within 1 % of a forward at whole chunks; without scans it would be 6 to 44 % less, and little less in Mamba."""

@@ -64,10 +64,6 @@ def test_drop_and_raise_name_the_offenders():
         contents(data, max_length=4, overlong="raise")
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/spans.py",
-    "A document without a trained token is dropped from training and counted; evaluation keeps it",
-)
 def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_evaluation():
     data = table([3, 3, 1], untrained=lambda row, position: row == 1)
     kept, documents = contents(data, max_length=8)
@@ -156,10 +152,6 @@ def test_reader_sees_the_rows_that_the_dataset_shows(change):
 rows_of_labels = st.lists(st.lists(st.booleans(), min_size=0, max_size=23), min_size=1, max_size=30)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/spans.py",
-    "Every token of the dataset is kept once, in order, or counted as cut, split or dropped",
-)
 @settings(max_examples=150, deadline=None)
 @given(
     rows=rows_of_labels,
@@ -199,7 +191,6 @@ def test_every_token_is_kept_once_in_order_or_counted(rows, max_length, policy):
     assert ledger.given.documents + fragments == ledger.kept.documents + sum(c.documents for c in dropped)
 
 
-@pytest.mark.rule("trl_packfix/data/reader.py", "Boundaries do not depend on the batch size of `datasets.map`")
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
 def test_map_batches_do_not_move_a_boundary(batch_size):
     """TRL's `wrapped` lost two thirds of a dataset at the edges of `map` batches; here nothing depends on them."""

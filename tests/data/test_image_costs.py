@@ -39,10 +39,6 @@ def costs_of(model, **settings):
 # The vision tower
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_costs.py",
-    "An image costs what torch counts in the vision tower, and ranks are balanced by text and images",
-)
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3"])
 def test_the_tower_costs_what_torch_counts(family):
     """Images of several sizes, and two in one document: each image or tile is a sequence of its own."""
@@ -103,10 +99,6 @@ def documents_with_images(num: int = 2000) -> Documents:
     return Documents(np.arange(num), 0 * lengths, lengths, lengths, Ledger(), **images)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_costs.py",
-    "An image costs what torch counts in the vision tower, and ranks are balanced by text and images",
-)
 @pytest.mark.parametrize("synchronisation", ["micro", "step"])
 def test_ranks_are_balanced_by_text_and_images(synchronisation):
     documents = documents_with_images()

@@ -35,10 +35,6 @@ def processor_of(family):
     return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_sizes.py",
-    "Lengths from the sizes of images are those of the processor; where a compared row differs, every row is processed",
-)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_give_what_the_processor_gives(family):
     process = processor_of(family)
@@ -80,10 +76,6 @@ def lengths(dataset, process):
     return [len(process(row)["input_ids"]) for row in dataset]
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_sizes.py",
-    "Lengths from the sizes of images are those of the processor; where a compared row differs, every row is processed",
-)
 def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog, monkeypatch):
     process, dataset = bright
     wanted = lengths(dataset, process)
@@ -98,7 +90,6 @@ def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog,
     assert differing > 0 and f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text
 
 
-@pytest.mark.rule("trl_packfix/data/image_rows.py", "An image that cannot be decoded is found before training")
 def test_an_image_without_its_end_is_found_before_training():
     """Its header is whole, so its size is known."""
     buffer = io.BytesIO()

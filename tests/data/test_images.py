@@ -46,7 +46,6 @@ def examples_of(family: str, model: torch.nn.Module) -> ImageExamples:
 # Lengths
 
 
-@pytest.mark.rule("trl_packfix/data/image_rows.py", "The length of a document with images is that of TRL's own batch")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_are_those_of_the_rows_in_a_batch_of_trl(family):
     collate = DataCollatorForVisionLanguageModeling(build_processor(family))
@@ -107,10 +106,6 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
     assert cached_documents(again, 200).fingerprint == documents.fingerprint
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/spans.py",
-    "A document with images is truncated behind its last image or dropped and counted, never cut inside an image",
-)
 def test_a_document_is_truncated_behind_its_images_or_dropped():
     found = read("qwen2_5_vl")
     limit = int(np.median(found.image_stops[found.image_stops > 0]))
@@ -127,10 +122,6 @@ def test_a_document_is_truncated_behind_its_images_or_dropped():
         make_documents(found, limit, keep_untrained=True)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/spans.py",
-    "A document with images is split outside of them, and its fragments train as documents of their own",
-)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
 def test_a_document_is_split_outside_its_images(family):
     """Fragments have the tokens, labels and images of their document in order; one with a larger image is dropped."""
@@ -253,10 +244,6 @@ def test_a_padded_batch_is_that_of_trl(family):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_collator.py",
-    "In a pack, M-RoPE gives each document the positions that it has alone",
-)
 def test_positions_are_those_of_each_document_alone():
     model = build_model("qwen2_5_vl")
     found = read("qwen2_5_vl")
@@ -309,10 +296,6 @@ def test_families_that_keep_images_apart_are_proved(family):
     assert found.max_gradient == 0.0
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/image_probe.py",
-    "The probe finds a leak that documents with images in equal places hide",
-)
 @gemma3_leaks
 def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
     """gemma3 takes the places of images from the first document of a pack: right if all are alike."""
@@ -344,10 +327,6 @@ def test_positions_over_the_whole_row_are_found():
     assert not (report.isolated and report.equal)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/image_unpacking.py",
-    "A model whose masks need images is trained on padded rows with the same result",
-)
 @pytest.mark.parametrize(
     "family, unpacks",
     [pytest.param("gemma3", True, marks=gemma3_leaks), ("qwen3_5", False)],
@@ -381,10 +360,6 @@ def trained(model, batch, labels):
     return logits[0].detach()
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/image_probe.py",
-    "Images in a pack do not reach other documents: logits and every gradient equal each document alone",
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_those_of_each_document_alone(family, dtype):
@@ -477,10 +452,6 @@ def test_the_judge_of_images_sees_a_fault_in_them(family):
     assert judge.judge(model, wrong).error > 1e-2
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_examples.py",
-    "Outputs of a processor that cannot be joined along one axis are refused before training",
-)
 def test_cross_attention_to_images_is_refused():
     with pytest.raises(ValueError, match=r"(?s)MllamaProcessor.*`cross_attention_mask` of shapes.*Set `packing=False`"):
         image_families.make_examples("mllama", build_model("mllama"))

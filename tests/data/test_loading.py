@@ -140,10 +140,6 @@ def trained(model, batches):
 PREPARED = ("glm_moe_dsa", "deepseek_v32", "axk2", "dots3_note", "hy_v4", "biogpt", "bloom", "mamba")
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "After `prepare_for_packing` the first pack of a custom loop is right, or the call raised",
-)
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=current_models) for name in PREPARED])
 def test_after_prepare_for_packing_the_first_pack_is_right(model_type):
     model = zoo.build_model(model_type)
@@ -158,10 +154,6 @@ def test_after_prepare_for_packing_the_first_pack_is_right(model_type):
         assert expected.norm() > 0 and (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "After `prepare_for_packing` the first pack of a custom loop is right, or the call raised",
-)
 def test_prepare_for_packing_refuses_or_says_what_it_repaired():
     model = build_tiny_model("bloom")
     with pytest.raises(PackingLeakError, match="(?s)changed others by .*Information crosses in .*self_attention"):
@@ -218,10 +210,6 @@ for _ in range(800):
 """
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/threads.py",
-    "A worker that is forked while threads of a communication library run does not hang",
-)
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts threads through glibc")
 def test_a_fork_among_threads_that_enter_python_does_not_hang(tmp_path):
@@ -247,10 +235,6 @@ threading.Thread(target=late, daemon=True).start()
 """
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/threads.py",
-    "A rank does not abort at exit in a thread of a communication library that frees its last tensor",
-)
 @pytest.mark.processes
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python no longer ends such threads")
 @pytest.mark.parametrize("waits", [True, False])

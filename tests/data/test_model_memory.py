@@ -22,10 +22,6 @@ def make_config(name):
     return AutoConfig.for_model(name, **COMMON, **MODELS[name])
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_memory.py",
-    "The predicted peak of a step is within 15 % of what torch counts, for three families",
-)
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "saved"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
@@ -33,10 +29,6 @@ def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
     assert expected == pytest.approx(found, rel=0.15)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_memory.py",
-    "The predicted peak of a step is within 15 % of what torch counts, for three families",
-)
 @pytest.mark.skipif(not scores_tokens(), reason="TRL before 1.16 has no fused LM head on a CPU")
 @pytest.mark.parametrize(
     ("name", "lora", "checkpointing"),

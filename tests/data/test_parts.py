@@ -27,7 +27,6 @@ def documents(lengths, prompt):
         first += length
 
 
-@pytest.mark.rule("trl_packfix/data/parts.py", "Parts end to end are the pack, and labels are shifted before the cut")
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.sampled_from([2, 4, 8]), st.integers(0, 3))
 def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders(lengths, degree, prompt):
     whole = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
@@ -85,10 +84,6 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/pack_collator.py",
-    "Rows are padded in one place, for the setting and for the ranks that share them, whatever makes them",
-)
 @pytest.mark.parametrize("kind", [PackedDataCollator, PrefixCollator])
 @pytest.mark.parametrize("multiple, degree", [(None, 4), (5, 4)])
 def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):

@@ -85,7 +85,6 @@ def test_files_that_changed_or_broke_are_not_believed(tmp_path, caplog):
     assert cached_documents(changed, 30).lengths.tolist() == [3]
 
 
-@pytest.mark.rule("trl_packfix/data/cache.py", "A cached file without its arrays is made again")
 @pytest.mark.parametrize("name", ["spans", "range"])
 @pytest.mark.parametrize("damage", ["no arrays", "other arrays", "no text"])
 def test_a_file_without_its_arrays_is_made_again(tmp_path, name, damage, caplog):
@@ -136,10 +135,6 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert len(cached_documents(reader, 30)) == len(make_documents(reader, 30))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache.py",
-    "A second start does not tokenise, cut or check anything again, and a changed file is not used from the cache",
-)
 @pytest.mark.parametrize("form", ["text", "tokenised"])
 def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     data = texts() if form == "text" else Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4})
@@ -155,10 +150,6 @@ def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     assert any((tmp_path / "data").glob("cache-*.arrow")) is (form == "text")
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/reader.py",
-    "Without labels all tokens are trained; with a mask column, the tokens that TRL trains",
-)
 def test_documents_with_masks_are_packed_as_trl_labels_them(tmp_path):
     """Labels are made from a mask as they are read; without packing TRL writes them."""
     rng = np.random.default_rng(0)

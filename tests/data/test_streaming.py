@@ -79,10 +79,6 @@ def one_pass(stream: PackedStream) -> list[list[list[int]]]:
 # Whole
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream.py",
-    "Every document of a stream is trained once per pass over all ranks, in whole optimizer steps",
-)
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=1, max_size=300),
@@ -117,11 +113,6 @@ def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumu
         assert len({len(rank) for rank in ranks}) == 1, "ranks that share a stream end a pass together"
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream.py",
-    "A stream trains with sequence parallelism what one process trains on the same packs: each group reads its "
-    "own shards, or all ranks read everything",
-)
 @pytest.mark.parametrize(
     "num_shards, tokens_per_rank, degrees", [(1, 32, (1, 2, 4)), (2, 32, (2,)), (4, 64, (1,)), (4, 16, (1, 2, 4))]
 )
@@ -201,10 +192,6 @@ def test_workers_share_the_shards_and_duplicate_nothing():
         assert sorted(documents) == list(range(600))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream_reader.py",
-    "Each rank reads whole shards of a stream, or all ranks read all of it",
-)
 def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
     opened = []
 
@@ -236,10 +223,6 @@ def in_quarters(values):
     return np.array_split(values, 4)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/exact_fill.py",
-    "Documents stay near their place in the stream, and the mean length follows the stream",
-)
 def test_documents_stay_near_their_place_and_come_in_no_order_of_length():
     lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).clip(2, 1000).astype(int)
     packs = list(pack_arrivals(lengths.tolist(), 4000, 1000, longest=1000))
@@ -376,11 +359,6 @@ RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffle
 RESTARTED += [("table shared by ranks", 0, 20), ("generator shared by ranks", 2, 3)]
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream.py",
-    "A stream continues with the same batches from any step, including the documents that were read but not yet "
-    "trained",
-)
 @pytest.mark.processes
 @pytest.mark.parametrize("source, workers, num_points", RESTARTED)
 def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
@@ -465,10 +443,6 @@ def test_ranks_of_a_checkpoint_of_an_earlier_version_cannot_be_changed():
 LAUNCH = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 25))  # ranks, accumulation, steps
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream.py",
-    "A stream, too: each document is once in every pass, over any sequence of ranks",
-)
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=30, max_size=300),
@@ -600,7 +574,6 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
 RESTARTS = {"alone": {}, "workers": {"dataloader_num_workers": 2}, "shuffle_dataset": {"shuffle_dataset": True}}
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "A restart of the trainer on a stream is exact")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESTARTS)
 def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
@@ -621,7 +594,6 @@ def test_a_restart_of_the_trainer_is_exact(name, tmp_path):
     assert tokens[0] == tokens[1] and 0 < tokens[0][11] < tokens[0][12]
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "The report of a stream counts trained tokens, not tokens read")
 @pytest.mark.slow
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
     rng = np.random.default_rng(0)
@@ -656,7 +628,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.rule("trl_packfix/training/checkpoints.py", "A damaged checkpoint of a stream is reported, not loaded")
 def test_a_damaged_checkpoint_of_a_stream_is_reported_and_not_loaded(tmp_path):
     common = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     stream = texts(60).to_iterable_dataset(2)
@@ -805,10 +776,6 @@ def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
     assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == two_ranks_stream.MAX_STEPS
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream.py",
-    "A stream, too: each document is once in every pass, over any sequence of ranks",
-)
 @pytest.mark.parametrize("name", ["shared", "sharded"])
 def test_one_rank_continues_a_stream_of_two(name, two_ranks, caplog):
     folder, saved = two_ranks["folder"], two_ranks_stream.SAVED

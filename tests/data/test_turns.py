@@ -101,11 +101,6 @@ def conversations(draw):
 ENDS = {"qwen3": "<|im_end|>\n", "qwen3_6": "<|im_end|>\n", "gptoss": ("<|call|>", "<|return|>")}
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/turns.py",
-    "With `per_turn`, each assistant turn is one sample: the prompt that generation sees, and the turn, which "
-    "alone is trained",
-)
 @pytest.mark.parametrize("template", ENDS)
 @hypothesis_settings(max_examples=40)
 @given(messages=conversations())
@@ -139,10 +134,6 @@ def rows_of_trl(tmp_path_factory):
     )
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/turns.py",
-    "A sample of a turn is TRL's row of the same prompt and completion, where its prompt is their beginning",
-)
 @pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template, rows_of_trl, caplog):
     """Every template that TRL has, with thinking: ours is TRL's row, or the prompt is not its beginning."""
@@ -199,11 +190,6 @@ OPEN = (
 )
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/turns.py",
-    "Where the template changes the history once a turn is there, the turn follows the prompt that generation "
-    "sees, to the token",
-)
 @pytest.mark.parametrize("template", ["gptoss", EMPTIED, OPEN], ids=["gptoss", "emptied", "open"])
 def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_history(template):
     """The prompt, to the token, is what generation sees; what follows is the turn as the template renders it."""
@@ -338,7 +324,6 @@ WITH = {
 }
 
 
-@pytest.mark.rule("trl_packfix/training/per_turn.py", "The gradient of a step on turns is that of the turns alone")
 @pytest.mark.parametrize("name", WITH)
 def test_the_gradient_is_that_of_the_turns_alone(name, tmp_path, monkeypatch):
     """Noise is the largest that NEFTune draws, so that it can be compared."""
@@ -450,11 +435,6 @@ def rows_with_bad(num=8):
     return rows
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/per_turn.py",
-    "Conversations, turns, and conversations without a turn are counted; a turn that cannot be rendered is named,"
-    " or dropped and counted",
-)
 def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
     data = Dataset.from_list(rows_with_bad())
     said = r"2 of 8 rows of the {} dataset cannot be tokenised; the first are \[2, 5\]\. Row 2: .*`messages\[1\]`"

@@ -35,10 +35,6 @@ def states():
 # Arguments that change scores
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "Our attention refuses an argument that it does not know, and the model keeps its own",
-)
 @pytest.mark.parametrize("name", ["block_indices", "indices", "sinks", "something_new"])
 @pytest.mark.parametrize("is_training", [False, True])
 def test_our_attention_refuses_an_argument_that_it_does_not_know(name, is_training):
@@ -75,11 +71,6 @@ def test_a_selection_that_our_attention_leaves_out_is_seen(monkeypatch):
     assert proved().equal, "the fault must be invisible without the model's own attention"
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "A document alone runs on the model as the user gave it: an error of our attention is seen, in packs and "
-    "parts of them",
-)
 def test_an_error_of_our_attention_is_seen():
     """Made in packs and alone alike, it would cancel out against our attention on the document alone."""
 
@@ -97,11 +88,6 @@ def test_an_error_of_our_attention_is_seen():
         AttentionInterface.register(ATTENTION_NAME, varlen_attention)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "A document alone runs on the model as the user gave it: an error of our attention is seen, in packs and "
-    "parts of them",
-)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back(attention):
     model = build_tiny_model(attn_implementation=attention)
@@ -152,10 +138,6 @@ def test_minimax_m3_keeps_its_own_attention_and_selects_blocks():
     assert judgement.right and 0 < judgement.given < 1e-5
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "Our attention refuses an argument that it does not know, and the model keeps its own",
-)
 @current_models
 @pytest.mark.slow
 def test_minimax_m3_trains_as_unpacked(monkeypatch):
@@ -170,10 +152,6 @@ def paligemma():
     return zoo.build_model("paligemma", "image-text")
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "Where a row without padding is not causal, the reference is the padded row of unpacked TRL",
-)
 def test_text_of_paligemma_is_causal_as_in_padded_batches():
     model = paligemma()
     ids = torch.arange(20, 40)
@@ -200,10 +178,6 @@ def test_only_models_that_read_ahead_get_padding():
             assert probe.alone(ids).shape[0] == len(ids)
 
 
-@pytest.mark.rule(
-    "tests/sweep/judge.py",
-    "The judge's reference is the model as it was given, on the padded rows of TRL's own collator",
-)
 def test_the_judge_takes_the_padded_rows_of_trl():
     batch = padded_by_trl([torch.arange(20, 25)])
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0]]
@@ -215,7 +189,6 @@ def test_the_judge_takes_the_padded_rows_of_trl():
 # Thresholds in tokens
 
 
-@pytest.mark.rule("trl_packfix/isolation/thresholds.py", "Thresholds are in tokens, whatever a config counts")
 @current_models
 @pytest.mark.parametrize(
     "model_type, fields, expected",
@@ -252,11 +225,6 @@ NO_SUCH_LAYER = {
 NO_DEFAULT = {"gemma4_assistant", "molmo2", "nemotron_h_omni"}
 
 
-@pytest.mark.rule(
-    "tests/support/zoo.py",
-    "Every tiny model of the sweep has a layer of each kind that its code knows, and short documents exceed its "
-    "thresholds",
-)
 @current_models
 def test_every_tiny_model_has_a_layer_of_each_kind():
     """A type whose tiny model lacks the kind of layer that matters was right in the sweep and wrong in training."""
@@ -276,11 +244,6 @@ def test_every_tiny_model_has_a_layer_of_each_kind():
     assert missing.keys() == explained, {**missing}
 
 
-@pytest.mark.rule(
-    "tests/support/zoo.py",
-    "Every tiny model of the sweep has a layer of each kind that its code knows, and short documents exceed its "
-    "thresholds",
-)
 @current_models
 def test_every_threshold_of_a_tiny_model_lies_below_the_lengths_of_the_judge():
     judge_reach, tested = max(len(ids) for ids in _cases()["mixed"]), 0
@@ -300,10 +263,6 @@ def _cases():
 # Models that are not causal
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/isolation_report.py",
-    "A model that is not causal in padded rows either is said to be so, or refused",
-)
 @current_models
 def test_a_model_that_reads_ahead_is_said_to():
     model = zoo.build_model("xlnet")
@@ -313,10 +272,6 @@ def test_a_model_that_reads_ahead_is_said_to():
     assert not PackedModel(tiny := build_tiny_model(), torch.float32, "cpu", max_length=64).prove(tiny).reads_ahead
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/isolation_report.py",
-    "A model that is not causal in padded rows either is said to be so, or refused",
-)
 @current_models
 def test_a_model_whose_values_depend_on_padding_is_refused():
     """CPM-Ant counts tokens that are not 0 and is not causal: padding moves every state."""
@@ -335,10 +290,6 @@ def tied(seed):
     return zoo.build_model("glm_moe_dsa", seed=seed, index_n_heads=4, index_topk=8)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/ties.py",
-    "Equal scores, of which `topk` chooses by the width of a row, are not reported as a leak",
-)
 @current_models
 @pytest.mark.parametrize("seed", [1, 3])
 def test_ties_of_an_indexer_are_no_leak(seed, monkeypatch):
@@ -349,10 +300,6 @@ def test_ties_of_an_indexer_are_no_leak(seed, monkeypatch):
     assert not (report.isolated and report.equal), "this seed has no ties, so it tests nothing"
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/ties.py",
-    "Equal scores, of which `topk` chooses by the width of a row, are not reported as a leak",
-)
 @current_models
 def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
     model = tied(3)

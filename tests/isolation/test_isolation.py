@@ -64,7 +64,6 @@ def test_the_models_own_masks_pass_too(model, attention):
     assert report.isolated and report.equal and report.attention == attention
 
 
-@pytest.mark.rule("trl_packfix/isolation/tracing.py", "The module where information crosses documents is named")
 @pytest.mark.parametrize(
     "model, where",
     [
@@ -201,10 +200,6 @@ def test_thresholds_beyond_max_length_are_named_and_not_tested():
     assert judged(model, max_length=1024).unreachable == {}
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/check_isolation.py",
-    "The probe does not change parameters, random state or train/eval modes",
-)
 @pytest.mark.parametrize("wrap", [False, True])
 def test_the_probe_leaves_no_trace(wrap):
     model = build_tiny_model("gpt2", attn_pdrop=0.3, resid_pdrop=0.2, embd_pdrop=0.1)
@@ -243,10 +238,6 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
     assert torch.equal(*results)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/check_isolation.py",
-    "Isolation is proved on the user's own model before the first step",
-)
 def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):
     run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True, on_leak="raise")
     with pytest.raises(PackingLeakError, match="Information crosses in transformer.h.0.self_attention"):
@@ -307,10 +298,6 @@ def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_
     assert report.leaks[0].name == f"model.layers.{size['num_hidden_layers'] // 2}.self_attn"
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/tracing.py",
-    "Half precision does not hide a leak, with and without the gradient comparison",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 16, 31])
 def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer, monkeypatch):
@@ -366,10 +353,6 @@ def test_the_trainer_shows_the_proof(tmp_path, capsys):
     assert isinstance(run.args, transformers.TrainingArguments)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "The probe's documents contain no special tokens, in whatever form a config lists them",
-)
 @pytest.mark.parametrize("eos", [[2], [2, 290, 299]])
 def test_a_config_may_name_several_ends_of_a_text(eos):
     model = build_tiny_model(eos_token_id=eos, image_token_id=250)
@@ -379,10 +362,6 @@ def test_a_config_may_name_several_ends_of_a_text(eos):
     assert tokens == set(range(3, 300)) - {*eos, 250}, "the probe's documents hold special tokens, or few others"
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/thresholds.py",
-    "Only lengths that change what this model computes within its positions are tested as thresholds",
-)
 def test_only_rope_that_depends_on_length_is_a_threshold():
     scaled = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 48}
     llama3 = scaled | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -429,10 +408,6 @@ class Noisy(torch.nn.Linear):
         return super().forward(states)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/randomness.py",
-    "Randomness in a forward is not reported as a leak, and hides no leak",
-)
 def test_randomness_of_a_forward_is_no_leak_and_hides_none():
     model = build_tiny_model()
     mlp = model.model.layers[1].mlp
@@ -487,10 +462,6 @@ class Choice(torch.nn.Module):
         return added + torch.where(score > self.edge, 0.5, -0.5).to(added.dtype)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/check_isolation.py",
-    "A near tie that is decided by rounding is not reported as a leak",
-)
 def test_a_near_tie_is_no_leak(monkeypatch):
     model = build_tiny_model()
     choice = model.model.layers[1].mlp = Choice(model.model.layers[1].mlp)

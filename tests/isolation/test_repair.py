@@ -47,10 +47,6 @@ def pack(lengths, low=16, high=128):
     return batch
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/search.py",
-    "Exactly the leaking modules are repaired, as the probe finds them",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", REPAIRS)
 def test_what_leaks_is_repaired_and_nothing_else(model_type):
@@ -94,10 +90,6 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope_type, dt
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/check_isolation.py",
-    "A document far into a pack has the outputs that it has alone",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
@@ -172,10 +164,6 @@ def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeyp
 TRAINED = ["gpt_oss", "opt", "falcon", "bloom", "mpt", "mamba", "mamba2", "qwen3_next", "bart"]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/repair.py",
-    "A leaking module runs on each document separately, and the model trains to the weights of unpacked training",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(model) for model in TRAINED] + [
     pytest.param(Case("kimi_linear"), marks=current_models),
@@ -193,10 +181,6 @@ def gradients(model, batch):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/forwards.py",
-    "A layer that is recomputed in backward gets the documents of its own forward",
-)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant):
     """Two packs pass forward before either goes back: the last boundaries are not those of the first."""
@@ -274,7 +258,6 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
         model(**pack([9, 4, 7]))
 
 
-@pytest.mark.rule("trl_packfix/isolation/axes.py", "The axes that count tokens are measured, not guessed")
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1], [32], [16] * 4, [1] * 64, [31, 1], [2, 40, 3]])
 def test_any_documents_through_a_repaired_adapter(lengths):

@@ -30,11 +30,6 @@ def test_unpacked_models_are_isolated_and_equal_to_each_document_alone(model):
     assert not (again.isolated and again.equal)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/unpacking.py",
-    'With `on_leak="unpack"` a leaking model trains to the weights of unpacked training, on the same documents as'
-    " padded rows",
-)
 @pytest.mark.parametrize("case", [Case(model, on_leak="unpack") for model in ("falcon", "jamba", "bart")] + [
     Case("falcon", "lora", on_leak="unpack"), Case("bloom", accumulation=4, on_leak="unpack"),
     Case("falcon", checkpointing=True, on_leak="unpack"),

@@ -86,10 +86,6 @@ def test_exchanges_keep_documents_and_settle_within_the_capacity(lengths, num_sl
     assert settled == (min(slots.room) >= 0)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/exchanges.py",
-    "Exchanges keep every document and fill full slots to the token",
-)
 def test_full_slots_settle_to_the_token():
     """A thousand random documents fill 32 slots, with no token to spare."""
     lengths = np.random.default_rng(0).integers(20, 240, 1000)
@@ -121,10 +117,6 @@ def test_exchanges_even_out_what_groups_cost():
     assert min(slots.room) >= 0
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/balance.py",
-    "Balance never moves a document to another optimizer step, and no pack exceeds the capacity",
-)
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.one_of(
@@ -158,7 +150,6 @@ def test_steps_keep_their_documents_and_no_slot_is_above_the_capacity(lengths, w
             assert (sizes > 0).all() or sizes.max() == 1
 
 
-@pytest.mark.rule("trl_packfix/planning/imbalance.py", "The imbalance bound is valid: no assignment is below it")
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 10), min_size=1, max_size=6),

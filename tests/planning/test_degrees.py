@@ -113,11 +113,6 @@ worlds = st.sampled_from([(4, 16), (8, 8), (8, 16), (12, 16), (8, 64), (1, 64), 
 speeds = st.sampled_from([DEAR, CHEAP])
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/degrees.py",
-    "With sequence parallelism every document is trained once per epoch, no part exceeds `tokens_per_rank`, and "
-    "all ranks choose the same degrees",
-)
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=lengths_of_a_set,
@@ -160,10 +155,6 @@ def test_exchanged_degrees_are_found_out():
     assert problems(ranks, 0, 16)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/degrees.py",
-    "A degree per micro-step is never slower, by the model, than one degree for the run",
-)
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=lengths_of_a_set,
@@ -201,7 +192,6 @@ def test_faster_than_any_one_degree_where_lengths_differ():
     assert seconds[None] < 0.9 * seconds[(4,)]
 
 
-@pytest.mark.rule("trl_packfix/data/epochs.py", "An optimizer step keeps its documents, whatever the degrees")
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths_of_a_set, accumulation=st.integers(1, 4), epoch=st.integers(0, 2))
 def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(lengths, accumulation, epoch):
@@ -212,10 +202,6 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(lengths, acc
     assert len({step_hash(run, epoch) for run in runs}) == 1
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/degrees.py",
-    "The bound of the time is valid: no division of a step, also with several degrees in a micro-step, is below it",
-)
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 16), min_size=1, max_size=8),
@@ -277,10 +263,6 @@ def test_the_exchange_sends_what_ulysses_sends():
     assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/degrees.py",
-    "Degrees are chosen by what scans send in the run: tokens or states, whichever takes less time",
-)
 @settings(max_examples=100, deadline=None)
 @given(
     state=st.integers(1, 10**6),
@@ -370,11 +352,6 @@ def test_heads_are_read_from_the_config():
     assert make_cost_model(config).attention == (Heads(3, 4, 4, 24, 12),)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/model_costs.py",
-    "The scans of recurrent layers cost what torch counts, and a model without attention pays for exchanges "
-    "between ranks",
-)
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
 def test_a_model_without_attention_pays_for_exchanges(model_type):
     """Its mixers exchange tokens for heads, too. Without that cost all short packs would be shared by most ranks."""
@@ -451,7 +428,6 @@ def test_the_cache_holds_the_degrees(documents):
     assert first.degrees == second.degrees == alone.degrees
 
 
-@pytest.mark.rule("trl_packfix/data/epochs.py", "If `tokens_per_rank` is unset, plans and cached files are as before")
 def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):
     unset = make_epochs(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
     assert unset.parallel is None and unset.degrees == ()

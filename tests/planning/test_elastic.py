@@ -86,11 +86,6 @@ launches = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/epochs.py",
-    "With other ranks, accumulation or batch size a run keeps its steps if they have the same documents; else the"
-    " rest of the epoch is planned anew, every document of it once",
-)
 @settings(max_examples=80, deadline=None)
 @given(
     plan=st.sampled_from([*PLANS]),

@@ -66,10 +66,6 @@ def tampered(file):
 # What is kept
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/epochs.py",
-    "A second start reads its plans from the cache. A cached plan equals the one that the same code and settings make",
-)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
     documents = made(tmp_path, wrapped=strategy == "wrapped")
@@ -99,11 +95,6 @@ def test_a_second_start_plans_nothing(tmp_path):
     assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "One process of a node plans many documents; the others wait for its file and map it; a process that dies "
-    "makes no other wait",
-)
 def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path):
     """Locks are of open files, so threads wait for each other as processes do."""
     made_by = []
@@ -120,11 +111,6 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path):
     assert all(is_mapped(packs.order) and packs.order.tolist() == [0, 1, 2, 3, 4] for packs in found)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "One process of a node plans many documents; the others wait for its file and map it; a process that dies "
-    "makes no other wait",
-)
 def test_a_process_that_dies_while_it_plans_makes_no_other_wait(tmp_path):
     file = tmp_path / "cache-packfix-packs-0.npy"
     child = os.fork()
@@ -182,10 +168,6 @@ def test_every_setting_has_its_own_file(tmp_path):
     assert plans == {"strategy", "batch_size", "max_length", "seed", "shuffle"}
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "Every cache depends on the code of `planning/` and `data/`: no file of another version is read",
-)
 @pytest.mark.processes
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
@@ -205,10 +187,6 @@ def test_other_code_does_not_find_the_plans(tmp_path):
     assert len(set(found)) == 4
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "Every cache depends on the code of `planning/` and `data/`: no file of another version is read",
-)
 def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
     """Spans, ranges of tokens, plans, and rows that `datasets` caches."""
 
@@ -245,10 +223,6 @@ def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     assert unshuffled.schedule(3) is unshuffled.schedule(0)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "A cached plan in which a document is missing or appears twice is made again",
-)
 def test_broken_files_are_made_again(tmp_path, caplog):
     documents = made(tmp_path)
     first = planner(documents)
@@ -284,10 +258,6 @@ def test_broken_files_are_made_again(tmp_path, caplog):
         assert np.array_equal(np.load(first.file("schedule", 0)), whole)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "Plans are written atomically. A plan is deleted if it was not read for a week",
-)
 def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_them(tmp_path):
     documents = made(tmp_path)
     planner(documents).schedule(0)
@@ -327,10 +297,6 @@ def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     assert same(planner(documents).schedule(0), expected)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/cache_files.py",
-    "A cached file is never replaced, and a read-only disk is not an error",
-)
 def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
     """On network storage a mapped file that is replaced is gone for those who read it."""
     file = tmp_path / "x.npy"
@@ -372,7 +338,6 @@ def saved(folder):
     return load_from_disk(folder)
 
 
-@pytest.mark.rule("trl_packfix/data/epochs.py", "Batches and weights are the same with and without cached plans")
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy, workers", [("stream", 2), ("minibatch", 0)])
 def test_batches_and_weights_are_the_same_with_and_without_the_cache(strategy, workers, tmp_path, monkeypatch):

@@ -84,10 +84,6 @@ def token_lists(draw):
 # The order of documents by their tokens
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/families.py",
-    "Documents are sorted by their tokens as a naive sort does, and tokens are read up to the first difference only",
-)
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block):
@@ -128,11 +124,6 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 # Pieces
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/families.py",
-    "A piece has documents that share at least half of the longer one, within the capacity, at the cost of what "
-    "is computed",
-)
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), spare=st.integers(0, 60))
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
@@ -222,10 +213,6 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
         )
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/families.py",
-    "Copies of a document are planned apart, and the trained tokens of a piece are bounded",
-)
 @pytest.mark.parametrize("strategy", ["stream", "bfd"])
 def test_copies_of_a_row_are_not_one_update(strategy):
     """As `repeat: 4` of a mixture makes them."""
@@ -252,10 +239,6 @@ def test_copies_of_a_row_are_not_one_update(strategy):
         assert together(family) < 1.4 * together(planner("off")) < 0.72
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/families.py",
-    "Copies of a document are planned apart, and the trained tokens of a piece are bounded",
-)
 def test_many_equal_documents_are_many_updates():
     num, length, capacity = 30_000, 100, 512
     _, documents = sorted_documents([np.arange(length)] * num)
@@ -268,7 +251,6 @@ def test_many_equal_documents_are_many_updates():
     assert len(fixed.units()) < num / 20
 
 
-@pytest.mark.rule("trl_packfix/planning/families.py", "A system prompt does not make one family of all conversations")
 def test_a_system_prompt_does_not_make_one_family():
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 60)
@@ -320,11 +302,6 @@ def rows_of(tokens, pack):
     return sum(len(tokens[i]) for i in pack) - sum(shared)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/epochs.py",
-    'With `share_prefixes="family"` every document is trained once per epoch, in packs with no more rows than '
-    "planned, and `minibatch` keeps its steps",
-)
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 20),
@@ -372,11 +349,6 @@ def test_every_document_once_in_packs_within_the_capacity(
             assert sorted(schedule.step_documents(step)) == sorted(unpacked.step_documents(step))
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/units.py",
-    "With `tokens_per_rank` a family is on one group of ranks, no part exceeds `tokens_per_rank`, and degrees are"
-    " chosen by what is computed of it",
-)
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 20),
@@ -438,10 +410,6 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
     assert seconds["family"] < 0.7 * seconds["off"]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "Evaluation shares prefixes over the whole set, with the same loss",
-)
 def test_evaluation_on_groups_shares_by_plan():
     """More than among documents that meet by chance, and no less than families."""
     tokens = chats(num=120, longest=250)
@@ -491,7 +459,6 @@ def test_families_meet_in_packs_and_fewer_rows_are_computed():
     assert plans["family"].num_steps < 0.7 * plans["off"].num_steps
 
 
-@pytest.mark.rule("trl_packfix/data/epochs.py", '`share_prefixes="pack"` has the plans of `"off"`, to the byte')
 def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(epochs, "MANY", 1)
     _, documents = sorted_documents(TOKENS)
@@ -548,7 +515,6 @@ def test_balance_knows_the_cost_of_pieces():
 # Tables and caches
 
 
-@pytest.mark.rule("trl_packfix/data/token_order.py", "A document with labels that are not its tokens is in no family")
 def test_documents_with_labels_that_are_not_tokens_share_nothing():
     tokens = [np.arange(50), np.arange(50), np.arange(60), np.arange(40)]
     labels = [each.tolist() for each in tokens]
@@ -584,7 +550,6 @@ def test_blocks_of_tokens_are_those_of_the_rows():
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
 
-@pytest.mark.rule("trl_packfix/data/cache.py", "A second start in families reads no token before the first batch")
 @pytest.mark.parametrize("parts", [{}, {"batch_size": 1, "tokens_per_rank": 128}], ids=["ranks", "groups"])
 def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch, parts):
     monkeypatch.setattr(epochs, "MANY", 1)
@@ -627,10 +592,6 @@ def line(found):
     return dict(found.lines()).get("common prefixes")
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/savings.py",
-    "The report says how many families a step has, and `plan` what share of the tokens each setting computes",
-)
 def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
     found, plan = report("family")
     schedule, pieces = plan.schedule(0), plan.units()
@@ -778,10 +739,6 @@ def test_steps_of_the_same_documents_train_the_same_in_families(tmp_path):
     assert found.packing_report.prefixes.rows == pytest.approx(np.mean(logged(found, "computed_share")), abs=0.05)
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/savings.py",
-    "The report says how many families a step has, and `plan` what share of the tokens each setting computes",
-)
 @pytest.mark.parametrize("name", ["off", "pack"])
 def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monkeypatch):
     """What `plan` estimates by sorting documents is measured in training."""
@@ -803,10 +760,6 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     assert read
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "A run in families continues exactly, and not with other families",
-)
 def test_a_run_in_families_goes_on_exactly_and_is_not_mixed_with_others(tmp_path):
     settings = {"share_prefixes": "family", "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 5}
     settings |= {"per_device_train_batch_size": 1, "max_length": 96}
@@ -892,10 +845,6 @@ def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
     assert main([*words, "--plot", str(tmp_path / "packs.png")]) == 0
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/text.py",
-    "`show` says which documents have rows on which rank, also if documents share prefixes",
-)
 def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path):
     stem = list(range(5, 80))
     alike = [stem] * 12  # where two meet, the last row of one is not computed
@@ -932,10 +881,6 @@ def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path)
     assert packs and all(rank["tokens"][1] - rank["tokens"][0] <= 64 for pack in packs for rank in pack["ranks"])
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/sample.py",
-    "Shared beginnings are shown once, and the mask has the rows that each document sees",
-)
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     found, _ = report("family")
     pack = found.sample.packs[0]

@@ -29,11 +29,6 @@ def planner(lengths, strategy, max_length=12, **kwargs):
 documents_of_a_dataset = st.lists(st.integers(2, 40), min_size=1, max_size=200)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/schedule.py",
-    "Every kept document is trained once per epoch over all ranks. All ranks run the same number of "
-    "micro-batches, and no document is duplicated",
-)
 @settings(max_examples=250, deadline=None)
 @given(
     lengths=documents_of_a_dataset,
@@ -103,10 +98,6 @@ def test_drop_last_drops_one_incomplete_step_and_counts_it(lengths, strategy, ac
         assert len(schedule.order) + schedule.num_skipped == len(cut.documents)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/schedule.py",
-    "The steps of `minibatch` hold the documents of the unpacked run",
-)
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 12), min_size=1, max_size=120),

@@ -81,11 +81,6 @@ def test_the_example_of_contributing_is_what_it_says(next_fit):
     assert runner.summarize() == (0, 1)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/strategies.py",
-    "A strategy is one record with its planner, with which `plan_packs`, `packed_dataloader`, the trainer and the"
-    " command line plan",
-)
 def test_one_record_makes_a_strategy(registered, tmp_path, capsys):
     plan = plan_packs([4] * 24, 8, "next_fit", seed=1)
     assert np.diff(plan.offsets).tolist() == [2] * 12

@@ -68,10 +68,6 @@ def check(schedule, units: Units, num_documents: int, capacity: int, degrees: np
     assert rank_costs(schedule, units.costs()).sum() == pytest.approx(units.costs().sum())
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/units.py",
-    "Units of every kind are packed once each, in bins of equal number on every rank",
-)
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -98,10 +94,6 @@ def test_every_unit_is_once_in_bins_of_equal_number(
         check(schedule, units, num, 128, np.ones(schedule.num_steps * accumulation, np.int64))
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/units.py",
-    "Units of every kind are packed once each, in bins of equal number on every rank",
-)
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -208,11 +200,6 @@ def test_a_unit_costs_more_on_a_group_where_its_parts_do():
     assert alone.costs(2) == pytest.approx(MODEL(lengths) + images)
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/units.py",
-    "With `tokens_per_rank` a family is on one group of ranks, no part exceeds `tokens_per_rank`, and degrees are"
-    " chosen by what is computed of it",
-)
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 40), seed=st.integers(0, 2**32), degree=st.sampled_from([1, 2, 4]))
 def test_a_family_costs_at_each_degree_what_is_computed_of_it(num, seed, degree):

@@ -28,10 +28,6 @@ def say_more(found):
     yield "documents in a pack", f"{PER_PACK.value(found):.2f}"
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/columns.py",
-    "A number of the report is one entry, from which the tables and legend of `plan` and the loggers take it",
-)
 def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys):
     (tmp_path / "lengths.txt").write_text("8 8 8 8 8 8")
     words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--batch-size", "2"]

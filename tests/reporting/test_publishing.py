@@ -82,7 +82,6 @@ def test_the_report_on_a_terminal_is_whole(width):
     assert "".join("".join(text.split()) for _, text in cells) == "".join("".join(text.split()) for _, text in lines)
 
 
-@pytest.mark.rule("trl_packfix/reporting/report.py", "Loggers get the numbers of the report")
 def test_loggers_get_the_numbers_of_the_report(run):
     (entry,) = [each for each in run.state.log_history if "packing/efficiency" in each]
     saved = json.loads(Path(run.args.output_dir, "packing_report.json").read_text())
@@ -109,10 +108,6 @@ TRAINERS = {  # keys of transformers and TRL
 }
 
 
-@pytest.mark.rule(
-    "docs/logged.py",
-    "Every key of the log has a unit and a row in docs/logging.md, and every row is logged",
-)
 def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     made = runpy.run_path(str(ROOT / "docs" / "logged.py"))
     assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `make logged`"
@@ -145,10 +140,6 @@ def test_the_share_that_is_lost_is_one_number(tmp_path):
     assert f"{expected:.1%} of the trained tokens are lost" in report.warning
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/report.py",
-    "The model card says that the model was trained on packs, with which settings, and what was proved",
-)
 def test_the_model_card_says_packed_how_and_proved(run):
     run.create_model_card(model_name="x")
     run.create_model_card(model_name="x")  # written anew, not twice
@@ -167,10 +158,6 @@ def test_an_unpacked_run_has_the_card_of_trl(tmp_path):
     assert "Packing" not in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/report.py",
-    "A model card links what is on the hub, and names local models and files without a link or a path",
-)
 def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):
     folder, file = tmp_path / "secret" / "my-model", tmp_path / "chats.jsonl"
     build_tiny_model().save_pretrained(folder)

@@ -31,10 +31,6 @@ def report(tmp_path, data, **settings):
     return run.packing_report
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/report_numbers.py",
-    "A loss of more than 1 % of the trained tokens leads to a warning that names the remedy",
-)
 @pytest.mark.parametrize(
     "lengths, settings, lost, remedy",
     [
@@ -71,10 +67,6 @@ def test_losses_above_one_percent_are_a_warning_that_names_the_remedy(lengths, s
     assert found.to_dict()["trained_tokens_not_reached"] == (7 if "dataloader_drop_last" in settings else 0)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/callbacks.py",
-    "The report says what many short documents need in the backward of flash attention",
-)
 def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     """FlashAttention-2 adds 128 fp32 rows per document in backward: for 1,024 documents of 8 tokens 2 GiB a layer."""
     found = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
@@ -103,11 +95,6 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
     )
 
 
-@pytest.mark.rule(
-    "trl_packfix/reporting/build.py",
-    "If unpacked TRL does not divide the loss by the number of targets, the report says by how much it differs on"
-    " this dataset",
-)
 @pytest.mark.parametrize("labels", ["all", "answers", "some answers"])
 def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_path):
     """Of GPT-2 TRL counts first labels, too, which are no targets; packed training divides by targets."""
@@ -146,7 +133,6 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
             assert rows_shown["against unpacked"].startswith("the same but for the loss: 16 documents")
 
 
-@pytest.mark.rule("trl_packfix/training/callbacks.py", "Every checkpoint contains the report with its ledger")
 def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
     run = trainer(
         tmp_path, texts(), max_length=20, packing_report=True, save_strategy="steps", save_steps=2, max_steps=4

@@ -169,11 +169,6 @@ def test_is_proved_in_bf16(tiny_config):
     assert report.isolated and report.equal, report.summary()
 
 
-@pytest.mark.rule(
-    "trl_packfix/cli/check_model.py",
-    "Models with the configs of widely used checkpoints train packed as unpacked, and get the same result at tiny"
-    " and at real size",
-)
 def test_trains_packed_as_unpacked(tiny_config, tmp_path):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
@@ -257,10 +252,6 @@ def test_a_leak_by_real_rope_is_found_from_the_config_alone(tmp_path):
     assert check_model(name, config_only=True, max_length=300).right
 
 
-@pytest.mark.rule(
-    "trl_packfix/survey/shrinking.py",
-    "`check --config-only` changes sizes only, and has one layer of each kind",
-)
 def test_only_sizes_shrink():
     given = AutoConfig.for_model(**LONGROPE)
     found = tiny_model(given).config

@@ -16,10 +16,6 @@ def test_the_page_is_made_of_the_table():
     assert {"5.16.0", "5.20.0", "5.23.0"} <= set(releases.releases_of(TABLE))
 
 
-@pytest.mark.rule(
-    "tests/sweep/releases.py",
-    "What stock TRL does on each model type, by release of transformers, is that of the judge",
-)
 def test_both_surveys_agree_on_the_release_that_they_share():
     """The other one is docs/compatibility.csv, made with the probe and the repair."""
     stock = {(row.model_type, row.kind): row.stock_trl or "not judged" for row in compatibility.read(DOCS)}

@@ -101,11 +101,6 @@ def by_hand(messages, last):
     return tokens, labels
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/masks.py",
-    "With `assistant_only_loss`, labels are TRL's where the template has markers, and those of a mask made by "
-    "hand where it has none",
-)
 @hypothesis_settings(max_examples=60)
 @given(messages=conversations(), last=st.booleans())
 def test_labels_are_a_mask_made_by_hand(messages, last):
@@ -125,11 +120,6 @@ SAME = {
 SAME |= {"idefics3_training", "smolvlm_training", "qwen3_instruct_2507_training", "qwen3_vl_training"}
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/masks.py",
-    "With `assistant_only_loss`, labels are TRL's where the template has markers, and those of a mask made by "
-    "hand where it has none",
-)
 @pytest.mark.parametrize("template", TRAINING)
 def test_labels_are_those_of_trl_for_every_template(template):
     """All turns as TRL marks them; and each turn alone, which together are all."""
@@ -150,10 +140,6 @@ def test_labels_are_those_of_trl_for_every_template(template):
         assert sample(CHAT, tokenizer) == {"input_ids": stock["input_ids"], "labels": labels}
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/masks.py",
-    "A turn that the template renders in another way in the whole conversation is refused with its message",
-)
 def test_a_template_that_rewrites_the_history_is_refused_with_the_turn():
     with pytest.raises(ValueError, match=r"renders `messages\[:2\]` in another way once `messages\[2\]` follows: '<th"):
         sample(CHAT, THINKING)
@@ -219,11 +205,6 @@ def chats(*rows):
 ROWS = chats(CHAT, weighted(0, None, 1), weighted(None, None, 0), weighted(0, 0, 0))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/assistant_only.py",
-    "A message of weight 0 is context in packs, unpacked runs, streams, evaluation, images and `per_turn`, and "
-    "never trained unsaid",
-)
 @pytest.mark.parametrize("last", [False, True])
 def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, tmp_path):
     rows = [row["messages"] for row in ROWS]
@@ -309,11 +290,6 @@ def test_refused_rows_are_named_or_dropped(tmp_path, caplog):
         list(run_of(tmp_path, data.to_iterable_dataset(), THINKING, max_steps=1).train_dataset)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/assistant_only.py",
-    "A message of weight 0 is context in packs, unpacked runs, streams, evaluation, images and `per_turn`, and "
-    "never trained unsaid",
-)
 def test_weights_that_would_not_be_read_are_refused(tmp_path):
     said = r"2 of 4 rows of the {} dataset have messages with `weight` 0, and `assistant_only_loss=False`"
     data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
@@ -332,7 +308,6 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
         run_of(tmp_path, Dataset.from_dict({"text": ["a b c"]}))
 
 
-@pytest.mark.rule("trl_packfix/training/assistant_only.py", "Labels of another mask are not read from a cache")
 def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
     chats(*[weighted(0, None, 1, key=key) for key in ("weight", "train")]).save_to_disk(tmp_path / "data")
     data, found = load_from_disk(tmp_path / "data"), set()
@@ -384,11 +359,6 @@ def test_prepare_and_show_honour_the_masks(tmp_path, capsys):
 # Images
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/assistant_only.py",
-    "A message of weight 0 is context in packs, unpacked runs, streams, evaluation, images and `per_turn`, and "
-    "never trained unsaid",
-)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_of_rows_with_images(family, tmp_path):
     """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""

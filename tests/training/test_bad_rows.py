@@ -61,10 +61,6 @@ def all_documents(run):
     return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/bad_rows.py",
-    "Rows that cannot be tokenised are named, or dropped and counted; the other rows equal TRL's",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", FORMS)
@@ -191,10 +187,6 @@ def test_a_bad_row_of_a_stream_is_named_when_it_is_read(tmp_path):
         unpacked.train()
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/bad_rows.py",
-    "Bad rows of a stream are named when they are read, or are dropped and counted",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [(), (0, 3), tuple(range(0, 40, 3))], ids=len)
 def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):

@@ -27,10 +27,6 @@ def killed(folder, *flags):
     return done.stdout
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "A run that is killed at any point continues with the same batches and weights",
-)
 @needs_gloo
 def test_killed_runs_resume_with_the_batches_and_weights_of_one_left_alone(tmp_path):
     said = killed(tmp_path, "--rounds", "3", "--ranks", "2", "--seed", "5")
@@ -38,7 +34,6 @@ def test_killed_runs_resume_with_the_batches_and_weights_of_one_left_alone(tmp_p
     assert int(kills) == 3 and int(runs) >= 1
 
 
-@pytest.mark.rule("trl_packfix/training/restart.py", "Killed runs resume on other ranks with every document once")
 @needs_gloo
 def test_killed_runs_resume_on_other_ranks_with_every_document_once(tmp_path):
     said = killed(tmp_path, "--rounds", "3", "--elastic", "--seed", "5")

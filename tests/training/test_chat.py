@@ -154,10 +154,6 @@ def thinking_prompts(name):
     return Dataset.from_list(rows)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/repeats.py",
-    "A warning that TRL repeats for every row is shown once and counted; defaults that a user did not set do not warn",
-)
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
 def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog):
     tokenizer = build_tokenizer()
@@ -230,10 +226,6 @@ def rows_of(run):
     return [(row["input_ids"], row["labels"]) for row in run.train_dataset]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/messages.py",
-    "The roles of ShareGPT become those of chat templates where TRL renames its keys; elsewhere they are said",
-)
 def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     settings = {"packing": False, "max_length": 200, "max_steps": 1}
     plain = Dataset.from_list(sharegpt(roles=("user", "assistant"), keys=("role", "content")))
@@ -301,10 +293,6 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/messages.py",
-    "Fields of messages that the chat template leaves out are said, with the number of rows",
-)
 @pytest.mark.parametrize("template", LEFT_OUT)
 def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, tmp_path, caplog):
     tokenizer = build_tokenizer()

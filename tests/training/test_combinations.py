@@ -206,11 +206,6 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
     assert every == named == set(MADE) and len(ROWS) > 60
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Two choices that cannot be combined are refused with the cause and the remedy of their row; every other pair"
-    " is accepted",
-)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
 def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
@@ -224,11 +219,6 @@ def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
     assert feature.remedy(other)[0].isupper() and feature.conflicts[other][0].isupper()
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Two choices that cannot be combined are refused with the cause and the remedy of their row; every other pair"
-    " is accepted",
-)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("one", MADE, ids=lambda choice: choice.name)
 def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
@@ -244,10 +234,6 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
     assert num_accepted or one in REFUSED_IN_PACKS
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "What no GPU has run is called experimental, in help, report and docs, from one record",
-)
 def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
     """In the help of its field, and in the report of a run with it (`test_families.py`)."""
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
@@ -260,7 +246,6 @@ def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
     assert divided.startswith("tensor or expert parallelism")
 
 
-@pytest.mark.rule("docs/combinations.py", "docs/combinations.md is made of the records by which pairs are refused")
 def test_the_page_is_made_of_the_records():
     made = runpy.run_path(str(ROOT / "docs" / "combinations.py"))["page"]()
     assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `make combinations`"

@@ -181,7 +181,6 @@ def assert_same_training(folder: Path, found: dict, expected: dict, again: list[
 # Whole
 
 
-@pytest.mark.rule("trl_packfix/data/loaders.py", "On many ranks every document is trained once per epoch")
 @with_strategies
 def test_every_document_once_per_epoch(result, strategy):
     found = result(f"epochs_{strategy}")
@@ -220,10 +219,6 @@ def test_fewer_documents_than_ranks_times_accumulation(result, strategy):
     assert all(0 < loss < 10 for loss in found["losses"])
 
 
-@pytest.mark.rule(
-    "trl_packfix/planning/schedule.py",
-    "`dataloader_drop_last` leaves out the last incomplete step only, and its documents are counted",
-)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", two_ranks.DROPPING)
 def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ranks, request, folder):
@@ -263,10 +258,6 @@ def rows_with_values(num: int, seed: int = 0) -> list[Document]:
     return [Document(ids, ids, row["share"], row["source"]) for ids, row in zip(tokens, rows, strict=True)]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/totals.py",
-    "Weights and losses by source on two ranks are those of a loop written by hand, under DDP, ZeRO-3 and FSDP2",
-)
 @pytest.mark.parametrize("engine, scenario", WEIGHTED)
 def test_weights_and_sources_on_two_ranks_are_the_loop_by_hand(result, engine, scenario, folder):
     found, rows = result(scenario), rows_with_values(37)
@@ -329,10 +320,6 @@ def test_shared_prefixes_on_two_ranks_are_documents_alone_on_one(result, engine,
 # The probe
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "The probe does not change the state of DDP, ZeRO-3 and FSDP2, to the bit",
-)
 @on_whole_engines
 def test_the_probe_leaves_the_engine_as_it_was(result, engine):
     found = result("probed")
@@ -352,10 +339,6 @@ RUN = [
 ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/loaders.py",
-    "DDP, ZeRO-1, 2, 3, offload and FSDP2 train to the weights of one process, also with ranks that have no document",
-)
 @pytest.mark.parametrize("engine, kind", RUN)
 def test_packed_on_two_ranks_equals_unpacked_on_one(result, engine, kind, one_process, folder):
     found = result(f"five_{kind}")
@@ -407,7 +390,6 @@ def test_isolation_is_proved_on_the_model_as_the_engine_wraps_it(result, kind):
     assert isolated and equal and (attention == "packfix_varlen") is (kind not in ("unpacked", "repaired"))
 
 
-@pytest.mark.rule("deepspeed_configs/zero3.json", "ZeRO-3 prefetches, however large the LM head")
 @pytest.mark.parametrize("engine", ["zero3"])
 def test_a_large_lm_head_does_not_stop_prefetching(result):
     """DeepSpeed counts it as live for the whole step, and prefetches what is left of the limit."""
@@ -457,10 +439,6 @@ def test_evaluation_on_two_ranks_equals_one(result, kind, one_process):
     assert expected["packed"]["mean_token_accuracy"] > 0.1, "a model that knows nothing cannot tell"
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "A model that is evaluated before training is still wrapped for training on several ranks",
-)
 @pytest.mark.parametrize("engine", ["ddp"])
 @pytest.mark.parametrize("kind", ["full", "padded"])
 def test_training_after_an_evaluation_is_training(result, kind, folder):
@@ -488,10 +466,6 @@ def check_evaluation(results: dict, expected: dict, rel: float) -> None:
     assert results["rows"] == results["predicted"] == list(range(two_ranks.NUM_EVALUATED))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "A loss that depends on the assignment of documents to ranks is refused",
-)
 def test_a_loss_that_depends_on_the_number_of_ranks_is_refused(pairs):
     message = pairs["ddp", "refused"]["message"]
     assert "`average_tokens_across_devices=False` on 2 ranks was given with packing." in message
@@ -517,11 +491,6 @@ def test_restart_of_sharded_models(result, engine, folder):
     assert relative_difference(folder, f"{run}/resumed", f"{run}/whole", start="model") < 1e-6
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/epochs.py",
-    "With other ranks, accumulation or batch size a run keeps its steps if they have the same documents; else the"
-    " rest of the epoch is planned anew, every document of it once",
-)
 @pytest.mark.parametrize("engine", ["ddp"])
 @pytest.mark.parametrize("strategy", two_ranks.STRATEGIES)
 def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents(result, folder, strategy):
@@ -538,11 +507,6 @@ def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents
     assert relative_difference(folder, f"{name}/one", f"{name}/whole", start="model") <= tolerance(rounding)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/epochs.py",
-    "With other ranks, accumulation or batch size a run keeps its steps if they have the same documents; else the"
-    " rest of the epoch is planned anew, every document of it once",
-)
 @pytest.mark.parametrize("engine", ["ddp"])
 def test_every_document_once_per_epoch_on_one_rank_then_two_then_one(result, first_leg, folder):
     """Each resumes within the second epoch, of which a part was trained, and plans the rest of it anew."""
@@ -574,10 +538,6 @@ def test_the_checkpoint_of_another_engine_is_refused(result, folder):
         one.train(str(folder / "zero3" / "restart_stream_0" / "whole" / f"checkpoint-{found['stop']}"))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checkpoints.py",
-    "A missing or truncated file of any rank, under any engine, counts as damage",
-)
 @on_whole_engines
 def test_every_file_of_every_rank_is_vouched_for(result, engine, folder, tmp_path):
     """A shard that is missing or cut is reported and not loaded, whichever rank wrote it."""

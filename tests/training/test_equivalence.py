@@ -25,7 +25,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.rule("trl_packfix/attention/varlen.py", "Packed training has the losses and weights of unpacked training")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_training_equals_unpacked_training(case):
     assert_packed_equals_unpacked(case, least_change=0.1)
@@ -38,21 +37,11 @@ HYBRID_CASES = [
 ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "Packed training of hybrid models has the losses and weights of TRL's unpacked training; one boundary that "
-    "mixers lose is seen",
-)
 @pytest.mark.parametrize(("model", "adapter"), HYBRID_CASES)
 def test_packed_training_of_hybrid_models_equals_unpacked_training(model, adapter):
     assert_packed_equals_unpacked(Case(model, adapter, accumulation=4, num_documents=8), least_change=0.1)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "Packed training of hybrid models has the losses and weights of TRL's unpacked training; one boundary that "
-    "mixers lose is seen",
-)
 @pytest.mark.parametrize("model", ["granitemoehybrid", "lfm2"])
 def test_the_comparison_sees_a_boundary_that_mixers_lose(model):
     """Also in LFM2, whose mixers carry no more than two tokens over it."""

@@ -67,7 +67,6 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.rule("trl_packfix/training/config.py", "A setting that cannot be honoured is refused")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("settings, message", ARGUMENTS, ids=[str(settings) for settings, _ in ARGUMENTS])
 def test_settings_are_refused_when_the_config_is_made(settings, message, tmp_path):
@@ -216,7 +215,6 @@ INPUT = [
 ]
 
 
-@pytest.mark.rule("trl_packfix/training/checks.py", "Bad input is refused before tokenisation")
 @pytest.mark.parametrize("given, message", [case[1:] for case in INPUT], ids=[case[0] for case in INPUT])
 def test_input_is_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
@@ -244,10 +242,6 @@ PREPARED = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checks.py",
-    "Tokenised rows are also checked when TRL does not prepare them: with `skip_prepare_dataset` and for `predict`",
-)
 @pytest.mark.parametrize("data, settings, message", PREPARED.values(), ids=PREPARED)
 def test_rows_that_trl_does_not_prepare_are_checked_too(data, settings, message, tmp_path):
     settings = SKIP | settings
@@ -404,7 +398,6 @@ def test_deprecations_of_trl_are_passed_through(given, tmp_path):
     assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
 
 
-@pytest.mark.rule("trl_packfix/training/features.py", "A subclass method that packing never calls is refused")
 @pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
 def test_a_sampler_of_a_subclass_is_refused(is_stream, tmp_path):
     called = []

@@ -40,11 +40,6 @@ def by_hand(model, data):
     return dict(zip(("loss", "entropy", "mean_token_accuracy"), (sums[:3] / sums[3]).tolist(), strict=True))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "Entropy and accuracy are ratios of totals, too. The evaluation loss is the negative log-likelihood for every"
-    " training loss",
-)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, batch_size, tmp_path):
@@ -70,10 +65,6 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, batch_size, tmp
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "Metrics receive documents in dataset order, and prediction gives one result per row",
-)
 def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     data, seen = partly_trained(), {"logits": []}
 
@@ -144,10 +135,6 @@ def doubling(base, method):
     return Doubling
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "A loss defined by the user (`compute_loss_func` or a subclass) is evaluated as in TRL, with a warning",
-)
 @trl_trains
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
 @pytest.mark.parametrize("method", ["compute_loss", "prediction_step"])
@@ -184,11 +171,6 @@ REFUSED = (
 )
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "`eval_loss` of a set without a trained token is refused, before the first step if possible. Predictions and "
-    "metrics of such a set have no loss",
-)
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
     for sets, name in ((BEYOND, ""), ({"good": ANSWERS, "bad": BEYOND}, "_bad")):
@@ -270,7 +252,6 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
 
 
-@pytest.mark.rule("trl_packfix/data/loaders.py", "Padded batches have int64 labels for any integer type in the table")
 @trl_trains
 @evaluates_own_losses
 @pytest.mark.parametrize("packing", [True, False])

@@ -19,10 +19,6 @@ def counted(model, num_tokens):
     return counter.get_total_flops()
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/flops.py",
-    "The FLOPs in the log are those of each document alone, forward and backward, without padding",
-)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_backward_costs_what_torch_counts(lora):
     """Two lengths tell the matrices from the pairs of attention, of which eager computes the hidden ones, too."""

@@ -38,10 +38,6 @@ def stock(tmp_path_factory):
     )[:2]
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "In a packed micro-batch the host reads no tensor, except for the masks of transformers",
-)
 @pytest.mark.parametrize("name", OURS)
 def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_path, monkeypatch):
     """On the path of CUDA, with a stand-in for the kernels; TRL's loss runs without its Triton kernels here."""

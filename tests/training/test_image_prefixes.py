@@ -68,10 +68,6 @@ A, B = PICTURES[:2]
 SEVEN, EIGHT = torch.tensor([7]), torch.tensor([8])
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/prefix_collator.py",
-    "Images in shared prefixes are compared by their content, computed once, and no run begins inside one",
-)
 @settings(max_examples=60, deadline=None)
 @example([[A, SEVEN], [A, EIGHT]], None)  # they differ right behind the image
 @example([[SEVEN, A, SEVEN, B], [SEVEN, A, EIGHT, B]], None)  # and between two images
@@ -106,10 +102,6 @@ def questions(examples: ImageExamples) -> list[dict]:
     ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_rows.py",
-    "Images of one document are shared one by one, where the outputs of the processor can be told apart",
-)
 @pytest.mark.parametrize("family", [*FAMILIES, "internvl", "llava_next"])
 def test_images_of_one_document_are_shared_one_by_one(family):
     """A conversation that grows by a screenshot per turn: three documents need three images, not six."""
@@ -169,11 +161,6 @@ def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
     return model, packed
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/prefix_probe.py",
-    "Images in shared prefixes are proved: documents that share an image, or the text before another, are what "
-    "they are alone",
-)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_that_share_images_are_what_they_are_alone(family):
     model, packed = proved(family)
@@ -217,11 +204,6 @@ def plant(monkeypatch, fault: str) -> None:
 FAULTS = ("compared by placeholder", "scattered to the wrong rows")
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/prefix_probe.py",
-    "Images in shared prefixes are proved: documents that share an image, or the text before another, are what "
-    "they are alone",
-)
 @pytest.mark.parametrize("fault", [*FAULTS, "first images again"])
 def test_the_probe_sees_images_of_others(fault, monkeypatch):
     plant(monkeypatch, fault)
@@ -314,10 +296,6 @@ def computed_rows(run) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/token_order.py",
-    "Documents with images are sorted by content, and a family is planned with the rows and images that it computes",
-)
 @pytest.mark.parametrize("compares", ["content", "placeholders"])
 def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monkeypatch):
     """Documents that share an image are one unit; by placeholders others would be, and packs would be too long."""
@@ -362,10 +340,6 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/token_order.py",
-    "Documents with images are sorted by content, and a family is planned with the rows and images that it computes",
-)
 @trl_trains
 def test_training_that_brings_images_together_is_unpacked_training():
     """In two micro-batches per step, of which "pack" would compute more images."""
@@ -378,7 +352,6 @@ def test_training_that_brings_images_together_is_unpacked_training():
     assert len(seen) == len(in_packs) == 8 and sum(seen) < 0.85 * sum(in_packs) < 0.7 * sum(unshared)
 
 
-@pytest.mark.rule("trl_packfix/data/image_collator.py", "With shared images, training is unpacked training")
 @trl_trains
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
 def test_training_that_shares_images_is_unpacked_training(family):

@@ -44,11 +44,6 @@ def run(folder, dataset=TURNS, family="llava", **settings):
     return make(folder, family, dataset, **(PER_TURN | {"processor": stripping(build_processor(family))} | settings))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_rows.py",
-    "With `per_turn` and images, a sample has the images up to its turn: the row that TRL makes of this prompt "
-    "and completion",
-)
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "idefics3"])
 def test_a_sample_is_the_row_of_trl(family, tmp_path):
     """Tokens, labels and pixels of the prompt that generation sees, with the images up to the turn."""
@@ -103,10 +98,6 @@ def reference():
     return start, wanted, weight_difference(trained(by_turn(), **(unpacked | apart))[1], wanted, start), seen
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/image_rows.py",
-    "Images of one document are shared one by one, where the outputs of the processor can be told apart",
-)
 @trl_trains
 @pytest.mark.parametrize("shares", [False, True])
 def test_turns_train_as_in_unpacked_trl(shares):

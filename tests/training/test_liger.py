@@ -63,10 +63,6 @@ class FirstStep(TrainerCallback):
         self.calls = self.played.calls if self.calls is None else self.calls
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Kernels of Liger that work row by row are proved with the model; its losses are refused",
-)
 def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
     stock = trainer(
         tmp_path, texts(24), trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **SETTINGS
@@ -95,10 +91,6 @@ def test_evaluation_is_as_without(played, tmp_path):
     assert played.calls > 0 and losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Kernels of Liger that work row by row are proved with the model; its losses are refused",
-)
 def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
     played.mixes = True
     run = trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
@@ -106,10 +98,6 @@ def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
         run.train()
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Kernels of Liger that work row by row are proved with the model; its losses are refused",
-)
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
 def test_its_losses_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=rf"`{name}=True` in `liger_kernel_config` was given with `use_liger_kernel"):

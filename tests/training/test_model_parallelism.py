@@ -45,11 +45,6 @@ def logged(result: dict, name: str) -> list[float]:
     return [entry[name] for entry in result["logged"]]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/data_ranks.py",
-    "Ranks that divide a model by heads, features or experts train what one process trains, packed or not, and "
-    "are one data-parallel rank",
-)
 @on_ranks
 @pytest.mark.parametrize(
     "engine, kind",
@@ -79,11 +74,6 @@ def test_ranks_that_divide_a_model_train_what_one_process_trains(launch, engine,
         assert found["proof"] == expected["proof"] and found["proof"][:2] == (True, True)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/data_ranks.py",
-    "Ranks that divide a model by heads, features or experts train what one process trains, packed or not, and "
-    "are one data-parallel rank",
-)
 @on_ranks
 def test_what_is_reported_is_counted_once(launch):
     for kind in ("full", "stream"):
@@ -98,7 +88,6 @@ def test_what_is_reported_is_counted_once(launch):
     assert found["report"]["num_tokens"] == logged(found, "num_tokens")[-1] > 0
 
 
-@pytest.mark.rule("trl_packfix/training/evaluation.py", "Predictions of ranks that divide a model have each row once")
 @on_ranks
 @pytest.mark.parametrize("engine", ["tp", "tp_fsdp"])
 def test_each_row_is_predicted_once(launch, engine):
@@ -108,10 +97,6 @@ def test_each_row_is_predicted_once(launch, engine):
     assert (found - expected)[real].abs().max() < 1e-4 * expected[real].abs().max()
 
 
-@pytest.mark.rule(
-    "trl_packfix/compat.py",
-    "Gradients that ranks sum after each backward are summed once per micro-batch",
-)
 @on_ranks
 @pytest.mark.parametrize("fault", model_parallel.FAULTS)
 def test_the_comparison_sees_faults(launch, fault):
@@ -122,7 +107,6 @@ def test_the_comparison_sees_faults(launch, fault):
         assert difference(found, expected) > 1e-3
 
 
-@pytest.mark.rule("trl_packfix/training/groups.py", "Ranks that divide a model and read different packs stop")
 @on_ranks
 def test_another_pack_on_a_rank_of_the_group_is_refused(launch):
     found = launch["tp", "other_packs"]

@@ -77,7 +77,6 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.rule("trl_packfix/training/objective.py", "The training loss is TRL's to the bit under `token` weights")
 @scores_tokens
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -121,7 +120,6 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.rule("trl_packfix/training/objective.py", "No micro-batch waits for its numbers")
 @pytest.mark.parametrize("settings", [{}, {"document_weighting": "document"}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_no_micro_batch_waits_for_its_numbers(settings, tmp_path):
     run = trainer(tmp_path, halves(), model="mixtral", router_aux_loss_coef=0.1, pad_to_multiple_of=8, **settings)
@@ -167,15 +165,6 @@ def documents_of_pack(batch):
     yield from ((tokens.tolist(), labels.tolist()) for tokens, labels in parts if (labels != -100).any())
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "Under `document` weights every document of the optimizer step counts the same",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "Label smoothing is TRL's to the bit, and is a sum over the targets of documents: with weights, shared rows "
-    "and parts it is that of documents alone",
-)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -295,10 +284,6 @@ def test_document_weights_are_not_ignored_by_a_loss_of_a_subclass(packing, tmp_p
 OF_OUTPUTS = {"entropy", "mean_token_accuracy"}
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "A loss of a subclass gets noise and the count of trained tokens; its numbers in the log are right or missing",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, tmp_path):
@@ -354,10 +339,6 @@ class Noise:
         return noise
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/noise.py",
-    "NEFTune's noise on a document has the same amplitude in a pack as alone",
-)
 def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
     alpha, draws = 5.0, 200
     run = trainer(tmp_path, texts(12), neftune_noise_alpha=alpha, per_device_train_batch_size=6)
@@ -420,10 +401,6 @@ def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
         assert ratio == pytest.approx(1, abs=5 * 0.447 / (found.numel() * 32) ** 0.5)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/noise.py",
-    "NEFTune's noise differs between the parts of a pack and has the amplitude of whole documents",
-)
 @pytest.mark.parametrize("has_images", [False, True])
 def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_between_parts(has_images):
     """The ranks of a group have one seed: without their own generators, equal places would get equal noise.
@@ -491,7 +468,6 @@ def statistic(run, batch):
     return load_balancing_loss_func(tuple(layer[keep] for layer in found.router_logits), 4, 2).item()
 
 
-@pytest.mark.rule("trl_packfix/training/objective.py", "The router statistic contains no padding and no dummy")
 @pytest.mark.parametrize(
     "padding", [{"pad_to_multiple_of": 64}, {"pad_to_multiple_of": 64, "pad_documents_to_multiple_of": 16}], ids=str
 )
@@ -545,11 +521,6 @@ def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path
     assert values[True, 1] - values[True, 16] > 0.01
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "With a router loss, packed training equals unpacked training if a step is one micro-batch. Otherwise both "
-    "depend on which documents share a micro-batch",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_router_loss_is_equal_where_a_step_is_one_micro_batch(accumulation, tmp_path):
@@ -602,10 +573,6 @@ def recorded(run):
     return seen
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/totals.py",
-    "Logged values are weighted by tokens over all ranks and micro-batches; `num_tokens` counts real tokens",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -720,10 +687,6 @@ EXPERTS_IN_CONFIG = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "A model without a router trains without a router loss, also if its config has the fields of a mixture of experts",
-)
 @current_models
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])

@@ -89,10 +89,6 @@ CASES = [
 NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, options in CASES]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "With `pack_forward` stock trainers reach the weights that they reach on padded rows",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, model_type, options", CASES, ids=NAMES)
 def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
@@ -109,20 +105,12 @@ def test_weights_of_other_types(model_type):
     compare("dpo", model_type)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "With `pack_forward` stock trainers reach the weights that they reach on padded rows",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", DPO_LOSSES)
 def test_every_loss_of_dpo(loss_type):
     compare("dpo", loss_type=loss_type, max_steps=2, **DPO_LOSSES[loss_type])
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "In the router statistic of padded rows, a row of the pack counts as often as documents have it",
-)
 @pytest.mark.slow
 def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
     options = {"config": {"router_aux_loss_coef": 0.5, "output_router_logits": True}}
@@ -154,10 +142,6 @@ def padded_batches(draw):
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/padded_rows.py",
-    "Each token of a padded batch has a row of the pack, whose keys are the tokens before it; padding has none",
-)
 @settings(deadline=None, max_examples=200)
 @given(padded_batches(), st.booleans())
 def test_each_token_has_a_row_with_its_own_past(padded, shares):
@@ -250,10 +234,6 @@ def calls():
     }
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "`pack_forward` leaves generation and calls with a cache as they are",
-)
 @pytest.mark.filterwarnings("ignore:.*computes these rows with padding")
 @pytest.mark.parametrize("name", calls())
 def test_other_calls_are_unchanged(name):
@@ -267,10 +247,6 @@ def test_other_calls_are_unchanged(name):
         assert len(found.hidden_states) == len(wanted.hidden_states)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "`pack_forward` leaves generation and calls with a cache as they are",
-)
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_generation_is_unchanged(model_type):
     model = build_tiny_model(model_type)  # in training mode, as trainers generate
@@ -339,10 +315,6 @@ def shifted(batch):
     return batch._replace(cells=batch.cells.roll(1))
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "A pack of rows that differs from its padded rows on the first batch, in states or gradients, is not used",
-)
 @pytest.mark.parametrize("fault", [swapped, restarting, with_a_key_of_a_sibling, shifted])
 @pytest.mark.parametrize("in_training", [False, True])
 def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
@@ -377,10 +349,6 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
             model(**batch, use_cache=False)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "A pack of rows that differs from its padded rows on the first batch, in states or gradients, is not used",
-)
 def test_the_gradient_is_compared(monkeypatch):
     """A fault that only the backward has."""
 
@@ -465,10 +433,6 @@ def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
         pack_forward(trainer)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "A model is packed by one `pack_forward` at a time, so that packs are compared with padded rows",
-)
 def test_a_model_is_packed_once():
     model = build_tiny_model("llama")
     record = pack_forward(model)
@@ -525,7 +489,6 @@ def test_compiled_training_is_training():
     assert record.tokens.computed < record.tokens.real
 
 
-@pytest.mark.rule("trl_packfix/training/pack_forward.py", "It is said if `pack_forward` packs no row")
 def test_it_is_said_if_no_row_is_packed():
     trainer = build_trainer("trainer", build_tiny_model("llama"), max_steps=2)
     collate = trainer.data_collator
@@ -536,7 +499,6 @@ def test_it_is_said_if_no_row_is_packed():
     assert len([warning for warning in said if "packed no rows" in str(warning.message)]) == 1
 
 
-@pytest.mark.rule("trl_packfix/training/pack_forward.py", "`pack_forward` logs what was padded, real and computed")
 def test_the_log_counts_tokens_and_trackers_get_it():
     from transformers import TrainerCallback
 
@@ -600,10 +562,6 @@ def ranks(tmp_path_factory):
     return Launch(folder, "log", [sys.executable, str(SCRIPT), str(folder), *engines])
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_rows.py",
-    "`pack_forward` under DDP, ZeRO-3 and FSDP2 reaches the weights of the stock trainer",
-)
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("engine", ENGINES)

@@ -43,10 +43,6 @@ def check(engine) -> None:
     refuse(Setup(args=ARGS, accelerator=engine))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Parallelism that cannot work with packs is refused with the way out",
-)
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch):
     message = f"`{name}=2` was given with packing.*across their boundaries.*Set its size to 1 and `tokens_per_rank`"
@@ -65,10 +61,6 @@ def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch)
         refuse(Setup(args=ARGS))
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/features.py",
-    "Parallelism that cannot work with packs is refused with the way out",
-)
 @pytest.mark.parametrize("name, other", [("pp_size", "packing"), ("tp_size", "`tokens_per_rank=64`")])
 def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other, tiny_model):
     model = tiny_model("llama")

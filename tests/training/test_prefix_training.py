@@ -131,16 +131,6 @@ def marked(case):
     return case if case[0] in NOT_IN_TRL else pytest.param(*case, marks=scores_tokens)
 
 
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "With shared prefixes, training is unpacked training: loss, divisor and metrics are sums over the targets of "
-    "documents",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "Label smoothing is TRL's to the bit, and is a sum over the targets of documents: with weights, shared rows "
-    "and parts it is that of documents alone",
-)
 @pytest.mark.parametrize("name, more", [marked(case) for case in CASES], ids=str)
 def test_shared_training_is_unpacked_training(name, more):
     found, after, start = run(name, **more)
@@ -207,10 +197,6 @@ def test_with_a_count_of_labels_it_shows(monkeypatch):
     assert error("llama") > 1e-2
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "The router statistic counts a shared row as often as documents have it, and keeps the last rows",
-)
 @scores_tokens
 def test_with_a_router_statistic_of_rows_it_shows(monkeypatch):
     changes_batches(monkeypatch, lambda shared: replace(shared, num_documents=shared.num_documents.clamp(max=1)))
@@ -230,10 +216,6 @@ def test_with_last_rows_dropped_under_a_router_it_shows():
 # What is counted
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "FLOPs and efficiency count computed tokens, `num_tokens` those of documents",
-)
 def test_flops_are_those_of_the_computed_tokens(tmp_path):
     """A token costs what it adds to the cost of its document, and a shared token costs it once."""
     found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
@@ -285,10 +267,6 @@ class Refuses(TrainerCallback):
         self.trainer.data.shares_prefixes = False
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/loading.py",
-    "Sharing that is switched off before the first step is off in every batch",
-)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_switched_off_before_the_first_step_nothing_is_shared(workers):
     def refuse(found):
@@ -320,10 +298,6 @@ def evaluated(folder, **settings):
     return found, found.state.log_history[-1], rows, len(batches)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "Evaluation shares prefixes over the whole set, with the same loss",
-)
 def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
     _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
     found, shared, rows, num_shared = evaluated(tmp_path)
@@ -410,7 +384,6 @@ RESTART = {
 }
 
 
-@pytest.mark.rule("trl_packfix/training/restart.py", "A restart within an epoch is exact with shared prefixes")
 def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
     def start(**settings):
         return trainer(tmp_path, DOCUMENTS, **OURS | SGD | RESTART | settings)

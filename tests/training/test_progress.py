@@ -18,7 +18,6 @@ def said(capsys, folder, model="llama", **settings) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.rule("trl_packfix/training/progress.py", "Rank 0 shows what is done before the first step")
 def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
     text = said(capsys, tmp_path, disable_tqdm=False)
     assert "Planned packs of 40 documents" in text and "Repairing" not in text and "0:00:0" in text

@@ -34,11 +34,6 @@ def tokens_of(dataset):
     return sorted(dataset["input_ids"])
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/loading.py",
-    "A `train_dataset` or `eval_dataset` that is set after the trainer is constructed is trained or evaluated as "
-    "if it had been given to the constructor, or refused",
-)
 @pytest.mark.parametrize("settings", [{}, {"share_prefixes": "family"}, {"packing_strategy": "minibatch"}])
 def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_path):
     settings = {"learning_rate": 1e-2, "num_train_epochs": 2} | settings
@@ -56,11 +51,6 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
     assert rates[0] == rates[1] and len(rates[0]) == run.state.max_steps > 4
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/loading.py",
-    "A `train_dataset` or `eval_dataset` that is set after the trainer is constructed is trained or evaluated as "
-    "if it had been given to the constructor, or refused",
-)
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
     run = trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
@@ -179,10 +169,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checks.py",
-    "Settings of packing that are changed, and a model that is replaced, after the trainer is constructed are refused",
-)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
     run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
@@ -203,10 +189,6 @@ def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
     assert run.train().global_step == 1
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checks.py",
-    "Settings of packing that are changed, and a model that is replaced, after the trainer is constructed are refused",
-)
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("wraps_too", [True, False])
 def test_another_model_is_refused(packing, wraps_too, tmp_path):

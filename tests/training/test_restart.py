@@ -59,7 +59,6 @@ def logged(run, name):
     return {entry["step"]: entry[name] for entry in run.state.log_history if name in entry}
 
 
-@pytest.mark.rule("trl_packfix/training/restart.py", "`num_tokens` continues on resume, also for a stream")
 @pytest.mark.slow
 def test_token_counts_continue(run, folder):
     again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
@@ -100,7 +99,6 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     assert anew.restart.resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
-@pytest.mark.rule("trl_packfix/training/restart.py", "Steps and learning rate count on after such a restart")
 def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
     again = resume(folder, "checkpoint-10", gradient_accumulation_steps=1, include_num_input_tokens_seen="all")
     planner, total = again.data.planner, again.state.max_steps
@@ -159,10 +157,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "On resume, another dataset, `max_length`, strategy, seed or order is refused, and the message names the change",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_documents_or_batches_are_refused(change, folder):
@@ -265,10 +259,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checkpoints.py",
-    "A truncated or half-written checkpoint is reported, not loaded",
-)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_not_loaded(kind, folder):
     damage, named = DAMAGES[kind]
@@ -324,10 +314,6 @@ def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder,
     assert choose_checkpoint(True, str(folder))[0] == str(folder / "checkpoint-10")
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/checkpoints.py",
-    "A checkpoint that a resumed run writes again counts as whole only after it is finished",
-)
 def test_a_checkpoint_that_is_written_again_is_whole(folder):
     """The report and what other callbacks write come after the sizes are noted, over the files of the run before."""
     for checkpoint in folder.glob("checkpoint-*"):
@@ -343,7 +329,6 @@ def test_a_checkpoint_that_is_written_again_is_whole(folder):
     assert again.state.global_step == again.state.max_steps
 
 
-@pytest.mark.rule("trl_packfix/training/restart.py", "At every moment during saving, one checkpoint is whole")
 def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkeypatch):
     found = []
 
@@ -357,7 +342,6 @@ def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkey
     assert all(files >= {FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
 
 
-@pytest.mark.rule("trl_packfix/training/objective.py", "A run resumed after its last step trains nothing")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
 @pytest.mark.parametrize("max_steps", [1, 3])
@@ -403,11 +387,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "A run continues only with the same loss: `document_weighting`, the weights of the rows, `loss_type`, "
-    "`label_smoothing_factor`, `router_aux_loss_coef`",
-)
 @pytest.mark.parametrize("change", LOSSES)
 def test_another_loss_is_refused(change, tmp_path):
     before, after, message = LOSSES[change]
@@ -424,11 +403,6 @@ def test_the_same_loss_by_other_means_continues(tmp_path):
     assert resume(tmp_path, "checkpoint-1", max_steps=2, loss_type="nll", dataset=SOURCES).state.global_step == 2
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/restart.py",
-    "A run continues only with the same loss: `document_weighting`, the weights of the rows, `loss_type`, "
-    "`label_smoothing_factor`, `router_aux_loss_coef`",
-)
 @pytest.mark.parametrize("is_stream", [False, True], ids=["table", "stream"])
 def test_another_weighting_of_documents_is_refused(is_stream, tmp_path):
     data = texts(60).to_iterable_dataset(2) if is_stream else texts(60)

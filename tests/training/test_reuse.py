@@ -41,10 +41,6 @@ def our_hooks(model):
     return [hook for hook in hooks if hook.__module__.startswith("trl_packfix")]
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "A trainer changes the model only while it runs: the next trainer trains as on a fresh model",
-)
 @pytest.mark.parametrize("model_type, built_first, reentrant", MODELS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, reentrant, tmp_path):
@@ -81,10 +77,6 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
         assert not any(isinstance(checkpoint, CarryingCheckpoint) for checkpoint in checkpoints)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/forwards.py",
-    "Activation checkpointing carries boundaries, also if it is enabled during training",
-)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("model_type", ["llama", "mpt", "mamba"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
@@ -131,10 +123,6 @@ def test_a_run_that_fails_gives_the_model_back(tmp_path):
     assert not check_isolation(model, max_length=64).isolated
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "A model whose `forward` belongs to another model (a deep copy of a model trained by TRL) is refused",
-)
 @pytest.mark.parametrize("model_type", ["llama", "falcon"])
 def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
     """TRL binds the copy's forward to the original, so that it computes with the original's weights."""

@@ -39,10 +39,6 @@ def recorded(folder, dataset=ROWS, **settings):
 # One step, in fp64
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "A weight of a row multiplies its share of the loss exactly, under packing, accumulation and ranks",
-)
 @pytest.mark.parametrize("weighting", ["token", "document"])
 @pytest.mark.parametrize(
     "settings",
@@ -121,10 +117,6 @@ def trained(folder, dataset, **settings):
     return run
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/loading.py",
-    "Without the two columns nothing changes, to the bit; a column named `weight` is not read",
-)
 @pytest.mark.parametrize("packing", [True, False])
 def test_unset_nothing_changes_to_the_bit(packing, tmp_path):
     """A column named `weight` that is there for another reason is not read, and sources change nothing."""
@@ -169,10 +161,6 @@ def test_a_loss_of_a_subclass_is_refused_before_a_step(tmp_path):
 # Sources in evaluation
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "The loss of a source in evaluation is total loss / total trained tokens, packed or not",
-)
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_has_a_loss_per_source(packing, tmp_path):
     test = weighted_rows(20, seed=1)
@@ -215,10 +203,6 @@ def test_sources_may_be_classes_or_numbers(tmp_path):
 # Streams and prepared tables
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/totals.py",
-    "Losses by source of a stream are summed by name, however ranks number them, and a restart continues them",
-)
 @pytest.mark.parametrize("packing", [True, False])
 def test_values_of_a_stream_and_its_restart(packing, tmp_path):
     common = {"max_steps": 6, "packing": packing} | COLUMNS
@@ -245,10 +229,6 @@ def test_values_of_a_stream_and_its_restart(packing, tmp_path):
     ]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "Losses by source of an unpacked stream are those of the table in the same order, also where processes read it",
-)
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sources_of_an_unpacked_stream_are_those_of_the_table(workers, tmp_path):
@@ -366,10 +346,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/row_values.py",
-    "Negative, missing and infinite weights are refused with their rows",
-)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused(name, tmp_path):

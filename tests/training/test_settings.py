@@ -60,7 +60,6 @@ def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypa
     assert "{stream,bfd,bfd_split,wrapped,minibatch}" in shown and "{truncate,split,drop,raise}" in shown
 
 
-@pytest.mark.rule("docs/settings.md", "Every field of the configs is on the page of settings, with what becomes of it")
 @scores_tokens  # the fields of the versions in constraints.txt
 @pytest.mark.parametrize("heading", FIELDS)
 def test_every_field_is_accounted_for(heading):

@@ -47,10 +47,6 @@ def launch(tmp_path_factory) -> Launch:
 # Attention
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/exchange.py",
-    "Ranks that share a pack give the outputs and gradients of the whole pack, with any number of heads",
-)
 @on_ranks
 def test_parts_give_the_outputs_and_gradients_of_the_whole_pack(launch):
     cases = launch["ddp", "attention"]["cases"]
@@ -64,10 +60,6 @@ def test_faults_are_seen(launch, fault):
     assert min(launch["ddp", "attention"]["faults"][fault]) > 1
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/exchange.py",
-    "With `torch_compile` the exchange is the same, and compiled models train what one process trains",
-)
 @on_ranks
 def test_a_compiled_exchange_is_the_exchange(launch):
     found = launch["ddp", "attention"]
@@ -169,10 +161,6 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
     assert exchange._groups[2][1] == (6, 7) and exchange._groups[4][1] == (4, 5, 6, 7)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/varlen.py",
-    "Boundaries that reach beyond a pack are refused on CUDA without waiting for the device",
-)
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
     """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
     _device_boundaries({}, WHOLE, 8)
@@ -205,28 +193,6 @@ def logged(result: dict, name: str) -> list[float]:
     return [entry[shared_packs.LOGGED.index(name)] for entry in result["logged"]]
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/forwards.py",
-    "Layers that FSDP checkpoints are recomputed with the boundaries of their pack",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "With sequence parallelism every engine trains to the weights of one process, with the same logs",
-)
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "Documents that share prefixes in packs that ranks share train to the weights of one process that shares nothing",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/objective.py",
-    "Label smoothing is TRL's to the bit, and is a sum over the targets of documents: with weights, shared rows "
-    "and parts it is that of documents alone",
-)
-@pytest.mark.rule(
-    "trl_packfix/cli/recipes.py",
-    "The settings of the recipe for a million tokens (YaRN, offloaded activations, tiled MLP) train on four ranks"
-    " what one process trains",
-)
 @on_ranks
 @pytest.mark.parametrize("engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds])
 def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
@@ -259,10 +225,6 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
         assert sum(logged(found, "computed_share")) < 0.9 * shared_packs.NUM_STEPS, "hardly anything was shared"
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/collator.py",
-    "With `pad_documents_to_multiple_of` parts of packs have one shape for each degree",
-)
 @on_ranks
 def test_parts_of_constant_shapes_have_one_shape_for_each_degree(launch):
     """As many tokens as a rank holds. Without the setting there are others."""
@@ -271,10 +233,6 @@ def test_parts_of_constant_shapes_have_one_shape_for_each_degree(launch):
     assert len(launch["ddp", "window"]["shapes"]) > 3
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/exchange.py",
-    "With `torch_compile` the exchange is the same, and compiled models train what one process trains",
-)
 @pytest.mark.slow
 @on_ranks
 def test_compiled_models_train_what_one_process_trains(tmp_path):
@@ -301,11 +259,6 @@ def test_eval_loss_is_that_of_one_process(launch, engine, kind):
     assert launch[engine, kind]["eval_loss"] == pytest.approx(launch["one", kind]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/tower_division.py",
-    "The ranks that share a pack divide its images: each goes through the vision tower once, and all ranks get "
-    "its features and return their gradients",
-)
 @on_ranks
 @pytest.mark.parametrize("kind", [kind for kind in shared_packs.OF_IMAGES if not kind.startswith("alike")])
 def test_each_image_goes_through_the_tower_once(launch, kind):
@@ -314,23 +267,6 @@ def test_each_image_goes_through_the_tower_once(launch, kind):
     assert 0 < expected <= computed < 1.2 * expected
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/tower_division.py",
-    "The ranks that share a pack divide its images: each goes through the vision tower once, and all ranks get "
-    "its features and return their gradients",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/totals.py",
-    "Losses by source of a stream are summed by name, however ranks number them, and a restart continues them",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/routers.py",
-    "The load-balancing statistic of a pack that ranks share is that of the whole pack, and is counted once",
-)
-@pytest.mark.rule(
-    "trl_packfix/layout.py",
-    "Documents that share prefixes in packs that ranks share train to the weights of one process that shares nothing",
-)
 @on_ranks
 @pytest.mark.parametrize("fault", shared_packs.PLANTED)
 def test_the_comparison_sees_faults(launch, fault):
@@ -361,14 +297,6 @@ def test_a_restart_within_an_epoch_is_exact(launch, kind):
         assert whole["num_tokens"] == resumed["num_tokens"] == found["tokens"][0][-1]
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/groups.py",
-    "Ranks of a group that read different packs stop; on a stream in any step, also if they choose different degrees",
-)
-@pytest.mark.rule(
-    "trl_packfix/training/groups.py",
-    "Ranks that share a pack compare it in the first steps and after a restart",
-)
 @on_ranks
 @pytest.mark.parametrize(
     "name, steps", [("other_packs", 0), ("own_shards", 0), ("other_images", 0), ("other_second_pass", 3)]
@@ -387,11 +315,6 @@ def test_all_ranks_find_the_same(launch):
     assert all(other == first for other in others)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/check_isolation.py",
-    "Isolation is proved at every degree of sequence parallelism before the first step, with the same result on "
-    "all ranks",
-)
 @on_ranks
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
 def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
@@ -404,11 +327,6 @@ def test_right_models_pass_and_faults_are_found_and_placed(launch, model):
         assert modules and all("Attention" in module for module in modules)
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/image_probe.py",
-    "Images that lie in two parts are proved at every degree, with and without shared prefixes; the proof of text"
-    " does not see their faults",
-)
 @on_ranks
 @pytest.mark.parametrize("model", shared_packs.IMAGE_PROOFS)
 def test_images_that_lie_in_two_parts_are_proved(launch, model):
@@ -425,11 +343,6 @@ def test_images_that_lie_in_two_parts_are_proved(launch, model):
             assert is_right is (name == "text") and (size > 100) is not is_right, fault
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/prefix_probe.py",
-    "Shared prefixes are proved at every degree of sequence parallelism; the proof of whole documents does not "
-    "see keys that only parts forget",
-)
 @on_ranks
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
 def test_shared_prefixes_are_proved_on_parts(launch, model):
@@ -453,11 +366,6 @@ def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
     assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixers.py",
-    "Mixers of hybrid models on the ranks that share a pack give the logits and gradients of the whole pack, in "
-    "fp64 to rounding; models without attention too",
-)
 @on_ranks
 @pytest.mark.parametrize("model_type", shared_packs.MIXED)
 def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch, model_type):
@@ -465,11 +373,6 @@ def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch,
     assert max(cases[model_type, degree] for degree in (2, 4)) < 1e-13, cases
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "A convolution without the tokens of the part before, or without their gradient, and a state that stays on "
-    "its rank are found by the proof",
-)
 @on_ranks
 @pytest.mark.parametrize("model_type", shared_packs.HYBRIDS.values())
 def test_mixers_are_proved_on_parts_and_faults_are_found(launch, model_type):
@@ -482,11 +385,6 @@ def test_mixers_are_proved_on_parts_and_faults_are_found(launch, model_type):
         assert fault != "no_gradient" or "gradients of documents are not what they are alone" in message
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_prefixes.py",
-    "Documents of hybrid models that share prefixes on parts of a pack are what they are alone, in fp64 to "
-    "rounding; rows or gradients from a wrong place and a state from a wrong parent on one rank are found",
-)
 @on_ranks
 @pytest.mark.parametrize("model_type", shared_packs.OF_PREFIXES)
 def test_mixers_on_parts_of_shared_prefixes_equal_documents_alone(launch, model_type):
@@ -495,11 +393,6 @@ def test_mixers_on_parts_of_shared_prefixes_equal_documents_alone(launch, model_
     assert 0 < max(cases[model_type, degree] for degree in (2, 4)) < 1e-13, cases
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_prefixes.py",
-    "Documents of hybrid models that share prefixes on parts of a pack are what they are alone, in fp64 to "
-    "rounding; rows or gradients from a wrong place and a state from a wrong parent on one rank are found",
-)
 @on_ranks
 @pytest.mark.parametrize("fault", shared_packs.PREFIX_FAULTS)
 def test_faults_of_mixers_that_shared_prefixes_on_parts_show_are_found(launch, fault):
@@ -507,11 +400,6 @@ def test_faults_of_mixers_that_shared_prefixes_on_parts_show_are_found(launch, f
     assert not is_right and largest > 1e-2
 
 
-@pytest.mark.rule(
-    "trl_packfix/attention/mixer_states.py",
-    "Scans that send states between ranks give what documents are alone, in fp64 to rounding, also where a "
-    "document fills a part; they are proved",
-)
 @on_ranks
 def test_scans_that_send_states_are_proved_and_a_lost_gradient_is_found(launch):
     """The fault is in the states only, so the proof without them passes."""
@@ -529,11 +417,6 @@ def test_four_ranks_that_send_states_train_what_one_process_trains(launch):
     assert difference(found, expected) <= tolerance(difference(launch["one", "delta_reversed"], expected))
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "A gradient that is lost between ranks is found by the proof under ZeRO-3 and FSDP2, too, and the proof "
-    "leaves the engine as it was",
-)
 @on_ranks
 @pytest.mark.parametrize("engine, kind", shared_packs.FINDING_FAULTS)
 def test_faults_in_gradients_are_found_under_engines(launch, engine, kind):

@@ -35,10 +35,6 @@ def test_every_pack_has_the_same_shapes(lengths):
         assert torch.equal(batch[name][:, :T], plain[name])
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/collator.py",
-    "With `pad_documents_to_multiple_of` parts of packs have one shape for each degree",
-)
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_every_part_of_a_pack_has_the_same_shapes(degree):
     """Also of packs that are nearly empty, and of documents shorter and longer than a part."""
@@ -112,10 +108,6 @@ def test_documents_in_a_padded_pack_are_what_they_are_alone(model_type, settings
     assert found.right, found
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/collator.py",
-    "Padding to constant shapes changes no document, no loss and no count",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model, settings", [("llama", {}), ("mixtral", {}), ("bloom", {}), ("llama", {"eval_packing": True})]

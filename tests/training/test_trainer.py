@@ -58,10 +58,6 @@ def test_arguments_are_those_of_trl():
     assert SFTConfig.__dataclass_fields__["packing"].default is trl.SFTConfig.__dataclass_fields__["packing"].default
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/trainer.py",
-    "A test fails if an overridden method of TRL changes its signature",
-)
 @pytest.mark.parametrize(
     "method, parameters",
     [
@@ -154,7 +150,6 @@ def test_no_args_means_the_default_config_of_trl(tmp_path, monkeypatch):
             cls(build_tiny_model(), train_dataset=texts(), processing_class=build_tokenizer())
 
 
-@pytest.mark.rule("trl_packfix/training/trainer.py", "Unpacked training ends with the same parameters as TRL's")
 @trl_trains
 @pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
@@ -251,7 +246,6 @@ def test_rows_that_are_packs_keep_their_documents(tmp_path):
     assert [tokens for tokens, _ in documents_of(batch)] == [[4, 3], [7, 6, 5], [9, 8]]
 
 
-@pytest.mark.rule("trl_packfix/data/epochs.py", "The number of steps is known before training, and is exact")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
 def test_every_strategy_trains_for_the_steps_announced(strategy, tmp_path):
@@ -305,10 +299,6 @@ def test_settings_of_trl_work_packed(settings, tmp_path):
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/probe.py",
-    "Compiled packed training equals packed training, also with repaired modules",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bloom"])  # boundaries heard, and repaired
 def test_compiled_training_is_training(model, tmp_path):
@@ -386,7 +376,6 @@ def test_compute_loss_func_and_callbacks(tmp_path):
 # Restart
 
 
-@pytest.mark.rule("trl_packfix/data/loaders.py", "A restart within an epoch continues with the same batches")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, workers", [("stream", 0), ("minibatch", 0), ("minibatch", 2)])
 def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path):
@@ -414,10 +403,6 @@ def test_restart_in_the_middle_of_epoch_two_is_exact(strategy, workers, tmp_path
 # Evaluation: the same number, packed or not
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/evaluation.py",
-    "`eval_loss` is total loss / total trained tokens, packed or not",
-)
 @pytest.mark.slow
 def test_eval_loss_does_not_depend_on_packing_or_batch_size(tmp_path):
     data, model = texts(50, seed=1), build_tiny_model()
@@ -472,10 +457,6 @@ def test_lazy_names():
 # After training
 
 
-@pytest.mark.rule(
-    "trl_packfix/isolation/packed_model.py",
-    "Outside of training and evaluation the model has its own attention, and the trainer refuses packs",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(fails, tmp_path):
@@ -515,7 +496,6 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(f
     assert ours.state.global_step == 2
 
 
-@pytest.mark.rule("trl_packfix/compat.py", "FSDP wraps the layers of models that list layers which they do not have")
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_fsdp_wraps_the_layers_that_a_model_has(has_adapters):
     """Text models of Qwen3.5 list the blocks of a vision tower, and accelerate raises for them."""

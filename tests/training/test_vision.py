@@ -49,7 +49,6 @@ AS_ROWS = ("gemma3", "gemma4", "paligemma")
 NATIVE = ("llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3", "aya_vision", "glm4v", "qwen3_5")
 
 
-@pytest.mark.rule("trl_packfix/training/images.py", "With images, packed training is unpacked training")
 @trl_trains
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", *AS_ROWS, *NATIVE])
 def test_packed_training_is_unpacked_training(family, tmp_path):
@@ -110,10 +109,6 @@ def test_stock_accumulation_is_another_mean(tmp_path):
     assert weight_difference(flat(stock.model), weights, start) > 1e-3
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/spans.py",
-    "A document with images is split outside of them, and its fragments train as documents of their own",
-)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     """The gradient of a step on packs is that of all fragments alone, in batches of one."""
@@ -149,7 +144,6 @@ def test_tokens_are_counted_and_each_document_is_trained_once(tmp_path):
     assert report["num_documents"] == len(ROWS) and run.packing_report.isolation.isolated
 
 
-@pytest.mark.rule("trl_packfix/training/objective.py", "The images of a pack that ranks share count once in the FLOPs")
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
     """Its FLOPs in the tower, too: each rank of a group gets all its images."""
     run = make(tmp_path)
@@ -268,7 +262,6 @@ def test_a_frozen_tower_stays_as_it_is(tmp_path):
 # Restart
 
 
-@pytest.mark.rule("trl_packfix/compat.py", "A checkpoint whose weights have other names is loaded, not ignored")
 def test_a_restart_within_an_epoch_is_exact(tmp_path):
     few = ROWS.select(range(16))
     settings = {
@@ -368,12 +361,6 @@ def together(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/images.py",
-    "With images, DDP, ZeRO-3 and FSDP2 train to the weights of one process, with a frozen tower and with LoRA, too",
-)
-@pytest.mark.rule("trl_packfix/compat.py", "Under FSDP2 the LM head learns from the tokens of all ranks")
-@pytest.mark.rule("trl_packfix/data/image_collator.py", "With shared images, training is unpacked training")
 @pytest.mark.processes
 @pytest.mark.parametrize("engine, kind", [(e, k) for e in ENGINES for k in two_ranks_vision.KINDS[e]])
 def test_two_ranks_train_as_one(engine, kind, ranks, alone):
@@ -391,10 +378,6 @@ def test_two_ranks_train_as_one(engine, kind, ranks, alone):
     assert loss_difference(found["losses"], wanted["losses"]) <= 1e-5
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/images.py",
-    "A rank without images calls the vision tower where parameters are sharded",
-)
 @pytest.mark.processes
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_without_images_do_not_wait(engine, ranks):
@@ -411,10 +394,6 @@ def test_a_restart_within_an_epoch_is_exact_on_two_ranks(ranks):
     assert torch.equal(together(found["resumed"]), together(found["whole"]))
 
 
-@pytest.mark.rule(
-    "trl_packfix/data/stream_images.py",
-    "Two ranks train on a stream with images as one process on its packs, also on parts of packs, and restart exactly",
-)
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", two_ranks_vision.STREAMS)
 def test_two_ranks_train_on_a_stream_as_one(kind, ranks, tmp_path):
@@ -471,10 +450,6 @@ def test_weights_and_sources_of_rows_with_images(tmp_path):
     assert weight_difference(flat(run.model), flat(alone.model), start) <= tolerance(rounding)
 
 
-@pytest.mark.rule(
-    "trl_packfix/training/noise.py",
-    "NEFTune's noise on a document with images has its own amplitude, in a pack and as a padded row",
-)
 @pytest.mark.parametrize("family", ["llava", "paligemma"])  # in packs, and as rows of padded batches
 def test_noise_of_a_document_is_its_noise_alone(family, tmp_path):
     """NEFTune: uniform noise of amplitude alpha / sqrt(L d) on each document of L tokens."""

@@ -62,7 +62,6 @@ def train_unpacked(family, table, steps, halves=False) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.rule("trl_packfix/data/stream_images.py", "With images, a packed stream trains as unpacked")
 @pytest.mark.parametrize(
     "family, kind, settings",
     [
@@ -171,7 +170,6 @@ def test_a_document_per_turn_is_that_of_the_table(tmp_path):
 # Memory
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "Waiting documents hold encoded images, of at most so many bytes")
 def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
     """A chunk more is read at a time. The bound makes more packs only where nothing fits."""
     packed, waiting = stream(streams_of("table", 1), batch_size=2), []
@@ -219,7 +217,6 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
 # Restarts
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "A stream with images continues with the same batches from any step")
 @pytest.mark.processes
 @pytest.mark.parametrize("source, workers", [("one size", 0), ("shuffled", 0), ("decoded", 0), ("table", 2)])
 def test_a_restart_goes_on_with_the_same_batches(source, workers):
@@ -242,7 +239,6 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers):
             assert processed(islice(batches, 2)) == expected[number], (step, number)
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "With images, too, each document is once in every pass on other ranks")
 @pytest.mark.parametrize("num_shards, before, after", [(2, 2, 1), (1, 2, 3), (2, 1, 2)])
 def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
     dataset, seen = streams_of("one size", num_shards), Counter()
@@ -267,7 +263,6 @@ def test_a_restart_with_another_processor_is_refused():
         other.load_state_dict(state)
 
 
-@pytest.mark.rule("trl_packfix/data/stream.py", "A restart of the trainer on a stream with images is exact")
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_restart_of_the_trainer_is_exact(workers, small_room, tmp_path):
@@ -340,7 +335,6 @@ def test_rows_that_cannot_be_processed_are_refused_or_dropped(tmp_path):
     assert run.packing_report.ledger.dropped["bad_row"].documents == 1
 
 
-@pytest.mark.rule("trl_packfix/training/evaluation.py", "A stream with images is evaluated as the table of its rows")
 def test_a_stream_is_evaluated_as_its_table(tmp_path):
     test = rows(10, seed=9).add_column("source", ["a", "b"] * 5)
     run = make(tmp_path, "llava", TABLE.to_iterable_dataset(), max_steps=1, source_column="source", bad_rows="drop")
