@@ -1,5 +1,6 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    everything that CI runs: format, lint, types, and every test
+# make faults  every fault that the tests must find, planted
 # make quick   the same without the tests that are slow or start processes: about 2 minutes
 # make check   format, lint and types            make fix     everything that ruff can fix
 # make chaos   kill runs at random points, resume and compare them (some minutes)
@@ -43,7 +44,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs upstream clean
+.PHONY: demo test faults test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs upstream clean
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -61,10 +62,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 CHECK := $(if $(filter tested,$(VERSIONS)),check,$(INSTALLED))
 
 test: $(CHECK)
-	$(PYTEST) --durations 20 $(DATA_FLAG) $(ARGS)
+	$(PYTEST) -m "not faults" --durations 20 $(DATA_FLAG) $(ARGS)
+
+# Faults that are planted in what the tests of `make test` compare: each must be found
+faults: $(INSTALLED)
+	$(PYTEST) -m faults $(DATA_FLAG) $(ARGS)
 
 quick: $(CHECK)
-	$(PYTEST) -m "not slow and not processes and not gpu" $(DATA_FLAG) $(ARGS)
+	$(PYTEST) -m "not slow and not processes and not gpu and not faults" $(DATA_FLAG) $(ARGS)
 
 test-versions:
 	$(MAKE) test VERSIONS=oldest

@@ -67,6 +67,7 @@ def exactness(folder: Path, engines: list[str]) -> list[Row]:
     """One row per kind of training: the difference under each engine, and that of rounding alone."""
     kinds = list(shared_packs.KINDS)
     shared_packs.OF_ENGINES = {engine: kinds * (engine in engines) for engine in shared_packs.OF_ENGINES}
+    shared_packs.ROUNDING = kinds
     shared_packs.PLANTED = dict.fromkeys(shared_packs.FAULTS, "full") | shared_packs.PLANTED
     faults = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED] if "ddp" in engines else []
     only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]

@@ -44,13 +44,25 @@ def launch(tmp_path_factory) -> Launch:
     return Launch(folder, "log", [sys.executable, str(ROOT / "tests" / "shared_packs.py"), str(folder)])
 
 
+@pytest.fixture(scope="module")
+def rounding(launch) -> tuple[float, float]:
+    """Of weights and of logged values, where the gradients of a step are added in the opposite order."""
+    pairs = [(launch["one", f"{kind}_reversed"], launch["one", kind]) for kind in shared_packs.ROUNDING]
+    losses = [
+        loss_difference(logged(again, name), logged(expected, name))
+        for again, expected in pairs
+        for name in ("loss", "entropy")
+    ]
+    return max(difference(*pair) for pair in pairs), max(losses)
+
+
 # Attention
 
 
 @on_ranks
 def test_parts_give_the_outputs_and_gradients_of_the_whole_pack(launch):
     cases = launch["ddp", "attention"]["cases"]
-    assert len(cases) == 2 * len(shared_packs.HEADS) * len(shared_packs.FEATURES)
+    assert len(cases) == 2 * (len(shared_packs.HEADS) + 2 * (len(shared_packs.FEATURES) - 1))
     assert max(cases.values()) < 1e-13, cases
 
 
@@ -195,9 +207,8 @@ def logged(result: dict, name: str) -> list[float]:
 
 @on_ranks
 @pytest.mark.parametrize("engine, kind", [(e, kind) for e, kinds in shared_packs.OF_ENGINES.items() for kind in kinds])
-def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
+def test_four_ranks_train_what_one_process_trains(launch, rounding, engine, kind):
     found, expected = launch[engine, kind], launch["one", kind]
-    again = launch["one", f"{kind}_reversed"]
     assert found["engine"] == ENGINES[engine]
     degrees = {degree for degree, _ in found["seen"]}
     assert degrees <= found["micro_steps"].keys()
@@ -210,15 +221,14 @@ def test_four_ranks_train_what_one_process_trains(launch, engine, kind):
         proved = [2] if kind == "stream_shards" else [2, 4]
     assert found["proved"] == (proved if shared_packs.is_proved(engine, kind) else [])
     assert (found["offloaded"] > 2 * shared_packs.NUM_STEPS) is (kind == "million")
-    limit = 1e-12 if kind.endswith("fp64") else tolerance(difference(again, expected))
+    limit = 1e-12 if kind.endswith("fp64") else tolerance(rounding[0])
     assert difference(found, expected) <= limit
     for name in shared_packs.LOGGED:
         ours, theirs = logged(found, name), logged(expected, name)
         if name in ("trained_tokens", "num_tokens", "documents_per_step", "mean_token_accuracy", "trained_tokens/a"):
             assert ours == theirs, name
         elif theirs[0] is not None:
-            limit = tolerance(loss_difference(logged(again, name), theirs))
-            assert loss_difference(ours, theirs) <= limit, name
+            assert loss_difference(ours, theirs) <= tolerance(rounding[1]), name
     assert (logged(found, "aux_loss")[0] is not None) is ("experts" in kind)
     assert (logged(found, "loss/a")[0] is not None) is ("weighted" in kind or kind == "stream_shards")
     if kind.startswith("alike"):
@@ -251,7 +261,8 @@ def test_compiled_models_train_what_one_process_trains(tmp_path):
 @pytest.mark.parametrize(
     "engine, kind",
     [
-        *((engine, kind) for engine in ("ddp", "zero3", "fsdp2") for kind in ("full", "alike_family")),
+        *((engine, "full") for engine in ("ddp", "fsdp2")),
+        *((engine, "alike_family") for engine in ("ddp", "zero3", "fsdp2")),
         *(("ddp", kind) for kind in ("alike", "stream", "images_llava", "alike_images_llava")),
     ],
 )
@@ -267,10 +278,19 @@ def test_each_image_goes_through_the_tower_once(launch, kind):
     assert 0 < expected <= computed < 1.2 * expected
 
 
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory) -> Launch:
+    folder = tmp_path_factory.mktemp("faults")
+    names = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED]
+    names += [f"one/{kind}" for kind in {*shared_packs.PLANTED.values()}]
+    return Launch(folder, "log", [sys.executable, str(ROOT / "tests" / "shared_packs.py"), str(folder), *names])
+
+
+@pytest.mark.faults
 @on_ranks
 @pytest.mark.parametrize("fault", shared_packs.PLANTED)
-def test_the_comparison_sees_faults(launch, fault):
-    found, expected = launch["ddp", f"faulty_{fault}"], launch["one", shared_packs.PLANTED[fault]]
+def test_the_comparison_sees_faults(faulty, fault):
+    found, expected = faulty["ddp", f"faulty_{fault}"], faulty["one", shared_packs.PLANTED[fault]]
     if fault == "sources_as_met":  # they are in the log only
         assert logged(found, "trained_tokens/a") != logged(expected, "trained_tokens/a")
         assert loss_difference(logged(found, "loss/a"), logged(expected, "loss/a")) > 1e-3
@@ -410,11 +430,11 @@ def test_scans_that_send_states_are_proved_and_a_lost_gradient_is_found(launch):
 
 
 @on_ranks
-def test_four_ranks_that_send_states_train_what_one_process_trains(launch):
+def test_four_ranks_that_send_states_train_what_one_process_trains(launch, rounding):
     """Links are so slow that they send states; the degrees are others, and the documents of each step are the same."""
     found, expected = launch["ddp", "states"], launch["one", "delta"]
     assert found["states"] == [2, 4] and {2, 4} <= {degree for degree, _ in found["seen"]}
-    assert difference(found, expected) <= tolerance(difference(launch["one", "delta_reversed"], expected))
+    assert difference(found, expected) <= tolerance(rounding[0])
 
 
 @on_ranks
