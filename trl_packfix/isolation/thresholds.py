@@ -1,10 +1,12 @@
 """Lengths above which a model computes a document differently, read from its config.
 
-Windows, chunks and the like are found by the names of config fields. Rotary embeddings that depend on the length of the
+No list of names has the next model's window. So every integer of the config is one, but for those that count something
+else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend on the length of the
 sequence are found by calling transformers' own functions.
 """
 
 import re
+from itertools import combinations
 from math import inf
 from typing import Any
 
@@ -13,13 +15,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import nested_rope_keys
 
-# Fields in tokens. Others with such names count something else: GLM-5.2's `index_topk_freq` counts layers.
-THRESHOLD = re.compile(
-    r"window(_size|_len)?$|chunk_(size|length)$|block_size$|local_attention$|index_(topk|kpool)$|indexer_budget$"
-    r"|conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$"
+# Fields in tokens that have a word of the other list, too
+THRESHOLD = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
+# Words in the names of fields that count no tokens
+OTHERS = set(
+    "vocab hidden intermediate embd embed embeds embedding embeddings ff ffn dff inner dim dims headdim rank lowrank "
+    "width channels head heads layer layers expert experts group groups id ids token theta seed iters expand state "
+    "model d freq types scalar multiple divisible positions ctx image patch mel proj projection classifier encoder "
+    "decoder adapter parts prompt vision audio buckets forward".split()
 )
-# Fields in blocks, "index_topk_blocks" of `index_block_size` tokens each
-BLOCKS = re.compile(r"^(.*_)?topk_blocks$")
+# Fields that count blocks, or chosen positions: those of one family ("index_...") may be multiplied
+CHOSEN = re.compile(r"top_?k|blocks|pool|chunks")
+BLOCK = re.compile(r"pool|block_size")
 # Tokens that layers of a kind compress to one key, by kind (DeepSeek-V4); `index_topk` then counts compressed keys
 RATES, INDEXED = "compress_rates", "compressed_sparse_attention"
 POSITIONS = "max_position_embeddings"
@@ -41,19 +48,26 @@ def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict
 
 
 def _lengths(fields: dict[str, Any]) -> dict[str, int]:
-    """The fields that hold a length above which tokens are computed differently, in tokens."""
-    lengths = {name: n for name, n in fields.items() if THRESHOLD.search(name) and _is_length(n)}
-    for name, blocks in fields.items():
-        match = BLOCKS.match(name)
-        block_size = match and fields.get(f"{match[1] or ''}block_size")
-        if block_size and _is_length(block_size * blocks):
-            lengths[name] = block_size * blocks
+    """The fields that may hold a length above which tokens are computed differently, in tokens.
+
+    Positions that are chosen in blocks may be all positions until one more block is full.
+    """
+    own = {
+        name: n
+        for name, n in fields.items()
+        if _is_length(n) and (THRESHOLD.search(name) or not OTHERS.intersection(name.lower().split("_")))
+    }
+    lengths = dict(own)
+    for first, second in combinations(own, 2):
+        if CHOSEN.search(first + second) and first.split("_")[0] == second.split("_")[0]:
+            lengths[f"{first} * {second}"] = own[first] * own[second]
     rates = fields.get(RATES)
     if isinstance(rates, dict):
         lengths |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED, 1)
-    return lengths
+    block = max((n for name, n in own.items() if BLOCK.search(name)), default=0)
+    return {name: n + block * bool(CHOSEN.search(name)) for name, n in lengths.items()}
 
 
 def _rope_thresholds(config: Any) -> dict[str, int]:
