@@ -312,7 +312,8 @@ class Probe:
         head = self.inner.get_output_embeddings()
         # the head of a reward model is no LM head
         if head is None or (below and (of_backbone or (large and takes_few))):
-            batch |= {"logits_to_keep": 1} if takes_few else {}
+            # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
+            batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
             handles = [
                 m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below or [self.inner]
             ]
