@@ -12,17 +12,18 @@ from support.equivalence import Case, assert_packed_equals_unpacked, errors, tra
 from support.models import build_tiny_model
 from support.versions import current_models
 from sweep.judge import Judge, packed_by_trl, padded_by_trl
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForImageTextToText, Gemma4ForCausalLM, Gemma4TextConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix import PackingLeakError, check_isolation
-from trl_packfix.attention import varlen
+from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import own_attention, set_attention
 from trl_packfix.attention.kernels import OwnAttentionError
+from trl_packfix.attention.masked import MASKED_NAME
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.probe import PADDING, Probe
+from trl_packfix.isolation.probe import PADDING, CannotRun, Probe
 from trl_packfix.isolation.thresholds import thresholds
 
 MINIMAX = "minimax_m3_vl_text"
@@ -167,6 +168,47 @@ def test_text_of_paligemma_is_causal_as_in_padded_batches():
     assert judgement.right and judgement.given < 1e-5 and judgement.error > 0.1
 
 
+def difference_alone(packed, model, lengths):
+    """Of the last hidden states of these documents in one pack from each of them alone, as the model was given."""
+    packed.attend()
+    probe = Probe(model, user_attention=packed.attention.previous)
+    with probe.undisturbed():
+        documents = [probe.tokens(n) for n in lengths]
+        found = probe.packed(documents)
+        alone = [probe.alone(ids) for ids in documents]
+    return max((x - y).abs().max().item() for x, y in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("on_leak", ["repair", "unpack"])
+@pytest.mark.parametrize("lengths", [[20], [9, 9], [9, 4]], ids=str)
+def test_documents_that_need_no_padding_are_those_of_padded_batches(lengths, on_leak, monkeypatch):
+    """transformers drops a mask that hides nothing: in a pack of one document, and in rows of one length."""
+    model = paligemma()
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64, on_leak=on_leak)
+    if on_leak == "unpack":
+        monkeypatch.setattr(Probe, "examples", raising)
+        packed.prove(model)
+        monkeypatch.undo()
+        assert packed.is_unpacked
+    else:
+        assert packed.prove(model).equal and packed.attention.name == MASKED_NAME
+    assert difference_alone(packed, model, lengths) < 1e-5
+
+
+def raising(self, max_length):
+    raise CannotRun("as planted")
+
+
+def test_the_proof_has_a_pack_of_one_document(monkeypatch):
+    """Without the masks the model is right on packs of several documents, and wrong on these."""
+    monkeypatch.setattr(choice, "own_in_packs", lambda model, name: name)
+    model = paligemma()
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise")
+    report = packed.prove(model)
+    assert packed.attention.name == "sdpa" and report.isolated and not report.equal
+    assert difference_alone(packed, model, [20, 9]) < 1e-5 < 1e-2 < difference_alone(packed, model, [20])
+
+
 def test_only_models_that_read_ahead_get_padding():
     ids = torch.arange(20, 31)
     for model, padding in ((paligemma(), PADDING), (build_tiny_model(), 0), (build_tiny_model("gpt_oss"), 0)):
@@ -193,8 +235,10 @@ def test_the_judge_takes_the_padded_rows_of_trl():
 @pytest.mark.parametrize(
     "model_type, fields, expected",
     [
-        ("minimax_m3_vl_text", {}, {"index_topk_blocks": 16 * 128, "index_block_size": 128}),
+        ("minimax_m3_vl_text", {}, {"index_block_size * index_topk_blocks": 16 * 128 + 128, "index_block_size": 128}),
         ("glm_moe_dsa", {"index_topk_freq": 4}, {"index_topk": 2048}),
+        ("glm5_next", {"index_topk": 2048, "index_kpool": 4}, {"index_topk": 2052}),
+        ("llama", {"a_new_name": 700, "hidden_size": 512}, {"a_new_name": 700}),
         ("deepseek_v4", {}, {"index_topk": 512 * 4, "compress_rates.heavily_compressed_attention": 128}),
         ("modernbert-decoder", {}, {"local_attention": 128}),
     ],
@@ -314,3 +358,35 @@ def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
     report = check_isolation(model, max_length=64)
     assert indexers and not (report.isolated and report.equal)
     assert max(report.max_change, report.max_difference) > 0.1
+
+
+# Lengths above which a model is another one
+
+
+@current_models
+@pytest.mark.slow
+def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
+    """All positions are chosen until one more block is full: 35 tokens with blocks of 4."""
+    config = CONFIG_MAPPING["glm5_next"](**zoo.shrink(CONFIG_MAPPING["glm5_next"]()))
+    config.text_config.index_topk, config.text_config.index_kpool = 32, 4
+    model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
+    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
+    assert packed.prove(model).equal and any("Attention" in str(repair) for repair in packed.repaired)
+    assert difference_alone(packed, model, [60, 20]) < 1e-5
+    packed.rest()
+    plain = PackedModel(model, torch.float32, "cpu", max_length=35)
+    assert plain.prove(model).equal
+    assert difference_alone(plain, model, [60, 20]) > 1e-3, "nothing was chosen"
+
+
+@current_models
+def test_layers_that_share_keys_are_proved():
+    """Given a number of logits to keep, transformers computes such layers on these tokens only."""
+    config = Gemma4TextConfig(
+        **{"vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},
+        **{"global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "sliding_window": 16},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    report = check_isolation(Gemma4ForCausalLM(config), 64)
+    assert report.isolated and report.equal and report.error is None

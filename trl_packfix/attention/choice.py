@@ -23,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from .hopper import FA3, activated_by_user, fa3_problem
 from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
+from .masked import own_in_packs
 from .models import base_model, text_config
 from .varlen import ATTENTION_NAME
 
@@ -110,7 +111,7 @@ def choose_attention(
         return AttentionChoice(previous, False, previous, reason)
     refusal = (refusals or {}).get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
-        own = default_attention(model) if previous == ATTENTION_NAME else previous
+        own = own_in_packs(model, default_attention(model) if previous == ATTENTION_NAME else previous)
         return AttentionChoice(own, "flash" in own, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):

@@ -99,9 +99,10 @@ class DocumentRows:
         lengths: tokens of each document.
         device: where the tensors are.
         budget: maximum of padded tokens per group. 0: one group per document; infinity: one group for all.
+        padding: tokens of padding behind the longest row of each group.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, budget: float):
+    def __init__(self, lengths: list[int], device: torch.device, budget: float, padding: int = 0):
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -111,7 +112,7 @@ class DocumentRows:
         shared = torch.empty(self.num_tokens, dtype=torch.int64)  # the same where all rows of a batch share one
         end = shared_end = 0
         for members in group_by_length(lengths, budget):
-            longest = lengths[members[0]]
+            longest = lengths[members[0]] + padding
             steps = torch.arange(longest)
             source = [starts[i] + steps.clamp(max=lengths[i] - 1) for i in members]
             own = [starts[i] for i in members], [lengths[i] for i in members]

@@ -162,6 +162,9 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
     changes = [_change(probe, documents, variant, base=base, scale=scale) for variant in variants]
     alone = [_difference(probe, documents, i, states=base, scale=scale) for i in range(len(documents))]
     differences = [max(alone, key=lambda gap: (gap[0], gap[1].alone))]
+    # transformers drops a mask that hides nothing, and with it the causality of some models
+    single = documents[-1:]
+    differences.append(_difference(probe, single, 0, states=probe.packed(single), scale=scale))
     if reach:  # one document exceeds all thresholds at once, between two short ones
         long, other = probe.long_examples(max(reach.values()) + SPARE)
         together = probe.packed(long, large=True)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.forwards import ModelHooks
 from ..attention.models import base_model
 from ..attention.packed_forward import BOUNDARIES
+from .unpacking import PADDING
 
 DROPPED = (*BOUNDARIES, "position_ids")
 TOKENS = ("input_ids", "token_type_ids", "mm_token_type_ids")  # inputs of shape (1, T)
@@ -48,7 +49,7 @@ class UnpackedImages(ModelHooks):
             return None
         assert not args, "packs are passed by name"
         lengths = bounds.diff()
-        steps = torch.arange(int(kwargs["max_length_q"]), device=bounds.device)
+        steps = torch.arange(int(kwargs["max_length_q"]) + PADDING, device=bounds.device)
         mask = steps < lengths[:, None]
         source = (bounds[:-1, None] + steps).clamp(max=bounds[-1] - 1)
         self._running.append(mask)

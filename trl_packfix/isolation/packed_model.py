@@ -16,6 +16,7 @@ from ..attention.choice import AttentionChoice, choose_attention, dropped_weight
 from ..attention.exchange import SendsStates, Volume
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
+from ..attention.masked import own_in_packs
 from ..attention.models import base_model, has_attention, text_config
 from ..attention.tower_attention import (
     REPLACED,
@@ -401,7 +402,8 @@ class PackedModel:
 
     def _repair(self, wrapped: nn.Module) -> None:
         """Repair with the chosen attention, else with the model's own, whose masks may hold more than boundaries."""
-        for name in dict.fromkeys((self.attention.name, self.attention.previous)):
+        own = own_in_packs(base_model(self.model), self.attention.previous)
+        for name in dict.fromkeys((self.attention.name, own)):
             if name != self.attention.name:
                 set_attention(self.model, name)
             user_attention = self.attention.previous

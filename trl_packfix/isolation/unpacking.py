@@ -19,6 +19,7 @@ from .repair import is_sharded
 
 DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+PADDING = 1  # tokens behind the longest row: transformers drops a mask that hides nothing, and some models need it
 
 
 class UnpackedForward(ModelHooks):
@@ -73,7 +74,7 @@ class UnpackedForward(ModelHooks):
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         budget = inf if is_sharded(module) else tokens.shape[1]
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
-        documents = DocumentRows(lengths, tokens.device, undivided(budget))
+        documents = DocumentRows(lengths, tokens.device, undivided(budget), PADDING)
         self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded
