@@ -106,7 +106,9 @@ def build_trainer(kind: str, model: Any, reference: Any = None, peft_config: Any
     extra: dict[str, Any] = {}
     if kind in ("grpo", "rloo"):
         settings |= {"num_generations": 4, "max_completion_length": 12}
-        extra["reward_funcs"] = rewards
+        extra["reward_funcs"] = options.pop("reward_funcs", rewards)
+        if "reward_processing_classes" in options:
+            extra["reward_processing_classes"] = options.pop("reward_processing_classes")
     if kind in HAS_REFERENCE and reference is not None:
         extra["ref_model"] = reference
     if kind == "trainer":

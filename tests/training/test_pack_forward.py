@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from support.launch import Launch
 from support.lifted import in_float64
-from support.models import build_tiny_model
+from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance
-from support.rows import build_trainer, train
+from support.rows import build_model, build_trainer, train
 from support.vision import make
+from transformers import BertConfig, BertForSequenceClassification
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import packed_forwards
@@ -349,6 +351,72 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
             model(**batch, use_cache=False)
 
 
+MASKS = {
+    "left": ([[1] * 24, [1] * 24], [[1] * 24, [0] * 6 + [1] * 18]),
+    "right": ([[1] * 24, [1] * 24], [[1] * 24, [1] * 18 + [0] * 6]),
+    "long": ([[1] * 40, [1] * 30 + [0] * 10], [[1] * 70, [1] * 30 + [0] * 40]),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, model_type, reason",
+    [
+        ("left", "gpt2", r"on the first batch with left padding and rows of up to 24 tokens, states .* differ"),
+        ("left", "llama", None),
+        ("right", "gpt2", None),
+        ("long", "phi3", r"on the first batch with rows of up to 70 tokens, states .* differ"),
+        ("long", "llama", None),
+    ],
+)
+def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
+    """Positions that count padding; RoPE that depends on the longest row of the batch (longrope, from 64 tokens)."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    rope = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors}}
+    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64, **rope}
+    plain, model = (build_tiny_model(model_type, **(sizes if model_type == "phi3" else {})).eval() for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = pack_forward(model).rows["model"]
+        for mask in map(torch.tensor, MASKS[kind]):
+            ids = torch.randint(4, 250, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+            batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            expected, found = (each(**batch).logits[mask.bool()] for each in (plain, model))
+            assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
+    assert (rows.refusal is None) is (reason is None)
+    assert reason is None or re.search(reason, rows.refusal)
+    assert rows.tokens.computed > 0, "nothing was packed"
+
+
+def test_outputs_of_rows_are_refused():
+    """A classifier of BERT's kind reads the state of each row's first token, pooled below its head."""
+    config = BertConfig(**{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = BertForSequenceClassification(config).train()
+    ids = torch.randint(4, 250, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1] * 12, [1] * 8 + [0] * 4])
+    expected = model(input_ids=ids * mask, attention_mask=mask).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = pack_forward(model)
+        found = model(input_ids=ids * mask, attention_mask=mask).logits
+    assert torch.equal(found, expected) and record.rows["model"].refusal is not None
+
+
+def test_models_that_give_rewards_are_packed(tmp_path):
+    """`Trainer` holds them in a list, with its own models in other attributes under other names."""
+
+    def run(packed):
+        reward = build_model("reward", "llama")
+        settings = {"reward_funcs": [reward], "reward_processing_classes": [build_tokenizer()], "max_steps": 2}
+        return train("grpo", packed=packed, **settings)
+
+    stock, packed = run(False), run(True)
+    assert (stock[0] - packed[0]).abs().max() < EQUAL * stock[0].abs().max() != 0
+    rows = packed[2].rows
+    assert rows.keys() == {"model", "reward_funcs[0]"}
+    assert rows["reward_funcs[0]"].refusal is None and rows["reward_funcs[0]"].tokens.computed > 0
+
+
 def test_the_gradient_is_compared(monkeypatch):
     """A fault that only the backward has."""
 
@@ -372,7 +440,7 @@ def test_the_gradient_is_compared(monkeypatch):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch, use_cache=False)
-    with pytest.warns(UserWarning, match="on its first batch, gradients of the pack differ"):
+    with pytest.warns(UserWarning, match="gradients of the pack differ"):
         model(**batch, use_cache=False)
 
 

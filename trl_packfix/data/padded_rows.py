@@ -26,12 +26,16 @@ class RowsOfBatch(NamedTuple):
         rows: the row of the pack that holds each token, int64, (N,).
         cells: the place of each token in the padded batch, row after row, int64, (N,).
         shape: B and S.
+        longest: tokens of the longest row, without padding.
+        is_left_padded: whether a row begins with padding.
     """
 
     pack: dict[str, Any]
     rows: Tensor
     cells: Tensor
     shape: tuple[int, int]
+    longest: int
+    is_left_padded: bool
 
     @property
     def num_computed(self) -> int:
@@ -88,5 +92,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.flatnonzero(is_token)),
         (is_token.shape[0], is_token.shape[1]),
+        int(is_token.sum(1).max()),
+        bool(starts[:, 1:].any()),
     )
     return batch.to(input_ids.device)

@@ -29,7 +29,9 @@ from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
 from .probe import FINEST, NO_GRADIENT, CannotRun, Probe, exact, refusals
 from .repair import is_sharded
+from .thresholds import thresholds
 
+OF_ROWS = ("pooler_output",)  # outputs of a backbone with one value per row, which a pack does not have
 REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
 
 
@@ -103,7 +105,11 @@ class PackedRows(ModelHooks):
         self.whole: str | None = None
         self.tokens = Tokens()
         self.is_proved = self._is_paused = False
-        self._on_rows = {False: False, True: False}  # whether the first batch passed, without and with gradients
+        self._compares = True
+        self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
+        # What batches were compared: gradients, dtype, left padding; thresholds that rows cross, and their length
+        self._compared: set[tuple[bool, torch.dtype, bool]] = set()
+        self._level = (-1, -1)
         self._running: list[RowsOfBatch | None] = []
         self._ignored: set[str] = set()
 
@@ -121,8 +127,8 @@ class PackedRows(ModelHooks):
             PackingLeakError: with `on_leak="raise"`, documents influence each other or are not what they are alone.
         """
         packed = self.packed_model
-        # Such an engine runs one forward at a time, so nothing is compared within the first; this proof decides alone
-        self._on_rows = dict.fromkeys((False, True), is_sharded(self.model))
+        # Such an engine runs one forward at a time, so nothing is compared within it; this proof decides alone
+        self._compares = not is_sharded(self.model)
         try:
             report = packed.prove(wrapped)
             if packed.is_unpacked:
@@ -196,7 +202,7 @@ class PackedRows(ModelHooks):
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
-            if batch is not None and not self._on_rows[torch.is_grad_enabled()]:
+            if batch is not None and self._compares:
                 batch = self._proved_on(module, inputs, batch)
         self._running.append(batch)
         if batch is None:
@@ -257,25 +263,39 @@ class PackedRows(ModelHooks):
         self._attend(True)
         Variable._execution_engine.queue_callback(lambda: self._attend(False))
 
-    # The proof on the first batch
+    # The proof on the first batch of each kind
 
     def _proved_on(self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
         """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
 
-        Where it does not, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch
-        may come later than that of another, and padded rows give the same gradients.
+        Compared is the first batch of each kind: without and with gradients, in each dtype, with left padding, with
+        rows that are twice as long as any before or cross a length above which the model is another one. Where a pack
+        differs, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch may come
+        later than that of another, and padded rows give the same gradients.
         """
-        wants_gradients = torch.is_grad_enabled()
+        device = self.model.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
+        kind = (torch.is_grad_enabled(), dtype, batch.is_left_padded)
+        level = sum(batch.longest > n for n in self._thresholds), batch.longest.bit_length()
+        is_longer = any(now > before for now, before in zip(level, self._level, strict=True))
+        if kind in self._compared and not is_longer:
+            return batch
+        wants_gradients = kind[0] and kind not in self._compared
+        where = "on its first batch"
+        if self._compared:
+            left = "left padding and " if batch.is_left_padded else ""
+            where = f"on the first batch with {left}rows of up to {batch.longest} tokens"
         reason = self._difference(module, inputs, batch, wants_gradients=wants_gradients)
         if reason is not None and self.collate.shares:
-            self._share_nothing(f"on its first batch, {reason}")
+            self._share_nothing(f"{where}, {reason}")
             whole = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert whole is not None
             batch, reason = whole, self._difference(module, inputs, whole, wants_gradients=wants_gradients)
         if reason is not None:
-            self._refuse(f"on its first batch, {reason}")
+            self._refuse(f"{where}, {reason}")
             return None
-        self._on_rows = {False: True, True: wants_gradients or self._on_rows[True]}
+        self._compared |= {kind, (False, *kind[1:])}
+        self._level = max(level[0], self._level[0]), max(level[1], self._level[1])
         return batch
 
     def _difference(
@@ -348,6 +368,7 @@ class _Runs:
     ) -> None:
         self.rows, self.probe, self.module, self.inputs, self.batch = rows, probe, module, inputs, batch
         self.weights: Tensor | None = None
+        self.of_rows: list[str] = []  # outputs with one value per row
 
     def padded(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """The gradients of tokens that share a row of the pack are summed, (T, hidden)."""
@@ -360,15 +381,19 @@ class _Runs:
 
     def packed(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         self.rows._attend(True)
-        return self._run(_packed(self.inputs, self.batch), self.batch.rows, wants_gradients)
+        result = self._run(_packed(self.inputs, self.batch), self.batch.rows, wants_gradients)
+        if self.of_rows:
+            raise CannotRun(f"it also returns {', '.join(self.of_rows)}, computed of each row")
+        return result
 
     def _run(self, inputs: dict[str, Any], places: Tensor, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """States at `places`, (N, hidden), and the gradient of all embeddings, (tokens, hidden)."""
-        if not wants_gradients:
-            with torch.no_grad():
-                return exact(self.module(**inputs)[0].flatten(0, 1)[places]), None
-        with self.probe.embeddings() as embedded:
-            states = self.module(**inputs)[0].flatten(0, 1)[places]
+        with self.probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
+            output = self.module(**inputs)
+            self.of_rows = [name for name in OF_ROWS if isinstance(output, dict) and output.get(name) is not None]
+            states = output[0].flatten(0, 1)[places]
+            if embedded is None:
+                return exact(states), None
             if self.weights is None:
                 self.weights = torch.randn_like(states)
             try:

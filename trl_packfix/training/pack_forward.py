@@ -25,7 +25,6 @@ from .choices import (
 from .features import ON_SEVERAL_DEVICES, Feature
 from .progress import shown_proof
 
-MODELS = ("model", "ref_model")  # attributes of a trainer
 LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
     "packing/rows": ("tokens", "of the padded rows, which would be computed without packs"),
     "packing/tokens": ("tokens", "of these rows, without padding"),
@@ -94,10 +93,7 @@ class RowPacking:
             self.rows["model"].prove(self._of)
             return
         trainer = self._of
-        wrapped: dict[str, Any] = {
-            "model": getattr(trainer, "model_wrapped", trainer.model),
-            "ref_model": getattr(trainer, "ref_model", None),
-        }
+        wrapped: dict[str, Any] = _models_of(trainer) | {"model": getattr(trainer, "model_wrapped", trainer.model)}
         for name, rows in self.rows.items():
             if not rows.is_proved:
                 with trainer.compute_loss_context_manager(), shown_proof(trainer.args, rows.packed_model):
@@ -186,17 +182,34 @@ def _rows_of_trainer(trainer: Trainer, max_length: int | None, options: dict[str
     PACKED_ROWS.refuse(Setup(args=args, model=model, accelerator=trainer.accelerator))
     checks.check_quantisation(model, args.device.type)
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
-    wrapped = {name: getattr(trainer, name, None) for name in MODELS}
-    models = {
-        name: trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-        for name, model in wrapped.items()
-        if model is not None
-    }
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    return {
-        name: PackedRows(model, dtype or base_model(model).dtype, args.device.type, max_length, **options)
-        for name, model in models.items()
-    }
+    rows: dict[str, PackedRows] = {}
+    for name, wrapped in _models_of(trainer).items():
+        inner = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+        try:
+            rows[name] = PackedRows(inner, dtype or base_model(inner).dtype, args.device.type, max_length, **options)
+        except ValueError as error:
+            if name in ("model", "ref_model"):
+                raise
+            warnings.warn(f"`{name}` computes its rows with padding, as without `pack_forward`: {error}", stacklevel=3)
+    return rows
+
+
+def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
+    """The transformers models of a trainer by attribute: its own, a reference, a teacher, models that give rewards."""
+    attributes: dict[str, Any] = {"model": trainer.model} | vars(trainer)
+    for name, value in vars(trainer).items():
+        if isinstance(value, list | tuple):
+            attributes |= {f"{name}[{i}]": one for i, one in enumerate(value)}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, value in attributes.items():
+        if not isinstance(value, nn.Module):
+            continue
+        inner: Any = trainer.accelerator.unwrap_model(value, keep_torch_compile=False)
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        if isinstance(inner, PreTrainedModel):
+            found.setdefault(id(inner), (name, value))
+    return dict(found.values())
 
 
 class _LogAndProve(TrainerCallback):
