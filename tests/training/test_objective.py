@@ -93,6 +93,37 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
     assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packing": False}], ids=str)
+def test_a_router_loss_is_trained_with_label_smoothing(more, tmp_path):
+    """TRL leaves it out in silence, so the reference is its gradient alone."""
+    settings = {"model": "mixtral", "label_smoothing_factor": 0.1, "max_length": 64} | more
+    found = {}
+    for weight in (0.0, 0.5):
+        run = trainer(tmp_path, halves(), router_aux_loss_coef=weight, **settings)
+        step = first_step(run)
+        found[weight] = gradients(run, run.compute_loss, *step)[1]
+    batch = {name: value for name, value in step[0][0].items() if name != "labels"}
+    run.model.zero_grad()
+    routed = run.model(**batch, output_router_logits=True).router_logits
+    real = batch["input_ids"].flatten() != 0
+    (0.5 * load_balancing_loss_func(tuple(layer[real] for layer in routed), 4, 2)).backward()
+    added = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in run.model.parameters()])
+    assert added.norm() > 0.01 * found[0.0].norm()
+    assert (found[0.5] - found[0.0] - added).norm() < 1e-4 * added.norm()
+
+
+@pytest.mark.parametrize("weight", [0.5, None])
+def test_a_router_loss_without_gradients_is_refused(weight, tmp_path):
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    settings |= {"model": build_tiny_model("mixtral", router_aux_loss_coef=0.02), "router_aux_loss_coef": weight}
+    if weight is None:
+        with pytest.warns(UserWarning, match=r"is in the config of the model.*Set `use_reentrant=False`"):
+            trainer(tmp_path, halves(), **settings)
+        return
+    with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.5` was given.*have none.*Set `use_reentrant"):
+        trainer(tmp_path, halves(), **settings)
+
+
 def test_a_loss_function_without_logits_is_refused(tmp_path):
     args = config(tmp_path)
     args.loss_type = "chunked_nll"  # TRL from 1.15 on replaces it in the config

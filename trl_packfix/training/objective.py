@@ -49,7 +49,7 @@ from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import add_token_scores
-from .routers import gives_router_logits, group_load_balancing
+from .routers import check_router_loss, group_load_balancing
 from .totals import TrainingTotals, sums_by_source
 
 NUM_DUMMY_TOKENS = 2
@@ -98,7 +98,7 @@ class Objective:
         trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
         self._add_token_scores()
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer)
-        self._check_router_loss()
+        check_router_loss(trainer)
         self.totals = TrainingTotals(trainer.data.row_values.names, args.share_prefixes != "off")
         trainer.add_callback(self.totals)
         trainer.add_callback(self.same_pack)
@@ -171,7 +171,7 @@ class Objective:
         aux_loss = None
         if self.trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-            if not self._is_smoothed and self.trainer.compute_loss_func is None:
+            if self.trainer.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self.trainer.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
@@ -209,6 +209,8 @@ class Objective:
             outputs = model(**inputs, fused_lm_head=True)
         if of_user is not None:
             return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
+        if self.trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
+            outputs.aux_loss = with_logits.aux_loss
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
         nll, total = _smoothed(with_logits.logits, inputs)
         share = self.args.label_smoothing_factor
@@ -286,30 +288,6 @@ class Objective:
 
     # Auxiliary terms
 
-    def _check_router_loss(self) -> None:
-        """Switch the router loss off for a model without a router. (TRL reads the fields of the config alone.)
-
-        Raises:
-            ValueError: `router_aux_loss_coef` is set for such a model.
-        """
-        if not self.trainer.aux_loss_enabled:
-            return
-        model = base_model(self.trainer.model)
-        text = model.config.get_text_config()
-        if gives_router_logits(model):
-            if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
-                text.num_experts = text.num_local_experts
-            return
-        # Below TRL 1.13 the default is a number, which the user has not given
-        if self.args.router_aux_loss_coef not in (0.0, SFTConfig.__dataclass_fields__["router_aux_loss_coef"].default):
-            raise ValueError(
-                f"`router_aux_loss_coef={self.args.router_aux_loss_coef}` was given with {type(model).__name__}. None "
-                "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
-                "leave it at its default."
-            )
-        self.trainer.aux_loss_enabled, self.trainer.router_aux_loss_coef = False, 0.0
-        text.output_router_logits = False
-
     @contextmanager
     def router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
@@ -323,7 +301,8 @@ class Objective:
             return
 
         def catch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            caught[:] = output.router_logits
+            if not caught:  # with label smoothing a second forward, without gradients, computes the metrics
+                caught[:] = output.router_logits
 
         handle = base_model(self.trainer.model).base_model.register_forward_hook(catch)
         try:

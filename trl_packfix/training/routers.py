@@ -3,6 +3,7 @@
 Some configs have the fields of a mixture of experts although no layer has experts.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.exchange import group_of
+from ..attention.models import base_model
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
@@ -22,6 +24,43 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
             recorders = recorders if isinstance(recorders, list) else [recorders]
             classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
     return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
+
+
+def check_router_loss(trainer: Any) -> None:
+    """Switch the router loss off for a model without a router. (TRL reads the fields of the config alone.)
+
+    Raises:
+        ValueError: `router_aux_loss_coef` is set for such a model, or cannot be trained.
+    """
+    if not trainer.aux_loss_enabled:
+        return
+    args, model = trainer.args, base_model(trainer.model)
+    text = model.config.get_text_config()
+    # Below TRL 1.13 the default is a number, which the user has not given
+    is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
+    if not gives_router_logits(model):
+        if is_set:
+            raise ValueError(
+                f"`router_aux_loss_coef={args.router_aux_loss_coef}` was given with {type(model).__name__}. None "
+                "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
+                "leave it at its default."
+            )
+        trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
+        text.output_router_logits = False
+        return
+    if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
+        text.num_experts = text.num_local_experts
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        source = "was given" if is_set else "is in the config of the model"
+        problem = (
+            f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
+            "`gradient_checkpointing_kwargs`. Reentrant checkpointing runs layers without gradients, so the logits of "
+            "their routers have none, and the router loss trains nothing. Set `use_reentrant=False`, or "
+            "`router_aux_loss_coef=0.0`."
+        )
+        if is_set:
+            raise ValueError(problem)
+        warnings.warn(problem, stacklevel=2)
 
 
 def group_load_balancing(
