@@ -6,6 +6,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from datasets import Dataset
+from support.runs import texts, trainer
 from support.versions import scores_tokens
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -144,3 +146,45 @@ def test_the_head_is_added_again_only_if_another_covers_it(is_wrapped, bf16):
     add_token_scores(model)
     assert model(ids, labels=labels, fused_lm_head=True).log_probs.shape == (len(ids), ids.shape[1] - 1)
     assert model(ids, labels=labels) == "a loss"
+
+
+def capped(model_type):
+    """A model with a cap under a name of its own, and logits of the size that trained models have."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    of_type = {
+        "recurrent_gemma": {"lru_width": 32, "intermediate_size": 96, "num_key_value_heads": 1},
+        "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 3, "qk_dim_factor": 0.5},
+        "llama": {"intermediate_size": 64},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **sizes | of_type[model_type], tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(torch.randn_like(model.get_output_embeddings().weight) * 4)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm"])
+def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
+    """Both have it under names of their own, which TRL 1.16 does not read: 58.0 for 27.9 and 92.1 for 32.5."""
+    ids = torch.randint(16, 250, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = capped(model_type)(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    rows = Dataset.from_list([{"input_ids": ids.tolist()}])
+    run = trainer(tmp_path, rows, model=capped(model_type), max_steps=1, learning_rate=0.0)
+    run.train()
+    loss = next(entry["loss"] for entry in run.state.log_history if "loss" in entry)
+    assert loss == pytest.approx(F.cross_entropy(logits, ids[1:]).item(), rel=1e-4)
+    assert vars(run.model.config).keys() == vars(capped(model_type).config).keys(), "the name of TRL stays"
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm"])
+def test_a_head_that_leaves_something_out_is_refused(model_type, tmp_path, monkeypatch):
+    """Also at the small logits of a model without training, which a cap hardly changes."""
+    monkeypatch.setattr(lm_head, "CAPS", ("final_logit_softcapping",))
+    model = capped(model_type)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    run = trainer(tmp_path, texts(8), model=model, max_steps=1)
+    with pytest.raises(ValueError, match=r"differ from those of the model's own logits by .*Pass `compute_loss_func`"):
+        run.train()

@@ -21,6 +21,7 @@ from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
 from .choices import Setup
 from .features import experimental
+from .lm_head import check_fused_head
 from .progress import shown_proof
 from .proofs import prove_degrees, prove_prefixes
 
@@ -41,6 +42,10 @@ class BeforeTraining(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if trainer.training_objective.is_ours and trainer.compute_loss_func is None:
+            with trainer.compute_loss_context_manager():
+                check_fused_head(trainer.model_wrapped, base_model(trainer.model), trainer.data.attention_dtype)
         if not args.packing:  # the report of packing has this line
             self.trainer.accelerator.print(f"Trained tokens: {self.trainer.data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:

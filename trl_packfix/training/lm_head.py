@@ -1,7 +1,8 @@
-"""Log-probability, entropy and rank of each label without the (T, V) logits, for versions of TRL that lack them.
+"""Log-probability, entropy and rank of each label without the (T, V) logits: TRL's fused LM head, or ours.
 
-From 1.16 on, TRL's fused LM head gives these numbers on every device, and this module is not used
-(`compat.scores_tokens`). T tokens, H hidden size, V vocabulary.
+From 1.16 on TRL has one (`compat.scores_tokens`); below that ours gives the same numbers. Both compute what the model's
+own forward does behind its head (scale, cap, bias) from the names of config fields, so their numbers are compared with
+the model's own logits before training. T tokens, H hidden size, V vocabulary.
 """
 
 import inspect
@@ -11,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -19,9 +20,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import ModelOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
+from ..attention.kernels import KernelError
 from ..data.collator import IGNORE_INDEX
+from ..isolation.probe import CannotRun, Probe, refusals
 
 CHUNK = 1024  # labels whose logits are in memory together
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only
+LARGEST_LOGIT = 100.0  # at which heads are compared: a cap does not change the small logits of a model without training
 
 
 @dataclass
@@ -105,7 +110,73 @@ def _transforms(text: Any) -> tuple[float, float | None]:
         scaling = 1 / scaling
     factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     scale = next((factor for factor in [*factors, scaling] if factor is not None), 1.0)
-    return scale, getattr(text, "final_logit_softcapping", None)
+    return scale, _cap(text)
+
+
+def _cap(text: Any) -> float | None:
+    return next((cap for name in CAPS if (cap := getattr(text, name, None)) is not None), None)
+
+
+def cap_fused_head(model: PreTrainedModel) -> None:
+    """Let TRL's fused LM head of a model that caps its logits under another name cap them, too.
+
+    TRL reads the name when it adds the head, so it is added again. Can be removed when TRL knows these names
+    (`upstream/softcap_names.py`).
+    """
+    text: Any = model.config.get_text_config()
+    if getattr(text, CAPS[0], None) is not None or _cap(text) is None:
+        return
+    if _is_capped(inspect.unwrap(model.forward, stop=_is_capped)):
+        return
+    from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
+
+    setattr(text, CAPS[0], _cap(text))
+    try:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    finally:
+        delattr(text, CAPS[0])
+    model.forward.__func__.is_capped = True  # type: ignore[attr-defined]
+
+
+def _is_capped(forward: Any) -> bool:
+    return getattr(forward, "is_capped", False)
+
+
+def check_fused_head(wrapped: Any, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Compare the log-probabilities of the fused LM head with the model's own logits, on nine tokens.
+
+    All ranks must call it with the model as it is `wrapped`, and the `dtype` in which it computes.
+
+    Raises ValueError if they differ by more than rounding.
+    """
+    if model.base_model is model:
+        return
+    probe, factor = Probe(wrapped), 1.0
+    ids = probe.tokens(9)[None].to(probe.device)
+
+    def scale(module: nn.Module, args: Any, output: Any) -> Any:
+        output["last_hidden_state"] = output["last_hidden_state"] * factor
+        return output
+
+    handle = model.base_model.register_forward_hook(scale)
+    try:
+        with probe.evaluating(), torch.no_grad(), refusals():
+            logits = wrapped(input_ids=ids, use_cache=False).logits
+            factor = max(1.0, LARGEST_LOGIT / logits.abs().max().item())
+            logits = wrapped(input_ids=ids, use_cache=False).logits
+            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
+        return
+    finally:
+        handle.remove()
+    own = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    gap = (own - found.float()).abs().max().item()
+    if not gap <= 2 * LARGEST_LOGIT * max(1e-4, 8 * torch.finfo(dtype).eps):  # rounding of a number of this size
+        raise ValueError(
+            f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
+            f"the model's own logits by {gap:.1f} at logits of {LARGEST_LOGIT:g}, so it leaves out a scale, a cap or a "
+            "bias. Pass `compute_loss_func`, which gets the model's own logits."
+        )
 
 
 def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:

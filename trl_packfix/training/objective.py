@@ -48,7 +48,7 @@ from .config import SFTConfig
 from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
-from .lm_head import add_token_scores
+from .lm_head import add_token_scores, cap_fused_head
 from .routers import check_router_loss, group_load_balancing
 from .totals import TrainingTotals, sums_by_source
 
@@ -124,8 +124,11 @@ class Objective:
     # The loss
 
     def _add_token_scores(self) -> None:
-        if not scores_tokens():
-            add_token_scores(base_model(self.trainer.model))
+        model = base_model(self.trainer.model)
+        if scores_tokens():
+            cap_fused_head(model)
+        else:
+            add_token_scores(model)
 
     def start(self) -> None:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
