@@ -485,6 +485,30 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
     assert seen == dict.fromkeys(range(len(lengths)), last)
 
 
+@pytest.mark.parametrize("before, after", [(1, 2), (1, 4), (2, 4), (4, 1)])
+def test_documents_that_wait_are_divided_between_more_ranks(before, after):
+    """The old ranks have read their shards, and the new ones have nothing to read in this pass."""
+    dataset, steps, first = numbered([30] * 64).to_iterable_dataset(4), 8, 3  # four packs of two documents a step
+    seen, states = Counter(), []
+
+    def run(ranks, num_steps):
+        for rank in ranks:
+            for batch in islice(rank, num_steps * 4 // len(ranks)):
+                seen.update(numbers(batch))
+
+    def streams(num):
+        size = {"batch_size": 1, "max_length": 64, "accumulation": 4 // num}
+        return [PackedStream(dataset, rank=rank, world_size=num, **size) for rank in range(num)]
+
+    run(old := streams(before), first)
+    states = [saved_and_loaded(rank.state_dict(first)) for rank in old]
+    assert sum(len(state["lengths"]) for state in states) > 20, "nothing waits"
+    for rank in (new := streams(after)):
+        rank.load_state_dict(rank.merged(states))
+    run(new, steps - first)
+    assert seen == dict.fromkeys(range(64), 1)
+
+
 @pytest.mark.processes
 def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     dataset, size = TABLE.to_iterable_dataset(4), {"batch_size": 2, "max_length": 64, "buffer_size": 60}

@@ -502,22 +502,24 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             parts += [(([*state["share"]], epoch), asdict(ReaderState())) for epoch in passes]
         num_groups = self.world_size // self.share.count
         is_shared = num_groups > 1 and len(parts) % num_groups > 0
+        own, counted = slice(None), readers  # of the documents that wait, and of what has been counted
         if num_groups > 1 and not is_shared:
-            group = self.rank // self.share.count
-            parts, readers = parts[group::num_groups], readers[group::num_groups]
-        ledgers = [Ledger.from_dict(state["counts"]["ledger"]) for state in readers]
+            own = slice(self.rank // self.share.count, None, num_groups)
+            parts, counted = parts[own], readers[own]
+        ledgers = [Ledger.from_dict(state["counts"]["ledger"]) for state in counted]
         totals = [
-            StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(readers, ledgers, strict=True)
+            StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(counted, ledgers, strict=True)
         ]
         tensors = ["lengths"] + ["weights"] * ("weights" in first)
         lists = ["sources"] * ("sources" in first) + ["rows"] * ("rows" in first)
         images = [images for state in readers if "images" in state for images in unpacked_images(state["images"])]
+        lengths = torch.cat([state["lengths"] for state in readers]).tolist()
         return first | {
-            **({"images": packed_images(images)} if "images" in first else {}),
-            **{name: [value for state in readers for value in state[name]] for name in lists},
-            **{name: torch.cat([state[name] for state in readers] or [first[name][:0]]) for name in tensors},
+            **({"images": packed_images(images[own])} if "images" in first else {}),
+            **{name: [value for state in readers for value in state[name]][own] for name in lists},
+            **{name: torch.cat([state[name] for state in readers])[own] for name in tensors},
             "documents": {
-                name: torch.cat([state["documents"][name] for state in readers] or [flat[:0]])
+                name: torch.cat([flat[:0], *torch.cat([s["documents"][name] for s in readers]).split(lengths)[own]])
                 for name, flat in first["documents"].items()
             },
             "closed": [],
