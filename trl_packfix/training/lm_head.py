@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ..attention.kernels import KernelError
+from ..compat import gather_lm_head_with_model
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import CannotRun, Probe, refusals
 
@@ -151,6 +152,7 @@ def check_fused_head(wrapped: Any, model: PreTrainedModel, dtype: torch.dtype) -
     """
     if model.base_model is model:
         return
+    gather_lm_head_with_model(model)
     probe, factor = Probe(wrapped), 1.0
     ids = probe.tokens(9)[None].to(probe.device)
 
