@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from transformers.integrations.neftune import activate_neftune
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
+from trl_packfix.data import turns
 from trl_packfix.data.turns import Conversation
+from trl_packfix.training.messages import say_if_turns_do_not_end
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {}}}])
@@ -396,8 +399,26 @@ def test_turns_without_an_end_are_said(is_stream, tmp_path, caplog):
         caplog.clear()
         args = config(tmp_path, max_length=512, per_turn=True, max_steps=1)
         SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
-        assert ("without an end-of-turn token: the first one ends in '" in caplog.text) == is_said
+        assert ("without an end-of-turn token: one ends in '" in caplog.text) == is_said
         assert ("</think>\\nc0A1.'" in caplog.text) == is_said
+
+
+def test_only_special_tokens_end_a_turn():
+    """`</tool_call>` is an added token, and a template may end answers and not calls."""
+    tokenizer = tokenizer_with("qwen3")
+    tokenizer.add_tokens(["</tool_call>"])
+    call = tokenizer("weather</tool_call>")["input_ids"]
+    assert turns.unended(call, tokenizer) == "weather</tool_call>"
+    assert turns.unended([*call, tokenizer.eos_token_id], tokenizer) is None
+
+
+def test_each_of_the_first_samples_must_end(tmp_path, caplog):
+    samples = [{"labels": [-100, *CHATML(text)["input_ids"]]} for text in ("yes<|im_end|>", "no")]
+    say = partial(say_if_turns_do_not_end, name="train", tokenizer=CHATML, setting="per_turn")
+    say(samples[:1])
+    assert caplog.text == ""
+    say(samples)
+    assert "without an end-of-turn token: one ends in 'no'" in caplog.text
 
 
 def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_the_last_turn():

@@ -232,7 +232,8 @@ def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
         tokenizer: a tokenizer, or a processor that has one.
     """
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
-    special = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    added = tokenizer.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
+    special = {*(token for token in added if added[token].special), *tokenizer.all_special_ids}
     trained = [label for label in labels if label != IGNORE_INDEX]
     for token in reversed(trained):
         if token in special:

@@ -33,7 +33,7 @@ COLUMNS = ("messages", "conversations", "prompt", "completion")
 NUM_OF_STREAM = 4  # rows of a stream to look at
 NUM_DRAWN = 50  # rows to choose from, which differ in their shape
 NUM_RENDERED = 10  # rows to render
-NUM_LABELLED = 100  # rows in which the end of the first trained turn is looked for
+NUM_LABELLED = 100  # rows in which the end of the last trained turn is looked for
 
 
 def with_chat_roles(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
@@ -131,19 +131,18 @@ def say_what_is_left_out(
 def say_if_turns_do_not_end(
     rows: Iterable[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, *, setting: str
 ) -> None:
-    """Warn if the first trained turn has no end-of-turn token: the template puts it in front of the next message.
+    """Warn if a trained turn has no end-of-turn token: the template puts it in front of the next message.
 
     Args:
         rows: tokenised.
         setting: the one by which assistant turns are trained.
     """
-    labels = (row["labels"] for row in islice(rows, NUM_LABELLED))
-    first = next((of_row for of_row in labels if max(of_row, default=-1) >= 0), None)
-    end = None if first is None else unended(first, tokenizer)
+    trained = (row["labels"] for row in islice(rows, NUM_LABELLED) if max(row["labels"], default=-1) >= 0)
+    end = next((end for labels in trained if (end := unended(labels, tokenizer)) is not None), None)
     if end is not None:
         logger.warning(
-            "`%s=True` was given, and the chat template renders the assistant turns of the %s dataset without an "
-            "end-of-turn token: the first one ends in %r. The model would not learn to stop. Set `chat_template_path` "
+            "`%s=True` was given, and the chat template renders assistant turns of the %s dataset without an "
+            "end-of-turn token: one ends in %r. The model would not learn to stop. Set `chat_template_path` "
             "to a template that ends every turn, such as TRL's training template for this model.",
             *(setting, name, end),
         )
