@@ -300,6 +300,12 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match="2 of the first 4 rows of the train"):
         run_of(tmp_path, data.to_iterable_dataset(), assistant_only_loss=False, max_steps=1)
     run_of(tmp_path, data, assistant_only_loss=False, message_train_key=None)
+    for name, settings in (("train", {}), ("training", {"per_turn": True, "assistant_only_loss": False})):
+        foreign = [{**CHAT[0]}, {**CHAT[1], name: False}, *CHAT[2:]]
+        said = rf"1 of 2 rows .* have messages with `{name}` 0, and `message_train_key='weight'` reads another key.*Set"
+        with pytest.raises(ValueError, match=said):
+            run_of(tmp_path, chats(CHAT, foreign), **settings)
+        run_of(tmp_path, chats(CHAT, foreign), **settings | {"message_train_key": name})
     prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])
     assert len(documents(run_of(tmp_path, prompts, assistant_only_loss=False))) == 1
     with pytest.raises(
@@ -309,7 +315,7 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
 
 
 def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
-    chats(*[weighted(0, None, 1, key=key) for key in ("weight", "train")]).save_to_disk(tmp_path / "data")
+    chats(weighted(0, 1, 1, messages=weighted(1, 0, 1, key="train"))).save_to_disk(tmp_path / "data")
     data, found = load_from_disk(tmp_path / "data"), set()
     rules = [{}, {"assistant_turns": "last"}, {"message_train_key": "train"}, {"message_train_key": None}]
     for rule in [*rules, *rules]:
@@ -386,7 +392,8 @@ def test_turns_of_rows_with_images(family, tmp_path):
         kept = batch["attention_mask"][i].bool()
         assert batch["labels"][i][kept].tolist() == row["labels"].tolist()
     assert run.data.trained.counts == MaskCounts(turns=18, context=9, earlier=0)
-    other = config(tmp_path, max_length=4000, max_steps=1, assistant_only_loss=True)  # reads no `train`, nor the cache
+    # Reads no `train`, nor the cache
+    other = config(tmp_path, max_length=4000, max_steps=1, assistant_only_loss=True, message_train_key=None)
     every = SFTTrainer(vision.build_model(family), other, train_dataset=data, processing_class=processor)
     assert every.data.documents.trained.sum() > run.data.documents.trained.sum()
 

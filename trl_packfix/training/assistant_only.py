@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = {name: f"packfix_{name}" for name in ("turns", "context", "earlier")}  # columns while counting
 NUM_OF_STREAM = 4  # rows of a stream to look at
+TRAIN_KEYS = ("weight", "train", "training")  # of messages: OpenAI's name, and those of axolotl
 
 
 def has_conversations(dataset: Dataset | IterableDataset) -> bool:
@@ -62,11 +63,13 @@ def check_messages(args: SFTConfig, train_dataset: Any, eval_dataset: Any) -> No
             continue  # refused by TRL
         if next(iter(dataset.take(1)), None) is None:
             continue  # refused by others
-        if args.assistant_only_loss:
-            if name == "train":  # as in TRL, which evaluates every token of a text
-                _check_conversational(dataset, name)
-        elif not args.per_turn:
-            _check_weights(dataset, name, args)
+        if args.assistant_only_loss and name == "train":  # as in TRL, which evaluates every token of a text
+            _check_conversational(dataset, name)
+        own = args.message_train_key
+        for key in [] if own is None else dict.fromkeys((own, *TRAIN_KEYS)):
+            is_read = args.assistant_only_loss or args.per_turn
+            if not (is_read and key == own):
+                _check_unread(dataset, name, args, key=key)
 
 
 def _check_conversational(dataset: Dataset | IterableDataset, name: str) -> None:
@@ -79,24 +82,33 @@ def _check_conversational(dataset: Dataset | IterableDataset, name: str) -> None
         )
 
 
-def _check_weights(dataset: Dataset | IterableDataset, name: str, args: SFTConfig) -> None:
-    key = args.message_train_key
+def _check_unread(dataset: Dataset | IterableDataset, name: str, args: SFTConfig, *, key: str) -> None:
+    """Refuse messages that a key leaves out of training if the key is not read."""
     columns = get_dataset_column_names(dataset)
     trained = [column for column in ("completion", "messages", "conversations") if column in columns]  # no prompt
-    if key is None or not trained or "input_ids" in columns:
+    if not trained or "input_ids" in columns:
         return
     if isinstance(dataset, Dataset):
         rows: Any = dataset.select(np.flatnonzero(rows_with(dataset, key, trained)))
         rows = rows.select_columns(trained).with_format(None)
     else:
         rows = dataset.select_columns(trained).take(NUM_OF_STREAM)
-    count = sum(any(_is_untrained(message, key) for column in trained for message in row[column] or ()) for row in rows)
+    read = args.message_train_key if key != args.message_train_key else None
+    count = sum(
+        any(_is_untrained(message, key) and read not in message for column in trained for message in row[column] or ())
+        for row in rows
+    )
     if count:
         of = f"{len(dataset)} rows" if isinstance(dataset, Dataset) else f"the first {NUM_OF_STREAM} rows"
+        if key != args.message_train_key:
+            cause = f"`message_train_key={args.message_train_key!r}` reads another key"
+            remedy = f"`message_train_key={key!r}`"
+        else:
+            cause = "`assistant_only_loss=False` trains every message"
+            remedy = "`assistant_only_loss=True`, which trains the assistant's messages without them"
         raise ValueError(
-            f"{count} of {of} of the {name} dataset have messages with `{key}` 0, and `assistant_only_loss=False` "
-            "trains every message, so they would be trained. Set `assistant_only_loss=True`, which trains the "
-            "assistant's messages without them, or `message_train_key=None` if the key means something else."
+            f"{count} of {of} of the {name} dataset have messages with `{key}` 0, and {cause}, so they would be "
+            f"trained. Set {remedy}, or `message_train_key=None` if the key means something else."
         )
 
 
