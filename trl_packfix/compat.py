@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -156,6 +156,19 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
 
     for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def compiles_checkpointed_layers(args: Any) -> Any:
+    """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
+
+    They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
+    effects, without a warning. The effects need not happen again when a layer is recomputed, which this setting says.
+    Can be removed where it is torch's default. https://github.com/pytorch/pytorch/pull/165775
+    """
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if not args.torch_compile or not hasattr(torch._dynamo.config, name):
+        return nullcontext()
+    return torch._dynamo.config.patch({name: True})
 
 
 def gathers_on_cpus(installed: str | None = None) -> bool:

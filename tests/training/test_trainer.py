@@ -21,6 +21,7 @@ from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
 from support.versions import TRL, trl_trains
+from torch._dynamo.utils import counters
 from transformers.integrations import integration_utils
 
 import trl_packfix
@@ -311,6 +312,23 @@ def test_compiled_training_is_training(model, tmp_path):
     assert runs[1].packed_model.is_proved and bool(runs[1].packed_model.repaired) is (model == "bloom")
     assert torch.equal(*map(weights, runs))
     assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_are_compiled(tmp_path):
+    """torch compiles no checkpointed layer that has side effects, and does not say so."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    captured, ends = {}, []
+    for checkpointing, more in ((False, compiled), (True, compiled), (True, {})):
+        torch.compiler.reset()
+        counters.clear()
+        run = trainer(tmp_path, texts(9), max_steps=1, gradient_checkpointing=checkpointing, **more)
+        run.train()
+        captured[checkpointing] = captured.get(checkpointing, 0) + counters["stats"]["calls_captured"]
+        ends.append(weights(run))
+    assert captured[False] > 100 and captured[True] > 0.7 * captured[False], captured
+    assert torch.equal(ends[1], ends[2])
+    assert not getattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
 
 
 def test_workers_change_nothing(tmp_path):

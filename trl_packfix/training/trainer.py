@@ -32,7 +32,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
-from ..compat import forget_evaluation, name_wrapped_layers, summed_once
+from ..compat import compiles_checkpointed_layers, forget_evaluation, name_wrapped_layers, summed_once
 from ..data import dataset_checks
 from ..data.masks import AssistantMask, TurnRule
 from ..data.reader import mask_columns, without_ignored_mask
@@ -270,7 +270,8 @@ class SFTTrainer(trl.SFTTrainer):
         """
         resume_from_checkpoint = self.restart.choose(resume_from_checkpoint)
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with compiles_checkpointed_layers(self.args):
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # transformers calls no callback for a run that fails
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, BeforeFirstStep):
