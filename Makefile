@@ -62,14 +62,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscop
 CHECK := $(if $(filter tested,$(VERSIONS)),check,$(INSTALLED))
 
 test: $(CHECK)
-	$(PYTEST) -m "not faults" --durations 20 $(DATA_FLAG) $(ARGS)
+	$(PYTEST) -m "not faults and not sweep" --durations 20 $(DATA_FLAG) $(ARGS)
 
 # Faults that are planted in what the tests of `make test` compare: each must be found
 faults: $(INSTALLED)
 	$(PYTEST) -m faults $(DATA_FLAG) $(ARGS)
 
 quick: $(CHECK)
-	$(PYTEST) -m "not slow and not processes and not gpu and not faults" $(DATA_FLAG) $(ARGS)
+	$(PYTEST) -m "not slow and not processes and not gpu and not faults and not sweep" $(DATA_FLAG) $(ARGS)
 
 test-versions:
 	$(MAKE) test VERSIONS=oldest
@@ -122,6 +122,7 @@ gpu: $(INSTALLED)
 
 sweep: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m sweep --all --output docs $(ARGS)
+	$(PYTEST) -m sweep $(DATA_FLAG)
 
 upstream: $(INSTALLED)
 	$(BIN)/python upstream/verify.py $(ARGS)

@@ -22,9 +22,11 @@ from support.models import build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trl_packfix
+from trl_packfix import compat
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.training.lm_head import cap_fused_head
 
 MAX_LENGTH = 48
 LENGTHS = (40, 7, 19, 30, 3, 45, 11, 24)  # two steps of four documents
@@ -58,7 +60,9 @@ def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("--data")
     for which in ("tiny", "full"):
         if f"{which}_config" in metafunc.fixturenames:
-            files = sorted(Path(folder).glob(f"configs*/{which}/*.json")) if folder else []
+            # Of some of `defect_configs` the sizes cannot be made small from the full config alone
+            folders = "configs*" if which == "full" else "*configs*"
+            files = sorted(Path(folder).glob(f"{folders}/{which}/*.json")) if folder else []
             reason = pytest.mark.skip(reason="needs real configs: run pytest with --data DIR")
             found = [pytest.param(file, id=file.stem) for file in files] or [pytest.param(None, marks=reason)]
             metafunc.parametrize(f"{which}_config", found)
@@ -139,6 +143,8 @@ def trained(file, folder, trainer, dtype=torch.float32):
         trainer_class = Reversed if trainer == "reversed" else package.SFTTrainer
         run = trainer_class(model, args, train_dataset=documents(model), processing_class=build_tokenizer())
         run.remove_callback(transformers.PrinterCallback)
+        if package is trl and compat.scores_tokens():
+            cap_fused_head(run.model)  # TRL leaves some caps of logits out, which `test_lm_head.py` shows
         run.train()
     after = torch.cat([p.detach().double().flatten() for p in run.model.parameters()])
     return [log["loss"] for log in run.state.log_history if "loss" in log], after - before, run
@@ -186,6 +192,7 @@ def test_trains_packed_as_unpacked(tiny_config, tmp_path):
     assert error <= max(10 * rounding, 1e-6)
 
 
+@pytest.mark.sweep
 def test_trains_in_bf16(tiny_config, tmp_path):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])

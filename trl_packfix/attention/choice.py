@@ -24,7 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 from .hopper import FA3, activated_by_user, fa3_problem
 from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .masked import own_in_packs
-from .models import base_model, text_config
+from .models import base_model, head_counts, layer_configs, text_config
 from .varlen import ATTENTION_NAME
 
 # Config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
@@ -185,7 +185,7 @@ def head_dim(config: Any) -> int:
     Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
     """
     sizes = [0]
-    for layer in _layer_configs(config):
+    for layer in layer_configs(config):
         fields = {name: n for name, n in vars(layer).items() if HEAD_DIM.search(name) and isinstance(n, int)}
         sizes += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
         heads = getattr(layer, "num_attention_heads", None)
@@ -207,13 +207,9 @@ def backward_bytes(model: nn.Module, num_documents: int) -> int:
     (`mha_varlen_bwd` of flash-attn and of torch).
     """
     config = text_config(base_model(model))
-    heads = max(getattr(layer, "num_attention_heads", 0) or 0 for layer in _layer_configs(config))
+    heads = max(head_counts(config), default=0)
     width = -(-head_dim(config) // 32) * 32  # the kernels round it up
     return ROWS_PER_DOCUMENT * num_documents * heads * width * torch.float32.itemsize
-
-
-def _layer_configs(config: Any) -> Any:
-    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def _choose_on_cuda(

@@ -57,3 +57,17 @@ def towers(model: PreTrainedModel) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, PreTrainedModel) and module.config is not text and decoder not in module.modules()
     ]
+
+
+def layer_configs(config: Any) -> Any:
+    """The config of each layer where layers override fields (Gemma 4, Step-3.5), else the config itself.
+
+    Where they do, transformers raises for such a field of the whole config.
+    """
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def head_counts(config: Any) -> list[int]:
+    """Query heads of each layer that says so, or of all."""
+    counts = [getattr(layer, "num_attention_heads", None) for layer in layer_configs(config)]
+    return [count for count in counts if isinstance(count, int) and count > 0]

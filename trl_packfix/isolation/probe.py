@@ -21,7 +21,7 @@ from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
 from ..attention.kernels import KernelError
 from ..attention.mixers import tokens_summed_in_common
-from ..attention.models import base_model, below_head, text_config
+from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
 from ..attention.tower_attention import towers_as_given
 from ..attention.varlen import ATTENTION_NAME
@@ -242,7 +242,7 @@ class Probe:
         in eval mode computes rows without boundaries as `sdpa` does.
         """
         current, name = own_attention(self.inner), self.user_attention
-        heads = getattr(self.config, "num_attention_heads", 1)
+        heads = max(head_counts(self.config), default=1)
         if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
         with towers_as_given(self.inner):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from trl.data_utils import get_dataset_column_names
 
+from ..attention.models import head_counts
 from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
 from ..data.image_rows import columns_of, has_images
@@ -67,7 +68,7 @@ def _check_lengths(setup: Setup, args: SFTConfig) -> None:
         )
     if args.tokens_per_rank is not None:
         assert args.max_length is not None  # `SFTConfig` refuses packing without it
-        num_heads = getattr(config, "num_attention_heads", None)
+        num_heads = min(head_counts(config), default=None)
         possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
 
 
