@@ -102,7 +102,7 @@ class DocumentRows:
         padding: tokens of padding behind the longest row of each group.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, budget: float, padding: int = 0):
+    def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0):
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)

@@ -74,7 +74,7 @@ class UnpackedForward(ModelHooks):
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         budget = inf if is_sharded(module) else tokens.shape[1]
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
-        documents = DocumentRows(lengths, tokens.device, undivided(budget), PADDING)
+        documents = DocumentRows(lengths, tokens.device, undivided(budget), padding=PADDING)
         self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ..attention.kernels import KernelError
+from ..attention.models import backbone
 from ..compat import gather_lm_head_with_model
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import CannotRun, Probe, refusals
@@ -150,17 +151,18 @@ def check_fused_head(wrapped: Any, model: PreTrainedModel, dtype: torch.dtype) -
 
     Raises ValueError if they differ by more than rounding.
     """
-    if model.base_model is model:
-        return
     gather_lm_head_with_model(model)
     probe, factor = Probe(wrapped), 1.0
     ids = probe.tokens(9)[None].to(probe.device)
 
     def scale(module: nn.Module, args: Any, output: Any) -> Any:
-        output["last_hidden_state"] = output["last_hidden_state"] * factor
+        if isinstance(output, tuple):
+            return (output[0] * factor, *output[1:])
+        if output.get("last_hidden_state") is not None:
+            output["last_hidden_state"] = output["last_hidden_state"] * factor
         return output
 
-    handle = model.base_model.register_forward_hook(scale)
+    handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
     try:
         with probe.evaluating(), torch.no_grad(), refusals():
             logits = wrapped(input_ids=ids, use_cache=False).logits
