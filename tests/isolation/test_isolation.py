@@ -394,7 +394,8 @@ def test_what_lies_beyond_the_positions_of_the_model_is_no_threshold_of_a_shorte
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = build_tiny_model("mistral", sliding_window=8192, rope_parameters=rope).config
     assert config.max_position_embeddings == 4096
-    assert thresholds(config, 1024, 13) == thresholds(config, 4096, 13) == thresholds(config, None, 13) == ({}, {})
+    assert thresholds(config, 1024, 13) == thresholds(config, 4096, 13) == ({}, {})
+    assert thresholds(config, None, 13) == ({}, {"max_position_embeddings": 4096})
     beyond = {"max_position_embeddings": 4096, "sliding_window": 8192}
     assert thresholds(config, 10_000, 13) == (beyond, {})
 

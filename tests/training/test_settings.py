@@ -348,3 +348,15 @@ def test_qlora_trains_as_unpacked(tmp_path, monkeypatch):
         run.train()
         ends[name] = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
     assert weight_difference(ends["packed"], ends["unpacked"], ends["start"]) < 1e-2  # the rest of the model is bf16
+
+
+def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
+    """Dynamic RoPE is made for them. Its angles depend on the longest row, so documents get their own."""
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    model = build_tiny_model("qwen2", max_position_embeddings=32, **rope)
+    run = trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
+    assert run.data.documents.lengths.max() > 32
+    run.train()
+    assert run.packed_model.is_proved and [repair.count for repair in run.packed_model.repaired] == [1]
+    with pytest.raises(ValueError, match=r"`max_length=60` was given and the model has 32 positions"):
+        trainer(tmp_path, texts(12), model=build_tiny_model("qwen2", max_position_embeddings=32), max_length=60)

@@ -44,7 +44,9 @@ def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict
     limit = positions if max_length is None else max_length
     lengths = _lengths(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < limit}
-    return to_test, {name: n for name, n in lengths.items() if limit <= n < positions}
+    # Where no length is given, dynamic RoPE may be meant for documents beyond the positions
+    last = positions + (max_length is None)
+    return to_test, {name: n for name, n in lengths.items() if limit <= n < last}
 
 
 def _lengths(fields: dict[str, Any]) -> dict[str, int]:

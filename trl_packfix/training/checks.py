@@ -60,7 +60,10 @@ def check_before_loading(setup: Setup) -> None:
 def _check_lengths(setup: Setup, args: SFTConfig) -> None:
     config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
-    if args.max_length is not None and positions is not None and 0 < positions < args.max_length:  # xlnet says -1
+    rope = getattr(config, "rope_parameters", None)
+    stretches = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"  # made for documents beyond the positions
+    is_beyond = args.max_length is not None and positions is not None and 0 < positions < args.max_length
+    if is_beyond and not stretches:  # xlnet says -1
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
