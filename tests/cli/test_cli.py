@@ -16,6 +16,7 @@ from support.models import build_tiny_model, build_tokenizer
 import trl_packfix
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import COMMANDS, main
+from trl_packfix.cli import prepare as module
 from trl_packfix.data.collator import MASKS
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,32 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
         assert code == 2 and f"`--output {tmp_path / name}` was given, and writing failed" in error
         assert (tmp_path / name).exists() == (name == "empty") and not [*(tmp_path / name).glob("*")]
         assert main([*words, str(tmp_path / name)]) == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, monkeypatch, capsys):
+    """Another run may have finished in the same folder, or the user put a file there."""
+    right, output = module._save_tokens, tmp_path / "table"
+    if is_link:
+        (tmp_path / "elsewhere").mkdir()
+        output.symlink_to("elsewhere")
+
+    def interrupted(*given, **kwargs):
+        output.mkdir(exist_ok=True)
+        (output / "precious").write_text("of another run")
+        if error is not None:
+            raise error
+        return right(*given, **kwargs)
+
+    monkeypatch.setattr(module, "_save_tokens", interrupted)
+    if error is None:
+        assert prepare(workplace, capsys, output)[0] == 2
+    else:
+        with pytest.raises(error):
+            prepare(workplace, capsys, output)
+    assert [file.name for file in output.iterdir()] == ["precious"] and output.is_symlink() == is_link
+    assert not [*tmp_path.glob(".*")], "something was left behind"
 
 
 OWN_CODE = {

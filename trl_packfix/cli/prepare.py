@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -76,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
             "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
             "rows of text an empty column `images`."
         )
-    with _all_or_nothing(output):
+    with _all_or_nothing(output) as folder:
         if with_images:
-            rows, num_given, ledger = _save_measured(parts, tokenizer_name, settings, output=output)
+            rows, num_given, ledger = _save_measured(parts, tokenizer_name, settings, output=folder)
         else:
-            rows, num_given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=output)
+            rows, num_given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=folder)
         manifest = {
             "data": args.data,
             "split": args.split,
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             | {name: version(name) for name in ("trl", "transformers", "datasets", "tokenizers")},
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        (output / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
@@ -119,25 +121,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _all_or_nothing(output: Path) -> Iterator[None]:
-    """Remove what was written if writing fails: part of a dataset would be refused as one that is not overwritten.
+def _all_or_nothing(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, which becomes `output` if all is written, and is removed otherwise.
+
+    Nothing else is removed: what another run or the user has put into `output` meanwhile stays.
 
     Raises:
         ValueError: instead of an OSError, such as that of a full disk.
     """
-    existed = output.exists()
+    output = output.resolve()  # a link stays, and what it points to is written
     try:
-        yield
-    except BaseException as error:
-        shutil.rmtree(output, ignore_errors=True)  # it did not exist, or was empty
-        if existed:
-            output.mkdir()
-        if isinstance(error, OSError):
-            raise ValueError(
-                f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space "
-                "on this disk and on that of the cache (`HF_DATASETS_CACHE`), or set `--output` to a folder on another."
-            ) from error
-        raise
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        try:
+            yield folder
+            folder.chmod(0o777 & ~_umask())
+            folder.rename(output)  # over a folder that is empty; the system refuses it over any other
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space on "
+            "this disk and on that of the cache (`HF_DATASETS_CACHE`), or set `--output` to a folder on another that "
+            "does not exist."
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _save_tokens(
