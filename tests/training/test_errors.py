@@ -57,6 +57,14 @@ ARGUMENTS = [
     ),
     ({"packing": False, "overlong": "drop"}, r"`overlong='drop'` was given with `packing=False`.*set `packing=True`"),
     (
+        {"packing": "bfd"},
+        r"`packing='bfd'` was given. TRL takes any text for `True`.*is 'stream'. Set `packing=True`, and",
+    ),
+    (
+        {"train_sampling_strategy": "batch_rebalance"},
+        r"`train_sampling_strategy='batch_rebalance'` was given with packing.*Set `train_sampling_strategy='random'`",
+    ),
+    (
         {"train_sampling_strategy": "group_by_length"},
         r"`train_sampling_strategy='group_by_length'` was given with packing.*Set `train_sampling_strategy='random'`",
     ),

@@ -136,8 +136,11 @@ def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
         "ours": lambda: SFTConfig("out", packing=True, seed=5, **kwargs),
     }[kind]()
     before = dict(vars(args))
-    run = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
-    assert isinstance(run.args, SFTConfig)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
+    said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in seen)
+    assert isinstance(run.args, SFTConfig) and said is (kind == "training_arguments")
     assert run.args.seed == 5 and vars(args) == before, "the caller's config was changed"
     assert run.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
     assert run.args.packing is (kind in ("trl", "ours"))

@@ -222,6 +222,11 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
         vars(ours).update(vars(args))
         check_config(ours)
         return ours
+    warnings.warn(
+        "`args` is a `TrainingArguments`, which has no `packing`: documents are not packed. Pass an `SFTConfig` with "
+        "`packing=True`.",
+        stacklevel=3,
+    )
     values: dict[str, Any] = args.to_dict()
     values["hub_token"] = args.hub_token  # `to_dict` hides it
     return SFTConfig(**values)
@@ -244,6 +249,11 @@ def check_config(args: SFTConfig) -> None:
         "document_weighting": WEIGHTINGS,
         "share_prefixes": SHARE_PREFIXES,
     }
+    if isinstance(args.packing, str):
+        raise ValueError(
+            f"`packing={args.packing!r}` was given. TRL takes any text for `True` and packs by `packing_strategy`, "
+            f"which is {args.packing_strategy!r}. Set `packing=True`, and `packing_strategy` to the one that you mean."
+        )
     for name, choices in known_choices.items():
         check_choice(name, getattr(args, name), choices)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
