@@ -231,8 +231,6 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
 WITH_NAMES = ("planning", "attention", "data", "isolation", "reporting", "training", "cli", "survey")
 KEYS_OF_QUERIES = "the tensors of attention in the usual order, and which keys each query sees"
 BY_POSITION = {
-    "planning.strategies._bfd": "a `Planner`, which strategies call",
-    "planning.strategies._stream": "a `Planner`, which strategies call",
     "planning.strategies.plan_packs": "public, and as documented",
     "planning.costs._attention": "reads a row of numbers",
     "attention.exchange.forward": "a method of torch",

@@ -70,7 +70,7 @@ class RunPlans:
             return plan_blocks(self.block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.rng(epoch))
         draws_order = self.rng(epoch)
         order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
-        return self.traits.plan(rows, self.planned_capacity, order, self.rng(epoch))
+        return self.traits.plan(rows, self.planned_capacity, order=order, rng=self.rng(epoch))
 
     def num_steps(self, num_packs: int) -> int:
         """Optimizer steps of an epoch of so many packs."""

@@ -1,8 +1,7 @@
 """The packing strategies. This is the only list of their names: a new one begins with its record here."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,12 @@ from .arrays import Int64Array
 from .packs import PackPlan, checked_lengths, is_integer, plan_bfd, plan_stream
 
 Strategy = str  # a key of `STRATEGIES`
-Planner = Callable[[Int64Array, int, Int64Array, np.random.Generator | None], PackPlan]
+
+
+class Planner(Protocol):
+    def __call__(
+        self, lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None
+    ) -> PackPlan: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +44,11 @@ class StrategyTraits:
         assert (self.plan is None) == (self.cuts_blocks or self.keeps_steps), "a strategy is planned in one way"
 
 
-def _stream(lengths: Int64Array, capacity: int, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+def _stream(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
     return plan_stream(lengths, order, capacity)
 
 
-def _bfd(lengths: Int64Array, capacity: int, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+def _bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
     return plan_bfd(lengths, capacity, rng)
 
 
@@ -105,4 +109,4 @@ def plan_packs(
     assert traits.plan is not None  # else lengths are not enough
     lengths = checked_lengths(lengths, capacity)
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-    return traits.plan(lengths, capacity, order, np.random.default_rng([seed, epoch]))
+    return traits.plan(lengths, capacity, order=order, rng=np.random.default_rng([seed, epoch]))
