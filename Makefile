@@ -1,7 +1,7 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    everything that CI runs: format, lint, types, and every test
 # make faults  every fault that the tests must find, planted
-# make quick   the same without the tests that are slow or start processes: about 2 minutes
+# make quick   the same without the tests that are slow or start processes: about 4 CPU minutes
 # make check   format, lint and types            make fix     everything that ruff can fix
 # make chaos   kill runs at random points, resume and compare them (some minutes)
 # make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands

@@ -23,6 +23,8 @@ from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 
+pytestmark = pytest.mark.slow
+
 # The masks of transformers compare positions once per mask and forward, although no mask is made for packs.
 NOT_OURS = {"masking_utils.py:find_packed_sequence_indices"}
 TYPES = [name for name in MODELS if name not in {"gemma2", "opt"}]  # softcap, own masks

@@ -23,6 +23,8 @@ from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [1, 70, 17, 129, 0, 64, 1]
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
 

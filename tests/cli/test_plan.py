@@ -19,6 +19,8 @@ from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.planner import make_planner
 
+pytestmark = pytest.mark.slow
+
 # What only a model can say, and what only `plan` estimates
 NOT_PLANNED = ("attention", "isolation", "prefixes", "trained")
 

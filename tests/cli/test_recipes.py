@@ -15,6 +15,8 @@ from trl import get_peft_config
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main, recipes, training
 
+pytestmark = pytest.mark.slow
+
 CPU = "--use_cpu --bf16 false --dtype float32 --report_to none --disable_tqdm true --save_strategy no".split()
 SMALL = "--max_length 256 --max_steps 1 --gradient_accumulation_steps 1 --dataset_num_proc 1 --warmup_steps 0".split()
 NAMES = recipes.names()

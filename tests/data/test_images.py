@@ -24,6 +24,8 @@ from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
 
+pytestmark = pytest.mark.slow
+
 NATIVE = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3")
 ROWS = rows(12)
 

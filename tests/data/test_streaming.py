@@ -37,6 +37,8 @@ from trl_packfix.data.stream_reader import CHUNK
 from trl_packfix.planning.exact_fill import pack_arrivals
 from trl_packfix.planning.packs import plan_stream
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
 

@@ -26,6 +26,8 @@ from trl_packfix.data import turns
 from trl_packfix.data.turns import Conversation
 from trl_packfix.training.messages import say_if_turns_do_not_end
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {}}}])
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

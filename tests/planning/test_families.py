@@ -46,6 +46,8 @@ from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.restart import continued, settings_of, step_hash
 
+pytestmark = pytest.mark.slow
+
 COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16, 0.25),))
 
 

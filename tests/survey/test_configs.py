@@ -28,6 +28,8 @@ from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.lm_head import cap_fused_head
 
+pytestmark = pytest.mark.slow
+
 MAX_LENGTH = 48
 LENGTHS = (40, 7, 19, 30, 3, 45, 11, 24)  # two steps of four documents
 VOCABULARY = 256  # words below the special tokens of every tiny config

@@ -22,6 +22,8 @@ from trl_packfix.cli import main
 from trl_packfix.data.masks import AssistantMask, MaskCounts, TurnRule
 from trl_packfix.data.turns import Conversation
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 CHATML = build_tokenizer()
 PLAIN = build_tokenizer()  # without markers, and unknown to TRL

@@ -18,6 +18,8 @@ from support.runs import config, documents_of, start_weights, trainer, weights
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.training.messages import say_what_is_left_out
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = [
     {

@@ -15,6 +15,8 @@ from transformers import EarlyStoppingCallback
 
 from trl_packfix import SFTTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def partly_trained(num=23):
     """Documents of 3 to 60 tokens; every fifth has no trained token."""

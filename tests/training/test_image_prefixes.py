@@ -32,6 +32,8 @@ from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.reporting.text import shown_packs
 from trl_packfix.training import proofs as proof
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("llava", "qwen2_5_vl", "idefics3")
 
 

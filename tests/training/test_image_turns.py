@@ -34,6 +34,8 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
 from trl_packfix.reporting.savings import estimated_savings
 
+pytestmark = pytest.mark.slow
+
 TURNS = conversations()
 UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig, "trainer_class": trl.SFTTrainer}
 PER_TURN = {"per_turn": True, "packing_strategy": "minibatch", "max_length": 300}

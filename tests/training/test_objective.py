@@ -27,6 +27,8 @@ from trl_packfix.training.choices import Setup
 from trl_packfix.training.features import refuse
 from trl_packfix.training.noise import DocumentNoise
 
+pytestmark = pytest.mark.slow
+
 
 def halves(num=24, seed=0):
     """Documents of 4 to 60 tokens, of which between one and all are trained."""

@@ -31,6 +31,8 @@ from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_rows
 from trl_packfix.layout import LAYOUT
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 MOVED = 1e-3  # the largest change of a weight, at least
 EQUAL = 1e-12

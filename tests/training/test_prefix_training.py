@@ -26,6 +26,8 @@ from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, Runs, layout_of
 from trl_packfix.planning.strategies import plan_packs
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = forest()
 SGD = {
     "optim": "sgd",

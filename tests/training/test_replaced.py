@@ -8,6 +8,8 @@ from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 
+pytestmark = pytest.mark.slow
+
 ROWS = texts(40)
 
 

@@ -19,6 +19,8 @@ from trl_packfix.training import restart
 from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import continued
 
+pytestmark = pytest.mark.slow
+
 SOURCES = texts(60).add_column("source", ["a", "b"] * 30)
 STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
 

@@ -14,6 +14,8 @@ from trl_packfix import SFTTrainer
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.data.row_values import MAX_SOURCES
 
+pytestmark = pytest.mark.slow
+
 ROWS = weighted_rows()
 LIST = ROWS.to_list()
 COLUMNS = {"weight_column": "share", "source_column": "source"}

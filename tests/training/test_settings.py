@@ -23,6 +23,8 @@ from trl_packfix import SFTConfig
 from trl_packfix.cli import main
 from trl_packfix.training.checks import check_quantisation
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OF_TRANSFORMERS = {each.name for each in fields(TrainingArguments)}
 FIELDS = {

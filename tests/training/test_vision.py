@@ -24,6 +24,8 @@ from trl_packfix.data.parts import PartOf
 from trl_packfix.layout import layout_of
 from trl_packfix.training.images import check_padded_images
 
+pytestmark = pytest.mark.slow
+
 WITH_IMAGES = ROWS.select([i for i, images in enumerate(ROWS["images"]) if images])
 UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
 

@@ -20,6 +20,8 @@ from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.data.turns import COLUMNS
 from trl_packfix.training.groups import SamePackCheck
 
+pytestmark = pytest.mark.slow
+
 TABLE = rows(60, seed=4)
 ROOM = 15_000  # bytes: about 8 documents of 1 to 2 images
 PROCESS = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor("llava")))
