@@ -1,7 +1,5 @@
 """`python -m trl_packfix`: the command line."""
 
-import sys
+from .cli import run_program
 
-from .cli import main
-
-sys.exit(main())
+run_program()

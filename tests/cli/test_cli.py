@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from datasets import Dataset, load_from_disk
 from support.models import build_tiny_model, build_tokenizer
 
 import trl_packfix
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTConfig, SFTTrainer, cli
 from trl_packfix.cli import COMMANDS, main
 from trl_packfix.cli import prepare as module
 from trl_packfix.data.collator import MASKS
@@ -153,6 +154,23 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
         assert code == 2 and f"`--output {tmp_path / name}` was given, and writing failed" in error
         assert (tmp_path / name).exists() == (name == "empty") and not [*(tmp_path / name).glob("*")]
         assert main([*words, str(tmp_path / name)]) == 0
+
+
+@pytest.mark.parametrize("command", ["check", "recipes", "plan"])
+def test_an_unknown_flag_is_named(command, capsys):
+    """For `check` the exit code 1 says that packed training is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "model", "--no-such-flag"])
+    assert ended.value.code == 2 and "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
+    killed = []
+    monkeypatch.setattr(cli, "main", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(cli.os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(cli.signal, "signal", lambda *given: None)
+    cli.run_program()
+    assert killed == [signal.SIGINT] and capsys.readouterr().err == "trl-packfix: interrupted\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])

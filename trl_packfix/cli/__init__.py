@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -53,6 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def run_program() -> None:
+    """Run the command of this process and exit. Ctrl-C is one line, and the process ends by its signal."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("trl-packfix: interrupted", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def _parse(modules: dict[str, ModuleType], argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
     # The launcher of DeepSpeed adds it before the command.
@@ -63,7 +74,8 @@ def _parse(modules: dict[str, ModuleType], argv: Sequence[str] | None) -> argpar
     args, more_flags = parser.parse_known_args(argv)
     if more_flags and not hasattr(args, "takes_more_flags"):
         names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
-        known = [name for action in args.parser._actions for name in action.option_strings]
-        args.parser.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
+        command = subparsers.choices[args.command]
+        known = [name for action in command._actions for name in action.option_strings]
+        command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
     args.more_flags = more_flags
     return args

@@ -59,7 +59,6 @@ def add_parser(subparsers: Any) -> None:
     )
     memory.add_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

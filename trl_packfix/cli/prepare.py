@@ -49,7 +49,6 @@ def add_parser(subparsers: Any) -> None:
     flags.add_column_flags(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--json", action="store_true", help="print the manifest")
-    parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,7 +41,6 @@ def add_parser(subparsers: Any) -> None:
         help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder (needs matplotlib)",
     )
     parser.add_argument("--json", action="store_true", help="print the packs as JSON, with all documents and tokens")
-    parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:

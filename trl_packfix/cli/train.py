@@ -11,7 +11,7 @@ def add_parser(subparsers: Any) -> None:
         add_help=False,  # the flags are those of TRL's config classes, which are imported only when it runs
         allow_abbrev=False,
     )
-    parser.set_defaults(parser=parser, takes_more_flags=True)
+    parser.set_defaults(takes_more_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -148,6 +148,12 @@ def parse(
     if is_by_default:
         PartialState().print(note)
     script_args, training_args, model_args, mixture = configs
+    epochs, steps = training_args.num_train_epochs, training_args.max_steps
+    if steps == 0 or (steps < 0 and epochs <= 0):
+        raise ValueError(
+            f"`num_train_epochs={epochs:g}` and `max_steps={steps}` were given."
+            " Nothing would be trained, and the model saved as it is. Set one of them above 0."
+        )
     return script_args, training_args, model_args, mixture
 
 
@@ -172,7 +178,7 @@ def read_settings(file: str) -> dict[str, Any]:
     """
     try:
         with Path(file).open(encoding="utf-8") as stream:
-            settings = yaml.safe_load(stream)
+            settings = yaml.load(stream, _UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ValueError(
@@ -185,7 +191,28 @@ def read_settings(file: str) -> dict[str, Any]:
             f"`--config {file}` was given. The file holds {what}, and settings need names. Write one `flag: value` per "
             "line, or omit `--config`."
         )
+    if odd := [name for name in settings if not isinstance(name, str)]:
+        raise ValueError(
+            f"`--config {file}` was given, and YAML reads the name of a setting as {odd[0]!r}, which is no text (`no`, "
+            "`on` and `1` are values there). Write the name of a flag, in quotes if it must be."
+        )
     return settings
+
+
+class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that a mapping has twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = next((key for i, key in enumerate(keys) if isinstance(key, str) and key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"the key `{twice}` stands there twice, and one of its values would be lost",
+                node.start_mark,
+            )
+        return super().construct_mapping(node, deep)
 
 
 def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
