@@ -25,12 +25,11 @@ from ..data.reader import BAD_ROW
 from ..data.turns import COLUMNS, Conversation
 from .bad_rows import TOKENS, reason, refuse_or_name, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
-from .messages import rows_with, say_if_turns_do_not_end
+from .messages import NUM_OF_STREAM, rows_with, say_if_turns_do_not_end
 
 logger = logging.getLogger(__name__)
 
 COUNTS = {name: f"packfix_{name}" for name in ("turns", "context", "earlier")}  # columns while counting
-NUM_OF_STREAM = 4  # rows of a stream to look at
 TRAIN_KEYS = ("weight", "train", "training")  # of messages: OpenAI's name, and those of axolotl
 
 

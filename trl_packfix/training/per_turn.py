@@ -20,7 +20,7 @@ from ..data.reader import BAD_ROW, TokenReader, bad_rows
 from ..data.turns import COLUMNS, Conversation, TurnCounts, check_conversations
 from .bad_rows import NUM_SHOWN, TOKENS, reason, refuse, refuse_row_of_stream, without_bad_rows
 from .config import SFTConfig
-from .messages import say_if_turns_do_not_end
+from .messages import NUM_OF_STREAM, say_if_turns_do_not_end
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def split_turns(
             _rows_of_stream, with_indices=True, batched=True, batch_size=1, fn_kwargs=kwargs, remove_columns=columns
         )
         if is_training_set:
-            say_if_turns_do_not_end(dataset, name, processing_class, setting="per_turn")
+            say_if_turns_do_not_end(dataset.take(NUM_OF_STREAM), name, processing_class, setting="per_turn")
         return (without_bad_rows(dataset) if drops and not marks else dataset), None
     if dataset.format["type"] == "custom":
         return dataset, None  # TRL refuses a transform
