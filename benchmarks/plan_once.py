@@ -21,8 +21,8 @@ import numpy as np
 from common import Row, make_parser, tell, write_csv
 from support.planners import make_epochs
 
-from trl_packfix.data.cache_files import read_arrays
-from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.cache_files import read_arrays, write_arrays
+from trl_packfix.data.documents import Count, Documents, Ledger
 
 MAX_LENGTH = 2048
 LENGTHS = (4.6, 0.9)  # lognormal: median 100, mean 150 tokens
@@ -53,10 +53,11 @@ def pss_mib(pids: list[int]) -> float:
 def measure(num: int, num_processes: int, strategy: str) -> Row:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "spans.npz"
+        file = Path(folder) / "spans.arrays"
         lengths = np.clip(np.random.default_rng(0).lognormal(*LENGTHS, num), 1, MAX_LENGTH).astype(np.int64)
         zeros = np.zeros(num, np.int64)
-        np.savez(file, **Documents(np.arange(num), zeros, lengths, lengths, Ledger()).to_arrays())
+        ledger = Ledger(kept=Count(num, int(lengths.sum()), int(lengths.sum())))
+        write_arrays(file, Documents(np.arange(num), zeros, lengths, lengths, ledger).to_arrays())
         del lengths, zeros
         ready, done = context.Barrier(num_processes + 1), context.Barrier(num_processes + 1)
         seconds = context.Queue()

@@ -291,7 +291,7 @@ def kept(folder: Path, **settings) -> dict:
     many, trl_packfix.data.epochs.MANY = trl_packfix.data.epochs.MANY, 10
     found = epochs(folder, dataset=load_from_disk(folder / "documents"), **settings)
     trl_packfix.data.epochs.MANY = many
-    return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*.npy")))}
+    return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*")))}
 
 
 def drop_last(folder: Path, name: str, **settings) -> dict:

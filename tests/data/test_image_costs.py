@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.cache_files import read_arrays, write_arrays
+from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
@@ -96,7 +97,8 @@ def documents_with_images(num: int = 2000) -> Documents:
     lengths = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 8, 1000) + image
     values = 48 * image
     images = {"image_values": values, "image_squares": values**2}
-    return Documents(np.arange(num), 0 * lengths, lengths, lengths, Ledger(), **images)
+    ledger = Ledger(kept=Count(num, int(lengths.sum()), int(lengths.sum())))
+    return Documents(np.arange(num), 0 * lengths, lengths, lengths, ledger, **images)
 
 
 @pytest.mark.parametrize("synchronisation", ["micro", "step"])
@@ -142,8 +144,8 @@ def test_degrees_are_chosen_by_text_and_images():
 
 def test_cached_documents_have_the_costs_of_their_images(tmp_path):
     documents = documents_with_images(50)
-    np.savez(tmp_path / "spans.npz", **documents.to_arrays())
-    again = Documents.from_arrays(dict(np.load(tmp_path / "spans.npz")))
+    write_arrays(tmp_path / "spans", documents.to_arrays())
+    again = Documents.from_arrays(read_arrays(tmp_path / "spans"))
     assert again.image_values.tolist() == documents.image_values.tolist()
     assert again.image_squares.tolist() == documents.image_squares.tolist()
 

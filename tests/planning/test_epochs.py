@@ -2,13 +2,13 @@
 
 import errno
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,28 +17,29 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from datasets.fingerprint import Hasher
-from support.planners import make_epochs
+from support.planners import make_epochs, rewrite
 from support.runs import trainer, weights
 
 import trl_packfix
 from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
-from trl_packfix.data.cache_files import CODE, Cached, CachedPacks
+from trl_packfix.data.cache_files import CODE, SUFFIX, Cached, read_arrays, read_or_make, write_arrays
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
-PACKS = "cache-packfix-packs-*.npy"
+PACKS = "cache-packfix-packs-*"
 
 
 def made(folder, num=epochs.MANY, longest=40, wrapped=False):
     """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero, block = np.zeros(num, np.int64), (np.cumsum(lengths) - lengths) // longest
-    documents = Documents(np.arange(num), zero, lengths, lengths, Ledger(), block if wrapped else None)
-    np.savez(folder / "spans.npz", **documents.to_arrays())
-    return replace(documents, file=folder / "spans.npz")
+    ledger = Ledger(kept=Count(num, int(lengths.sum()), int(lengths.sum())))
+    documents = Documents(np.arange(num), zero, lengths, lengths, ledger, block if wrapped else None)
+    write_arrays(folder / "spans.arrays", documents.to_arrays())
+    return replace(documents, file=folder / "spans.arrays")
 
 
 def planner(documents, strategy="stream", world_size=2, **settings):
@@ -51,16 +52,19 @@ def same(one, other):
 
 
 def is_mapped(values):
-    while values is not None and not isinstance(values, np.memmap):
-        values = values.base
-    return values is not None
+    """Whether they lie in a file that is mapped."""
+    place = values.__array_interface__["data"][0]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if start <= place < stop:
+            return line.endswith(SUFFIX)
+    raise AssertionError("no such memory")
 
 
 def tampered(file):
     """The same file with its last two documents exchanged, so that one knows it again."""
-    flat = np.load(file)
-    flat[-2:] = flat[-2:][::-1]
-    np.save(file, flat)
+    arrays = read_arrays(file)
+    rewrite(file, arrays | {"order": np.concatenate([arrays["order"][:-2], arrays["order"][-2:][::-1]])})
 
 
 # What is kept
@@ -95,31 +99,71 @@ def test_a_second_start_plans_nothing(tmp_path):
     assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
 
 
-def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path):
-    """Locks are of open files, so threads wait for each other as processes do."""
-    made_by = []
+def array_in(file, make):
+    return read_or_make(file, make, to_arrays=lambda x: {"x": x}, from_arrays=lambda arrays: arrays["x"])
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatch, is_full):
+    """Locks are of open files, so threads wait as processes do. On a full disk, the others plan at the same time."""
+    spans = []
 
     def make():
-        made_by.append(threading.get_ident())
+        start = time.monotonic()
         time.sleep(0.3)  # so that the others come in the meantime
-        return CachedPacks(np.arange(5), np.array([0, 2, 5]))
+        spans.append((start, time.monotonic()))
+        return np.arange(5)
 
-    file = tmp_path / "cache-packfix-packs-0.npy"
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if is_full:
+        monkeypatch.setattr(os, "link", full)
+        monkeypatch.setattr(Path, "replace", full)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: cache_files.cached_packs(file, make, 5), range(4)))
-    assert len(made_by) == 1
-    assert all(is_mapped(packs.order) and packs.order.tolist() == [0, 1, 2, 3, 4] for packs in found)
+        found = list(pool.map(lambda _: array_in(tmp_path / f"x{SUFFIX}", make), range(4)))
+    assert all(is_mapped(values) != is_full and values.tolist() == [0, 1, 2, 3, 4] for values in found)
+    assert len(spans) == (4 if is_full else 1)
+    first, *others = sorted(spans)
+    assert all(first[1] <= start for start, _ in others)
+    assert not others or max(start for start, _ in others) < min(stop for _, stop in others)
 
 
-def test_a_process_that_dies_while_it_plans_makes_no_other_wait(tmp_path):
-    file = tmp_path / "cache-packfix-packs-0.npy"
+def test_a_folder_that_cannot_be_written_makes_no_process_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK))
+    monkeypatch.setattr(cache_files, "one_first", None)
+    assert array_in(tmp_path / "x", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_process_that_ends_or_stops_while_it_plans_makes_no_other_wait(tmp_path, monkeypatch, caplog, is_killed):
+    monkeypatch.setattr(cache_files, "LONGEST_WAIT", 1)
+    file = tmp_path / f"x{SUFFIX}"
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with cache_files.one_at_a_time(file):
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    packs = CachedPacks(np.arange(5), np.array([0, 2, 5]))
-    assert is_mapped(cache_files.cached_packs(file, lambda: packs, 5).order)
+        with cache_files.one_first(file):
+            os.write(writer, b"x")
+            os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGSTOP)
+    os.read(reader, 1)
+    try:
+        assert is_mapped(array_in(file, lambda: np.arange(5)))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert is_killed or ("Waiting for another process" in caplog.text and "It is made here." in caplog.text)
+
+
+def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
+    victim, names = tmp_path / "victim", iter(("ab", "cd"))
+    victim.write_text("precious")
+    (tmp_path / "cache-packfix-ab.tmp").symlink_to(victim)
+    monkeypatch.setattr(cache_files.secrets, "token_hex", lambda _: next(names))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert array_in(tmp_path / f"x{SUFFIX}", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert victim.read_text() == "precious"
+    cache_files.lock_of(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
+    assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5))) and not (tmp_path / "new").exists()
 
 
 def test_spans_of_many_documents_are_mapped_and_checked(tmp_path):
@@ -131,10 +175,36 @@ def test_spans_of_many_documents_are_mapped_and_checked(tmp_path):
     assert read.ledger == documents.ledger
     content = bytearray(documents.file.read_bytes())
     content[len(content) // 2] ^= 1
-    damaged = tmp_path / "damaged.npz"
-    damaged.write_bytes(content)
-    with pytest.raises(zipfile.BadZipFile, match="Bad CRC"):
-        cache_files.read_arrays(damaged)
+    documents.file.write_bytes(content)
+    with pytest.raises(ValueError, match="not as it was written"):
+        cache_files.read_arrays(documents.file)
+
+
+def test_no_damage_is_believed_or_ends_the_start(tmp_path):
+    """Flipped bits, cut, zeroed and exchanged blocks, and a file under another name."""
+    file, expected = tmp_path / f"x{SUFFIX}", np.random.default_rng(0).permutation(50)
+    array_in(file, lambda: expected)
+    whole, draw = file.read_bytes(), random.Random(0)
+    for number in range(300):
+        content = bytearray(whole)
+        place, size = draw.randrange(len(content)), draw.choice([8, 64])
+        match number % 4:
+            case 0:
+                content[place if number % 8 else place % 64] ^= 1 << draw.randrange(8)
+            case 1:
+                del content[place:]
+            case 2:
+                content[place : place + size] = bytes(len(content[place : place + size]))
+            case 3:
+                content[:size], content[-size:] = content[-size:], content[:size]
+        file.unlink()
+        file.write_bytes(content)
+        made = []
+        assert array_in(file, lambda made=made: made.append(1) or expected).tolist() == expected.tolist()
+        assert made or content == whole
+    other = tmp_path / f"y{SUFFIX}"
+    shutil.copyfile(file, other)
+    assert array_in(other, lambda: np.arange(2)).tolist() == [0, 1]
 
 
 def test_every_setting_has_its_own_file(tmp_path):
@@ -228,34 +298,20 @@ def test_broken_files_are_made_again(tmp_path, caplog):
     first = planner(documents)
     expected = planner(replace(documents, file=None)).schedule(0)  # not mapped: the files are damaged in place
     first.schedule(0)
-    whole = np.load(first.file("schedule", 0))
-    end = 2 + whole[0]
-
-    def changed(start, stop, values):
-        def save(file):
-            flat = whole.copy()
-            flat[start:stop] = values
-            np.save(file, flat)
-
-        return save
-
+    file = first.file("schedule", 0)
+    whole = {name: values.copy() for name, values in read_arrays(file).items()}
     for broken in (
-        lambda file: file.write_bytes(file.read_bytes()[:1000]),
-        lambda file: np.save(file, whole[:-1]),
-        lambda file: np.save(file, whole[:0]),
-        lambda file: np.save(file, np.array([2, 0, 0, 3, 0, 1, 2])),  # of another table
-        changed(-600, -88, 0),  # a block that a disk lost
-        changed(-600, -599, -1),
-        changed(-600, -599, len(documents)),
-        changed(end - 20, end - 10, 0),
-        changed(2, 3, 1),
-        changed(1, 2, 5),
+        lambda: file.write_bytes(file.read_bytes()[:1000]),
+        lambda: rewrite(file, whole | {"order": whole["order"][:-1]}),
+        lambda: rewrite(file, whole | {"num_skipped": np.array([5])}),
+        lambda: rewrite(file, {"order": whole["order"]}),
+        lambda: shutil.copyfile(first.file("plan", 0), file),
     ):
         caplog.clear()
-        broken(first.file("schedule", 0))
+        broken()
         assert same(planner(documents).schedule(0), expected)
         assert "is made again" in caplog.text
-        assert np.array_equal(np.load(first.file("schedule", 0)), whole)
+        assert all(np.array_equal(values, whole[name]) for name, values in read_arrays(file).items())
 
 
 def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_them(tmp_path):
@@ -263,7 +319,7 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     planner(documents).schedule(0)
     reading = planner(documents)
     expected = reading.schedule(0).order.copy()
-    files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-packs-x.tmp.npy"]
+    files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-x.tmp"]
     files[2].touch()
     long_ago = time.time() - cache_files.PACKS_LIFETIME - 60
     for file in files:
@@ -291,7 +347,8 @@ def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(np, "save", refuse)
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     monkeypatch.setattr(os, "unlink", refuse)
     expected = planner(replace(documents, file=None)).schedule(0)
     assert same(planner(documents).schedule(0), expected)

@@ -464,8 +464,7 @@ def test_families_meet_in_packs_and_fewer_rows_are_computed():
 def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(epochs, "MANY", 1)
     _, documents = sorted_documents(TOKENS)
-    np.savez(tmp_path / "spans.npz", **documents.to_arrays())
-    documents = replace(documents, file=tmp_path / "spans.npz")
+    documents = replace(documents, file=tmp_path / "spans.arrays")
     for strategy in ("stream", "bfd", "minibatch"):
         off, pack, family = (
             make_epochs(documents, strategy, 2, 256, 2, 2, share_prefixes=name) for name in ("off", "pack", "family")

@@ -1,7 +1,9 @@
 """The planner of the epochs of a run, from the settings that a test changes."""
 
+from pathlib import Path
 from typing import Any
 
+from trl_packfix.data.cache_files import Arrays, write_arrays
 from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
@@ -45,3 +47,9 @@ def make_epochs(  # noqa: PLR0913 - a stand-in for a config
         parallel=parallel,
     )
     return EpochPlanner(documents, plans, cost_model, share_prefixes)
+
+
+def rewrite(file: Path, arrays: Arrays) -> None:
+    """A cache file with these arrays in its place, and with their seal; who has mapped the old one keeps it."""
+    file.unlink()
+    assert write_arrays(file, arrays)

@@ -7,8 +7,6 @@ dataset without files, or with caching disabled (`datasets.disable_caching()`).
 
 import hashlib
 import json
-import logging
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +15,15 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import CODE, PREFIX, read_arrays, read_or_make, remove, write_atomically
+from .cache_files import CODE, PREFIX, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
 from .spans import Overlong, make_documents
 from .token_order import token_order
 
-logger = logging.getLogger(__name__)
-
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
-
-Arrays = dict[str, np.ndarray]
 Made = TypeVar("Made")
 
 
@@ -125,21 +119,5 @@ def _cached(
     # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
-    path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-    # `allow_pickle` is not given: numpy below 2.1 would write it as one more array. Typed for mypy.
-    savez: Callable[..., None] = np.savez
-
-    def read() -> Made | None:
-        try:
-            return from_arrays(read_arrays(path), path)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            logger.warning("%s cannot be read (%s: %s) and is made again.", path, type(error).__name__, error)
-            remove(path)
-            return None
-
-    def write(value: Made) -> bool:
-        return write_atomically(path, lambda file: savez(file, **to_arrays(value)))
-
-    return read_or_make(path, read=read, make=make, write=write)
+    path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
+    return read_or_make(path, make, to_arrays=to_arrays, from_arrays=lambda arrays: from_arrays(arrays, path))

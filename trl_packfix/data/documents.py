@@ -133,24 +133,30 @@ class Documents:
         return replace(self, **taken, tokens=tokens, file=file)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All attributes except `file` as arrays by name, for a file; the ledger as JSON."""
+        """All attributes except `file` as flat arrays of numbers by name, for a file; texts as their bytes."""
         arrays = {name: getattr(self, name) for name in COLUMNS}
         if self.tokens is not None:
             arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
         arrays["lengths"] = self.lengths
-        arrays["ledger"] = np.array(json.dumps(self.ledger.to_dict()))
-        arrays["fingerprint"] = np.array(self.fingerprint)
+        for name, text in (("ledger", json.dumps(self.ledger.to_dict())), ("fingerprint", self.fingerprint)):
+            arrays[name] = np.frombuffer(text.encode(), np.uint8)
         return {name: values for name, values in arrays.items() if values is not None}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
-        """The inverse of `to_arrays`; `file` holds the arrays."""
-        texts = ("ledger", "fingerprint")
-        ledger, fingerprint = (str(arrays[name]) for name in texts)
+        """The inverse of `to_arrays`; `file` holds the arrays.
+
+        Raises:
+            ValueError: the ledger is of other documents.
+        """
+        ledger, fingerprint = (arrays[name].tobytes().decode() for name in ("ledger", "fingerprint"))
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
         columns = {name: arrays[name] for name in COLUMNS if name in arrays}
         ledger_read = Ledger.from_dict(json.loads(ledger))
         documents = cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
+        kept, num_tokens = ledger_read.kept, int(arrays["lengths"].sum())
+        if (kept.documents, kept.tokens) != (len(documents), num_tokens):
+            raise ValueError(f"it has {len(documents)} documents of {num_tokens} tokens, but its ledger says {kept}")
         # Of the cached property: mapped, they are shared by processes
         documents.__dict__["lengths"] = arrays["lengths"]
         return documents

@@ -6,11 +6,12 @@ wait for it, and all map the file.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -22,8 +23,10 @@ from ..planning.packs import PackPlan
 from ..planning.plans import RunPlans
 from ..planning.schedule import Schedule
 from ..planning.units import Bins, Units
-from .cache_files import CODE, PREFIX, CachedPacks, cached_packs
+from .cache_files import CODE, PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
+
+Packs = TypeVar("Packs", PackPlan, Schedule)
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
 
@@ -94,8 +97,12 @@ class EpochPlanner:
             unit = f"{len(self.documents)} documents"
         else:
             units = self.units()
-            packs = cached_packs(self.file("plan", 0), lambda: _packs(plans.plan(units, 0)), len(units))
-            self.first_plan = PackPlan(packs.order, packs.offsets, units.rows, plans.bins.capacity)
+
+            def plan_of(arrays: Arrays) -> PackPlan:
+                _check_number(len(arrays["order"]), len(units))
+                return PackPlan(arrays["order"], arrays["offsets"], units.rows, plans.bins.capacity)
+
+            self.first_plan = _cached(self.file("plan", 0), lambda: plans.plan(units, 0), plan_of)
             self.num_steps = plans.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
@@ -245,14 +252,16 @@ class EpochPlanner:
         if not self.plans.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            order, offsets, num_skipped, degrees = cached_packs(
-                self.file("schedule", epoch),
-                lambda: _packs(self._schedule(epoch)),
-                len(self.documents),
-                num_degrees=0 if self.parallel is None else self.num_steps * self.bins.accumulation,
-            )
-            bins = self.bins
-            self._latest = (epoch, Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, degrees))
+            bins, num = self.bins, len(self.documents)
+
+            def schedule_of(arrays: Arrays) -> Schedule:
+                skipped = int(arrays["num_skipped"][0])
+                _check_number(len(arrays["order"]) + skipped, num)
+                of_run = (bins.accumulation, bins.world_size, skipped)
+                return Schedule(arrays["order"], arrays["offsets"], *of_run, arrays.get("degrees"))
+
+            cached = _cached(self.file("schedule", epoch), lambda: self._schedule(epoch), schedule_of)
+            self._latest = (epoch, cached)
         return self._latest[1]
 
     def settings(self, epoch: int = 1) -> dict[str, Any]:
@@ -273,7 +282,7 @@ class EpochPlanner:
             shared = None if parallel is None else (parallel.tokens_per_rank, parallel.smallest)
             settings |= {"plans": (replace(self.plans, bins=bins, parallel=None), shared), "cost_model": None}
         key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
-        return self.documents.file.with_name(f"{PREFIX}-packs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
+        return self.documents.file.with_name(f"{PACKS}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
     def _schedule(self, epoch: int) -> Schedule:
         units, plans = self.units(epoch), self._first_plans if epoch == 0 else self.plans
@@ -330,7 +339,20 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def _packs(plan: PackPlan | Schedule) -> CachedPacks:
-    if isinstance(plan, PackPlan):
-        return CachedPacks(plan.order, plan.offsets)
-    return CachedPacks(plan.order, plan.offsets, plan.num_skipped, plan.degrees)
+def _cached(file: Path | None, make: Callable[[], Packs], made_of: Callable[[Arrays], Packs]) -> Packs:
+    return make() if file is None else read_or_make(file, make, to_arrays=_arrays, from_arrays=made_of)
+
+
+def _arrays(packs: PackPlan | Schedule) -> Arrays:
+    """What a cache file holds of them: what is not in the documents or the settings."""
+    arrays = {"order": packs.order, "offsets": packs.offsets}
+    if isinstance(packs, Schedule):
+        arrays["num_skipped"] = np.array([packs.num_skipped])
+        if packs.degrees is not None:
+            arrays["degrees"] = packs.degrees
+    return arrays
+
+
+def _check_number(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"it has {found} documents, but there are {expected}")
