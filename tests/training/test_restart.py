@@ -15,7 +15,7 @@ from support.rounding import tolerance, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.training import restart
+from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import continued
 
@@ -170,7 +170,7 @@ def test_other_documents_or_batches_are_refused(change, folder):
 def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):
     file = folder / "checkpoint-10" / FILE
     state = json.loads(file.read_text())
-    del state["files"][TRAINED], state["first_step"], state["planned_at"], state["steps_left"]
+    del state["hash"], state["files"][TRAINED], state["first_step"], state["planned_at"], state["steps_left"]
     file.write_text(json.dumps(state))
     (folder / "checkpoint-10" / TRAINED).unlink()
     message = "`gradient_accumulation_steps` was 2 and is 1.*has no `trained_documents.npy`.*number of ranks is 2 again"
@@ -190,6 +190,7 @@ def test_the_same_lengths_with_other_tokens_are_another_dataset(tmp_path):
 def test_a_checkpoint_planned_by_another_version_is_refused(folder):
     file = folder / "checkpoint-10" / FILE
     state = json.loads(file.read_text())
+    del state["hash"]
     file.write_text(json.dumps(state | {"step_hash": "", "trl_packfix": "0.0.1"}))
     with pytest.raises(ValueError, match="`trl_packfix` was '0.0.1'.*Install the version"):
         resume(folder, "checkpoint-10")
@@ -247,6 +248,16 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def zeroed(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def flipped(file: Path, place: int | str) -> None:
+    content = bytearray(file.read_bytes())
+    content[place if isinstance(place, int) else content.index(place.encode()) + len(place)] ^= 1
+    file.write_bytes(content)
+
+
 DAMAGES = {
     "no trainer state": (lambda c: (c / "trainer_state.json").unlink(), "it has no `trainer_state.json`"),
     "half a trainer state": (lambda c: cut(c / "trainer_state.json"), "its `trainer_state.json`.* ends too early"),
@@ -257,6 +268,10 @@ DAMAGES = {
     "no state of ours": (lambda c: (c / FILE).write_text("[]"), f"its `{FILE}` does not hold what was saved"),
     "an empty state": (lambda c: (c / FILE).write_text("{}"), f"its `{FILE}` does not hold what was saved"),
     "a folder": (lambda c: [(c / FILE).unlink(), (c / FILE).mkdir()], f"its `{FILE}` cannot be read"),
+    "zeros in a model": (lambda c: zeroed(c / "model.safetensors"), "its file `model.safetensors` is not as it was"),
+    "zeros in all": (lambda c: [zeroed(file) for file in c.iterdir()], "its `trainer_state.json`.* ends too early"),
+    "a bit of trained": (lambda c: flipped(c / TRAINED, -1), f"its file `{TRAINED}` is not as it was written"),
+    "a digit of ours": (lambda c: flipped(c / FILE, '"global_step": 1'), f"its `{FILE}` does not hold what was saved"),
     "nothing": (shutil.rmtree, "there is no such folder here"),
 }
 
@@ -267,6 +282,18 @@ def test_a_damaged_checkpoint_is_reported_and_not_loaded(kind, folder):
     damage(folder / "checkpoint-15")
     with pytest.raises(ValueError, match=f"{named}.*part of its state.*checkpoint-10"):
         resume(folder, "checkpoint-15")
+
+
+def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
+    monkeypatch.setattr(checkpoints, "HASHED_WHOLE", 64)
+    monkeypatch.setattr(checkpoints, "BLOCK", 64)
+    (folder / "large").mkdir()
+    (folder / "large" / "trainer_state.json").write_text("{}")
+    (folder / "large" / "model").write_bytes(bytes([1]) * 10_000)
+    checkpoints.save_state(folder / "large", {}, {})
+    assert damage(folder / "large") is None
+    flipped(folder / "large" / "model", -1)
+    assert damage(folder / "large") == "its file `model` is not as it was written"
 
 
 def test_no_whole_checkpoint(folder):
@@ -415,7 +442,9 @@ def test_another_weighting_of_documents_is_refused(is_stream, tmp_path):
             resume(tmp_path, "checkpoint-1", data, max_steps=2, **more)
     assert resume(tmp_path, "checkpoint-1", data, max_steps=2, document_weighting="document").state.global_step == 2
     file = tmp_path / "checkpoint-1" / FILE  # of a version that did not write it
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "document_weighting"}))
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in ("document_weighting", "hash")})
+    )
     assert resume(tmp_path, "checkpoint-1", data, max_steps=2).state.global_step == 2
 
 

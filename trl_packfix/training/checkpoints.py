@@ -1,14 +1,16 @@
-"""Which checkpoints are whole: `packing_state.json` lists all other files of a checkpoint with their sizes.
+"""Which checkpoints are whole: `packing_state.json` lists all other files of a checkpoint with sizes and hashes.
 
 It is written after every rank has written its part, and before the Trainer's own last file. A checkpoint without these
-two files, or with a file that is missing or of another size, is unfinished or damaged. It is reported and not loaded.
+two files, or with a file that is missing or is not as it was written, is unfinished or damaged. It is reported and not
+loaded. After a power cut a file may have its size and hold zeros, so the package's own files are synced to the disk.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from ..version import __version__
 VERSION = 2
 FILE = "packing_state.json"
 TRAINED = "trained_documents.npy"
+HASHED_WHOLE = 2**26  # bytes of the largest file of which all are hashed
+NUM_BLOCKS, BLOCK = 16, 2**16  # of a larger file these are hashed, evenly spaced; bytes of a block
 
 Trained = npt.NDArray[np.bool_]
 
@@ -38,16 +42,48 @@ def begin(checkpoint: Path) -> dict[str, int]:
 
 
 def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str, int]) -> None:
-    """Write `packing_state.json` atomically, with the sizes of all files written since `begin`."""
+    """Write `packing_state.json` atomically, with sizes and hashes of all files written since `begin`."""
     # Files of an earlier run are not listed: callbacks overwrite them later, and their size is not known yet.
-    files = {name: stat.st_size for name, stat in _files(checkpoint) if stat.st_mtime_ns != earlier_files.get(name)}
-    text = json.dumps({"version": VERSION, "trl_packfix": __version__, **state, "files": files}, indent=2)
+    files = {
+        name: [stat.st_size, _hash(checkpoint / name)]
+        for name, stat in _files(checkpoint)
+        if stat.st_mtime_ns != earlier_files.get(name)
+    }
+    content = {"version": VERSION, "trl_packfix": __version__, **state, "files": files}
+    text = json.dumps(content | {"hash": _hash_of_state(content)}, indent=2) + "\n"
     unfinished = checkpoint / f"{FILE}.{os.getpid()}"
-    with unfinished.open("w") as stream:
-        stream.write(text + "\n")
+    write_synced(unfinished, lambda stream: stream.write(text.encode()))
+    unfinished.replace(checkpoint / FILE)
+    folder = os.open(checkpoint, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name
+    finally:
+        os.close(folder)
+
+
+def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file, and wait until the disk has it."""
+    with file.open("wb") as stream:
+        write(stream)
         stream.flush()
         os.fsync(stream.fileno())
-    unfinished.replace(checkpoint / FILE)
+
+
+def _hash(file: Path) -> str:
+    """Of the whole file, or of blocks of a large one: all of a model would take as long as to write it."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= HASHED_WHOLE:
+            digest.update(stream.read())
+        else:
+            for place in np.linspace(0, size - BLOCK, NUM_BLOCKS).astype(int).tolist():
+                stream.seek(place)
+                digest.update(stream.read(BLOCK))
+    return digest.hexdigest()
+
+
+def _hash_of_state(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
@@ -67,14 +103,18 @@ def damage(checkpoint: Path) -> str | None:
     state, problem = _read_json(checkpoint / FILE)
     if problem is not None:
         return problem
-    if "files" not in state:
+    written = state.pop("hash", None)  # earlier checkpoints have none, and list sizes only
+    if "files" not in state or written not in (None, _hash_of_state(state)):
         return f"its `{FILE}` does not hold what was saved"
-    for name, size in state["files"].items():
+    for name, listed in state["files"].items():
+        size, digest = listed if isinstance(listed, list) else (listed, None)
         file = checkpoint / name
         if not file.is_file():
             return f"its file `{name}` is missing"
         if file.stat().st_size != size:
             return f"its file `{name}` has {file.stat().st_size} bytes of {size}"
+        if digest is not None and _hash(file) != digest:
+            return f"its file `{name}` is not as it was written"
     return None
 
 
@@ -102,7 +142,8 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 def save_trained(checkpoint: Path, now: Trained, before: Trained | None) -> None:
     """Write which documents of the epoch were trained, and which before the running plan was made; both (N,)."""
-    np.save(checkpoint / TRAINED, np.packbits([now] if before is None else [now, before], axis=1))
+    bits = np.packbits([now] if before is None else [now, before], axis=1)
+    write_synced(checkpoint / TRAINED, lambda stream: np.save(stream, bits))
 
 
 def read_trained(checkpoint: Path, num_documents: int) -> tuple[Trained | None, Trained | None]:

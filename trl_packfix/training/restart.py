@@ -10,6 +10,7 @@ tokens seen. Every document of the epoch is trained once, or the run is refused.
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,7 +396,8 @@ class Restart:
         stream = self.trainer.data.stream
         if stream is not None:
             if self.trainer.data.ranks.index == 0:
-                torch.save(stream.state_dict(step), stream_file(folder, stream.rank))
+                saved = stream.state_dict(step)
+                checkpoints.write_synced(stream_file(folder, stream.rank), partial(torch.save, saved))
         elif planner is not None:
             state |= {"max_steps": self.trainer.state.max_steps, "settings": self.settings}
             if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
