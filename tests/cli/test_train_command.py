@@ -17,7 +17,7 @@ from trl.scripts import sft
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import main, training
-from trl_packfix.cli.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED
+from trl_packfix.cli.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,48 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(tmp_path, m
         for key in refused:
             assert f" `{key}` is `" in message or f" `{key}` can be removed: " in message, key
         named = {RENAMED[key].split(":")[0] for key in refused if key in RENAMED}
-        assert named - {"test_split_size", "chat_template_path"} <= yaml.safe_load(ours).keys()
+        assert named - {"attn_implementation", "chat_template_path"} <= yaml.safe_load(ours).keys()
+
+
+def value_of(configs, name: str):
+    value = next(getattr(config, name) for config in configs if hasattr(config, name))
+    return getattr(value, "value", value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_files_of_migrating_train_what_the_foreign_files_trained(tmp_path, monkeypatch):
+    """`train` reads what the foreign file sets, and what its trainer does where the file sets nothing."""
+    monkeypatch.chdir(tmp_path)
+    trainers = [TABLES["trainers"][name] for name in ("axolotl", "LLaMA-Factory")]
+    for trainer, foreign, ours in zip(trainers, files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
+        Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
+        configs = training.parse(["--config", "ours.yaml"])
+        expected = {}
+        for key, value in yaml.safe_load(foreign).items():
+            field, _, fixed = RENAMED.get(key, key).partition(": ")
+            expected[field] = yaml.safe_load(fixed) if fixed else {"all": "all-linear"}.get(str(value), value)
+        for name, value in trainer["defaults"].items():
+            by_default = (
+                str(value).replace("twice lora_r", str(2 * expected.get("lora_r", 0))).removesuffix(" (with LoRA)")
+            )
+            expected.setdefault(name, by_default)
+        elsewhere = {"datasets", "dataset_name", "attn_implementation", "chat_template_path", "bf16", *NOT_NEEDED}
+        for name in expected.keys() - elsewhere:
+            found = value_of(configs, name)
+            wanted = float(expected[name]) if isinstance(found, float) else expected[name]
+            assert str(found) == str(wanted), name
+        assert value_of(configs, "attn_implementation") is None  # flash-attn may not be installed
+        assert "chats.jsonl" in str(configs[0].dataset_name) + str(configs[3].datasets)
+
+
+def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
+    configs = training.parse(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--packing", "true"])
+    for trainer, table in TABLES["trainers"].items():
+        for name, value in table["defaults"].items():
+            assert str(value_of(configs, name)) != str(value), (trainer, name)
+        message = other_defaults({*table["known_by"][:2], "learning_rate"})
+        assert message.startswith(f" {trainer} has other defaults.") and "learning_rate" not in message
+        assert other_defaults({table["known_by"][0], "learning_rate"}) == ""
 
 
 def test_foreign_keys_are_foreign_and_lead_to_fields():
@@ -188,6 +229,11 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "keys `repaet`: {'path': 'one.jsonl', 'rep"),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
     (["--config=run.yaml"], "warmup_ratio: 0.1", "`warmup_ratio` is `warmup_steps` here (a value below 1 is the share"),
+    (["--config=run.yaml"], "{stage: sft, cutoff_len: 64, lora_rank: 8}", "set `packing: false`, `assistant_only_loss"),
+    (
+        [*MODEL, *DATA, "--attn_implementation", "flash_attention_3"],
+        None,
+    ),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, type: chat}]", "`type` can be removed: the form of a row"),
     (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),
     (["--config=run.yaml"], "datasets: one.jsonl", "`datasets: one.jsonl` was given. A mixture is a list"),

@@ -6,7 +6,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -24,7 +24,7 @@ from ..training.checkpoints import choose_checkpoint
 from ..training.config import SFTConfig
 from ..training.trainer import SFTTrainer
 from .flags import did_you_mean
-from .foreign_keys import hints
+from .foreign_keys import hints, other_defaults
 from .mixture import MixtureConfig, load_mixture
 from .sources import FORMATS, in_utf8, is_saved, load_named, load_rows
 
@@ -121,7 +121,7 @@ def parse(
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     flags_of_run = [action.dest for action in parser._actions]
-    _refuse_unknown([name for name in settings if name not in flags_of_run], flags_of_run)
+    _refuse_unknown([name for name in settings if name not in flags_of_run], flags_of_run, given=settings.keys())
     _check_types(settings, kinds)
     names_set = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
     if "tokens_per_rank" in names_set:  # it sets the size of micro-batches
@@ -144,7 +144,7 @@ def parse(
         if is_by_default and "packing" in str(error):
             error.add_note(note)
         raise
-    _check_unknown(unknown, flags_of_run)
+    _check_unknown(unknown, flags_of_run, given=names_set)
     if is_by_default:
         PartialState().print(note)
     script_args, training_args, model_args, mixture = configs
@@ -236,9 +236,9 @@ def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
             )
 
 
-def _check_unknown(unknown: list[str], known: list[str]) -> None:
+def _check_unknown(unknown: list[str], known: list[str], given: Set[str]) -> None:
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse_unknown(names or unknown, known)
+    _refuse_unknown(names or unknown, known, given=given)
     if names:
         PartialState().print(
             f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
@@ -246,11 +246,11 @@ def _check_unknown(unknown: list[str], known: list[str]) -> None:
         )
 
 
-def _refuse_unknown(names: list[str], known: list[str]) -> None:
+def _refuse_unknown(names: list[str], known: list[str], *, given: Set[str]) -> None:
     """Refuse names that are neither a field nor a flag of TRL's launcher.
 
     Raises:
-        ValueError: with what keys of other trainers are called here.
+        ValueError: with what keys of other trainers are called here, and what those do where nothing is `given`.
     """
     launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
     wrong = [name for name in names if name not in launcher]
@@ -258,8 +258,8 @@ def _refuse_unknown(names: list[str], known: list[str]) -> None:
         raise ValueError(
             f"{', '.join(f'`{name}`' for name in wrong)} was given, as a flag or in the config file"
             f"{did_you_mean([name for name in wrong if not hints([name])], known)}. No field of SFTConfig, "
-            f"ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints(wrong)} "
-            "Correct or remove it; `trl-packfix train --help` lists all flags."
+            f"ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints(wrong)}"
+            f"{other_defaults(given)} Correct or remove it; `trl-packfix train --help` lists all flags."
         )
 
 
