@@ -230,9 +230,11 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
     (["--config=run.yaml"], "warmup_ratio: 0.1", "`warmup_ratio` is `warmup_steps` here (a value below 1 is the share"),
     (["--config=run.yaml"], "{stage: sft, cutoff_len: 64, lora_rank: 8}", "set `packing: false`, `assistant_only_loss"),
+    ([*MODEL, *DATA, "--test_split_size", "0.1"], None, "`test_split_size: 0.1` was given without `datasets`"),
     (
         [*MODEL, *DATA, "--attn_implementation", "flash_attention_3"],
         None,
+        "`attn_implementation: flash_attention_3` was",
     ),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, type: chat}]", "`type` can be removed: the form of a row"),
     (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),

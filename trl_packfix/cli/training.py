@@ -309,6 +309,11 @@ def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: Mixtur
         if script_args.dataset_name:
             PartialState().print(f"Not used: dataset_name={script_args.dataset_name}. As in TRL, `datasets` is used.")
         return load_mixture(mixture, training_args.seed, training_args.source_column)
+    if mixture.test_split_size is not None:
+        raise ValueError(
+            f"`test_split_size: {mixture.test_split_size}` was given without `datasets`. Rows are held out of a "
+            "mixture only, so all would be trained. List the data in `datasets` of the config file, or remove it."
+        )
     if not script_args.dataset_name:
         raise ValueError(
             "Neither `dataset_name` nor `datasets` was given. There is nothing to train on. Set `--dataset_name` to a "
@@ -350,24 +355,34 @@ def make_trainer(
     PartialState().print(f"Model: {model_args.model_name_or_path}")
     PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
     chosen: Any = training_args.model_init_kwargs or {}
-    training_args.model_init_kwargs = {
+    chosen = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     } | chosen
+    training_args.model_init_kwargs = chosen
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
-        return SFTTrainer(
-            model=model_args.model_name_or_path,
-            args=training_args,
-            train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
-            eval_dataset=None
-            if training_args.eval_strategy == "no"
-            else choose_split(dataset, "dataset_test_split", test_split),
-            quantization_config=get_quantization_config(model_args),
-            peft_config=get_peft_config(model_args),
-        )
+        try:
+            return SFTTrainer(
+                model=model_args.model_name_or_path,
+                args=training_args,
+                train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
+                eval_dataset=None
+                if training_args.eval_strategy == "no"
+                else choose_split(dataset, "dataset_test_split", test_split),
+                quantization_config=get_quantization_config(model_args),
+                peft_config=get_peft_config(model_args),
+            )
+        except ImportError as error:
+            attention = chosen["attn_implementation"]
+            if "flash" not in str(attention):
+                raise
+            raise ValueError(
+                f"`attn_implementation: {attention}` was given. The model cannot be loaded with it: {error} Remove it, "
+                "and the best attention that works here is used; or install the package."
+            ) from error
 
 
 def dataset_names(script_args: TrainArguments, mixture: MixtureConfig) -> list[str]:
