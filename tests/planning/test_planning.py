@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packfix.planning.exact_fill import pack_arrivals
 from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
 
@@ -245,6 +246,27 @@ def test_stream_needs_hardly_more_packs_than_the_bound(capacity, median, sigma, 
     check(plan, lengths, capacity)
     assert plan.lower_bound / plan.num_packs >= at_least
     assert (len(lengths) / plan.num_packs >= 4) == (at_least == 0.9999)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        np.random.default_rng(0).integers(10, 2001, 20_000),
+        np.random.default_rng(0).integers(500, 1501, 20_000),
+        lognormal(2048, 1024, 0.6, 20_000),
+        lognormal(2048, 512, 0.8, 20_000),
+    ],
+    ids=["10 to 2,000", "500 to 1,500", "lognormal, 1.8 to a pack", "lognormal, 3 to a pack"],
+)
+def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
+    packs = list(pack_arrivals(lengths.tolist(), 2048, 1000, longest=2048))
+    plan = plan_bfd(lengths, 2048, None)
+    assert len(packs) <= 1.004 * plan.num_packs
+    assert lengths.sum() > 0.985 * 2048 * len(packs)
+    for num in (1, 2000, len(packs) - 400):  # a restart knows the documents that wait, in their order
+        rest = np.setdiff1d(np.arange(len(lengths)), np.concatenate(packs[:num]))
+        resumed = pack_arrivals(lengths[rest].tolist(), 2048, 1000, longest=2048)
+        assert [rest[pack].tolist() for pack in resumed] == packs[num:]
 
 
 def test_stream_packs_even_lengths_better_than_bfd():

@@ -14,6 +14,7 @@ from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
 FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `_Packer`
+ENOUGH = 2  # short documents are scarce below this many times the room beside long ones; see `_Packer`
 MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
@@ -170,6 +171,9 @@ class _Packer:
     An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
     of two long documents, so that long documents would be trained first and short ones last.
 
+    A document of more than half a pack needs shorter ones beside it. Where these are scarce, an exact fill would use
+    two of them at once, and later packs would stay half empty: each gap then takes the longest document that fits.
+
     Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
 
         waiting      oldest  gap  exact fill  pack     arrives
@@ -183,6 +187,7 @@ class _Packer:
         self.lengths: list[int] = []
         self.taken = bytearray()
         self.ended = False
+        self.spare = 0  # tokens of short documents that wait, less `ENOUGH` times the room beside the long ones
         self.members: list[int] = []  # of the pack that is open
 
     def packs(self, until_empty: bool = False) -> Iterator[list[int]]:
@@ -212,10 +217,14 @@ class _Packer:
         length = next(self.arriving, 0)
         if length:
             self.buffer.add(len(self.lengths), length)
+            self.spare += self._spare(length)
             self.lengths.append(length)
             self.taken.append(0)
         else:
             self.ended = True
+
+    def _spare(self, length: int) -> int:
+        return length if 2 * length <= self.capacity else -ENOUGH * (self.capacity - length)
 
     def _forget(self, position: int) -> None:
         """Forget all positions before this one, which are in packs."""
@@ -225,6 +234,7 @@ class _Packer:
     def _place(self, length: int) -> int:
         """Move the oldest document of this length into the pack; another one arrives."""
         position = self.buffer.take(length)
+        self.spare -= self._spare(length)
         self.taken[position] = 1
         self.members.append(position + self.buffer.forgotten)
         if self.buffer.bytes_of is not None:
@@ -237,6 +247,12 @@ class _Packer:
         """Fill a new pack from this position on, the oldest that waits."""
         self.members, buffer = [], self.buffer
         gap = self.capacity
+        if self.spare < 0:
+            length = self.lengths[position]
+            while length > 0:
+                gap -= self._place(length)
+                length = buffer.longest_up_to(gap)
+            return
         fill: tuple[int, ...] = ()
         longest = buffer.longest_up_to(gap)  # the search for fills stops there
         fill_from = min(2 * longest, FILL_FROM * buffer.num_tokens / buffer.num_documents)

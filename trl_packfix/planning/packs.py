@@ -100,9 +100,9 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, *, 
 
     A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
     the oldest of them and goes on with the oldest that fit, until the gap is small and one or two documents of the
-    buffer fill it exactly. Where none do, the best fill is taken. Because each pack takes the oldest document, none
-    waits for more than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics
-    can.
+    buffer fill it exactly. Where none do, the best fill is taken. While the short documents of the buffer are too few
+    for the long ones, the longest that fit are taken instead. Because each pack takes the oldest document, none waits
+    for more than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics can.
 
     Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
     packs there, the whole order is packed so: in a window of 16 buffers, the fullest half is emitted, the rest carried
