@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from support.versions import current_models
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.isolation import check_isolation as isolation
+from trl_packfix.isolation.isolation_report import MAX_NOISE
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.randomness import DrawWatcher
 from trl_packfix.isolation.thresholds import thresholds
+from trl_packfix.reporting.lines import _isolation_text
 
 
 def judged(model, **kwargs):
@@ -55,6 +58,9 @@ def test_the_summary_says_the_result_before_the_numbers():
         f"difference {difference}; rounding explains {report.tolerance:.1e})"
     )
     assert judged(build_tiny_model("mamba"), max_length=64).summary().startswith("documents move each other by ")
+    capped = replace(report, tolerance=MAX_NOISE)
+    assert "rounding explains more than the cap of 0.5)" in capped.summary()
+    assert "rounding explains more than the cap of 0.5)" in _isolation_text(capped)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

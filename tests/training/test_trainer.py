@@ -506,6 +506,8 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(f
         match=r"A pack of \d+ documents came to LlamaForCausalLM outside of training and evaluation.*attending",
     ):
         ours.compute_loss(model, next(iter(ours.get_train_dataloader())))
+    with pytest.raises(ValueError, match="A pack of 1 document came to"):
+        ours.packed_model.check_attends({"cu_seq_lens_q": torch.tensor([0, 4])})
     loss = ours.evaluate()["eval_loss"]
     assert ours.args.packing and model.config._attn_implementation == own
     again = trainer(

@@ -27,7 +27,7 @@ from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention, text_config
 from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource
-from .isolation_report import IsolationReport
+from .isolation_report import MAX_NOISE, IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
 from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
 from .thresholds import thresholds
@@ -37,7 +37,6 @@ from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
 COARSE = 1e-4  # a tolerance above it means half precision
 DRAWS = 6  # random roundings to try: with a router the largest change is rare
-MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
 
 

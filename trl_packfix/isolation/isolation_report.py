@@ -7,6 +7,7 @@ from typing import Any
 from .repair import Repair
 from .tracing import Leak
 
+MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 NUM_SHOWN = 5  # modules that a message names
 
 
@@ -33,7 +34,8 @@ class IsolationReport:
         max_difference: largest difference of a document in the pack from itself alone, relative in the same way.
         max_gradient: largest gradient of one document's outputs with respect to another's embeddings; None if not
             tested.
-        tolerance: largest change that rounding explains, relative in the same way; from the dtype and a repeated run.
+        tolerance: largest change that rounding explains, relative in the same way; from the dtype and repeated runs. In
+            half precision it has a cap, see `rounding`.
         leaks: the smallest modules where information crosses.
         unreachable: thresholds of the model above `max_length`, which were not tested.
         attention: the implementation that was tested.
@@ -69,14 +71,19 @@ class IsolationReport:
             return f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         if not self.isolated:
             where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
-            return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.tolerance:.1e}"
+            return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.rounding}"
         if not self.equal:
             return f"documents are not what they are alone, by {self.max_difference:.1e}{self._ahead}"
         return (
             "documents do not move each other and are equal to themselves alone (largest change "
             f"{self.max_change:.1e}, largest difference {self.max_difference:.1e}; rounding explains "
-            f"{self.tolerance:.1e}){self._ahead}"
+            f"{self.rounding}){self._ahead}"
         )
+
+    @property
+    def rounding(self) -> str:
+        """What rounding explains, in words: the cap of the tolerance is no measured number."""
+        return f"more than the cap of {MAX_NOISE}" if self.tolerance == MAX_NOISE else f"{self.tolerance:.1e}"
 
     @property
     def _ahead(self) -> str:
@@ -105,10 +112,10 @@ class IsolationReport:
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
-            finding = f"changed others by {self.max_change:.1e} (rounding: {self.tolerance:.1e}{gradient})"
+            finding = f"changed others by {self.max_change:.1e} (rounding: {self.rounding}{gradient})"
             why = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
         else:
-            finding = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.tolerance:.1e})"
+            finding = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.rounding})"
             why = "No document changes another, but the model computes them differently, e.g. with other positions."
             if self.reads_ahead:
                 why = (
@@ -124,7 +131,7 @@ class IsolationReport:
             finding = f"the model raised: {self.error}"
         else:
             gap = max(self.max_change, self.max_difference)
-            finding = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.tolerance:.1e})"
+            finding = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.rounding})"
             if gap <= self.tolerance and self.max_gradient:
                 finding = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])

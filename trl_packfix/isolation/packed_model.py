@@ -494,8 +494,9 @@ class PackedModel:
         """Raise ValueError for a pack while the model rests: its own attention may not read boundaries."""
         if self.attends or "cu_seq_lens_q" not in batch:
             return
+        num = batch["cu_seq_lens_q"].numel() - 1
         raise ValueError(
-            f"A pack of {batch['cu_seq_lens_q'].numel() - 1} documents came to {type(base_model(self.model)).__name__} "
+            f"A pack of {num} document{'s' if num > 1 else ''} came to {type(base_model(self.model)).__name__} "
             f"outside of training and evaluation: there it has its own attention ({self.attention.previous}), which "
             "may ignore document boundaries. Use `trainer.evaluate()`, or `with trainer.packed_model.attending():`."
         )

@@ -24,8 +24,8 @@ from ..attention.kernels import KernelError
 from ..attention.models import base_model, below_head, text_config
 from ..data.padded_rows import RowsOfBatch, pack_rows
 from ..data.prefix_collator import PrefixCollator
-from .check_isolation import DRAWS, MAX_NOISE
-from .isolation_report import PackingLeakError
+from .check_isolation import DRAWS
+from .isolation_report import MAX_NOISE, PackingLeakError
 from .packed_model import OnLeak, PackedModel
 from .probe import FINEST, NO_GRADIENT, CannotRun, Probe, exact, refusals
 from .repair import is_sharded

@@ -1,6 +1,8 @@
 """Callbacks of the trainer: before the first step, in it, and with each checkpoint."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +11,8 @@ from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import backward_bytes
@@ -63,6 +66,17 @@ def backward_note(model: Any, most_documents: int | None) -> str:
     )
 
 
+@contextmanager
+def _unprinted(handler: CallbackHandler) -> Iterator[None]:
+    """Within this context, logs are not printed: the report has just shown these numbers."""
+    callbacks = handler.callbacks
+    handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
+    try:
+        yield
+    finally:
+        handler.callbacks = callbacks
+
+
 class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, on all ranks together, then shows and saves the report."""
 
@@ -92,16 +106,17 @@ class BeforeFirstStep(TrainerCallback):
         isolation.raise_if_leaking(args.on_leak)
         prove_degrees(trainer, trainer.data.degrees)
         # Loggers get these, and the log history writes them to trainer_state.json
-        trainer.log(
-            {
-                "isolation/max_change": isolation.max_change,
-                "isolation/max_difference": isolation.max_difference,
-                "isolation/tolerance": isolation.tolerance,
-                "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
-                "isolation/unpacked": int(trainer.packed_model.is_unpacked),
-                **metrics(trainer.packing_report),
-            }
-        )
+        with _unprinted(trainer.callback_handler) if args.packing_report else nullcontext():
+            trainer.log(
+                {
+                    "isolation/max_change": isolation.max_change,
+                    "isolation/max_difference": isolation.max_difference,
+                    "isolation/tolerance": isolation.tolerance,
+                    "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
+                    "isolation/unpacked": int(trainer.packed_model.is_unpacked),
+                    **metrics(trainer.packing_report),
+                }
+            )
 
     def end(self) -> None:
         """Give the model back its own attention, after training has ended or failed."""
