@@ -67,6 +67,15 @@ def test_json_is_all_that_stdout_holds(workplace):
     )
     assert json.loads(done.stdout)["max_length"] == 64
     assert "Tokenizing train dataset" in done.stderr  # long work shows its progress
+    assert "get_accelerator" not in done.stderr, "the warning of DeepSpeed"
+
+
+@pytest.mark.processes
+def test_deepspeed_is_imported_only_where_rows_are_tokenised(tmp_path):
+    (tmp_path / "lengths.txt").write_text("5\n7\n9\n")
+    words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--json"]
+    code = f"import sys, trl_packfix.cli\ntrl_packfix.cli.main({words})\nassert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def prepare(workplace, capsys, output, *words):

@@ -8,7 +8,12 @@ import pytest
 from support.runs import texts, trainer
 
 from trl_packfix.cli import main
-from trl_packfix.training.progress import USUAL_FORWARDS, shown
+from trl_packfix.training.progress import (
+    USUAL_FORWARDS,
+    say_deepspeed_communicates,
+    say_deepspeed_offloads,
+    shown,
+)
 
 
 def said(capsys, folder, model="llama", **settings) -> str:
@@ -57,3 +62,25 @@ def test_plan_says_what_it_reads(tmp_path, capsys):
     captured = capsys.readouterr()
     assert [line for line in captured.err.splitlines() if line.startswith("Reading")] == [f"Reading {f}" for f in files]
     assert json.loads(captured.out)["plans"]
+
+
+@pytest.mark.parametrize("extension", ["deepspeed_shm_comm", "cpu_adam"])
+def test_what_deepspeed_compiles_is_said_once_on_rank_0(extension, tmp_path, capsys, monkeypatch):
+    def said(device="cpu"):
+        if extension == "cpu_adam":
+            config = SimpleNamespace(get_value=lambda key: device)
+            plugin = SimpleNamespace(hf_ds_config=config)
+            say_deepspeed_offloads(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+        else:
+            monkeypatch.setattr("torch.accelerator.is_available", lambda: device != "cpu")
+            say_deepspeed_communicates(SimpleNamespace(deepspeed="zero3.json"))
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert re.fullmatch(rf"DeepSpeed compiles `{extension}` .* minutes.\n", said()) and not said("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not said()
+    monkeypatch.delenv("LOCAL_RANK")
+    (tmp_path / "cpu" / extension).mkdir(parents=True)
+    (tmp_path / "cpu" / extension / f"{extension}.so").touch()
+    assert not said()

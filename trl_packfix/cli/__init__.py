@@ -5,14 +5,12 @@ code. A command imports heavy libraries only when it runs, so that `--help` is f
 """
 
 import argparse
-import contextlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 from .flags import did_you_mean
@@ -36,10 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(modules, argv)
     if args.command == "train":
         show_one_gpu()
-    if find_spec("deepspeed"):
-        # The Trainer imports it, and it logs to the stdout of its first import. Stdout must hold nothing but the JSON.
-        with contextlib.redirect_stdout(sys.stderr):
-            import_module("deepspeed")
     try:
         code: int = modules[args.command].run(args)
         sys.stdout.flush()

@@ -7,11 +7,14 @@ computed from them, are those of a training run with the same settings.
 import csv
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -346,6 +349,20 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
     return reader
 
 
+def import_deepspeed() -> None:
+    """Import DeepSpeed, if it is installed, before a trainer does: it logs to the stdout of its first import.
+
+    Stdout must hold nothing but the JSON.
+    """
+    if find_spec("deepspeed"):
+        import torch
+
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns
+        with redirect_stdout(sys.stderr):
+            import_module("deepspeed")
+
+
 def _trainer(dataset: Dataset, processing_class: Any, settings: Tokenisation) -> "SFTTrainer":
     """A trainer of these rows, with a tiny model that is discarded."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -353,6 +370,7 @@ def _trainer(dataset: Dataset, processing_class: Any, settings: Tokenisation) ->
     from ..training.config import SFTConfig
     from ..training.trainer import SFTTrainer
 
+    import_deepspeed()
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     model = LlamaForCausalLM(
         LlamaConfig(

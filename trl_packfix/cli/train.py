@@ -15,8 +15,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .sources import import_deepspeed
     from .training import dataset_names, make_trainer, parse, train
 
+    import_deepspeed()
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     script_args, training_args, model_args, mixture = parse([*rank, *args.more_flags])

@@ -21,6 +21,7 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from .choices import Setup
 from .features import EXPERIMENTAL, refuse
+from .progress import say_deepspeed_communicates
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
@@ -180,6 +181,7 @@ class SFTConfig(trl.SFTConfig):
 
     def __post_init__(self) -> None:
         self._check_json()
+        say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
             # TRL's default of `gradient_checkpointing` is deprecated in transformers. What a user sets still warns.

@@ -1,11 +1,16 @@
 """Show what is being done, and for how long, where people wait before the first step: on rank 0 only."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch.utils.cpp_extension import get_default_build_root
 
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
@@ -55,3 +60,26 @@ def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
             yield
         finally:
             handle.remove()
+
+
+def say_deepspeed_communicates(args: Any) -> None:
+    """Say what DeepSpeed compiles when ranks on CPUs first meet."""
+    uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if uses_deepspeed and not torch.accelerator.is_available():
+        _say_compiles("deepspeed_shm_comm", "communication of ranks on this machine")
+
+
+def say_deepspeed_offloads(accelerator: Any) -> None:
+    """Say what DeepSpeed compiles when training begins with optimizer states in the machine's memory."""
+    plugin = accelerator.state.deepspeed_plugin
+    key = "zero_optimization.offload_optimizer.device"
+    if plugin is not None and plugin.hf_ds_config.get_value(key) == "cpu":
+        _say_compiles("cpu_adam", "AdamW on the CPU")
+
+
+def _say_compiles(extension: str, what: str) -> None:
+    """One line on stderr, unless it was compiled before: DeepSpeed itself prints nothing."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob(f"**/{extension}.so")):
+        text = f"DeepSpeed compiles `{extension}` ({what}), once on each machine. This may take minutes."
+        print(text, file=sys.stderr, flush=True)

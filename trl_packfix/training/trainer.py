@@ -46,6 +46,7 @@ from .config import SFTConfig, adopt
 from .evaluation import Evaluation
 from .loading import TrainingData
 from .objective import Objective, check_one_document_per_row
+from .progress import say_deepspeed_offloads
 from .repeats import Repeats
 from .restart import Restart
 
@@ -269,6 +270,7 @@ class SFTTrainer(trl.SFTTrainer):
             ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
         resume_from_checkpoint = self.restart.choose(resume_from_checkpoint)
+        say_deepspeed_offloads(self.accelerator)
         try:
             with compiles_checkpointed_layers(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
