@@ -1,0 +1,220 @@
+"""The tools for a GPU without one: tests/gpu/run.sh, evidence.py and throughput_gpu.py. They test themselves on the CPU
+with tiny sizes, too: `tests/gpu/run.sh --evidence`."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
+
+
+def run(folder, *flags, python=sys.executable, visible=""):
+    env = os.environ | {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run([SCRIPT, "--out", folder, *flags], env=env, capture_output=True, text=True, timeout=900)
+    path = folder / "steps.csv"
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    return done, rows
+
+
+def log(folder, name):
+    with tarfile.open(folder / "logs.tar.gz") as logs:
+        return logs.extractfile(f"logs/{name}.log").read().decode()
+
+
+@pytest.mark.parametrize(
+    "flags, python, status, states, said",
+    [
+        (["--steps", "0 2"], "/bin/false", 1, ["FAILED"], "exit status 1; see 0_environment.log"),
+        (["--steps", "0 2 3 5", "--limit", "1"], sys.executable, 1, ["no time"], 'run.sh --steps "0 2 3 5"\n'),
+        (["--fast"], sys.executable, 2, [], "[--quick]"),
+    ],
+)
+def test_it_ends_with_what_remains(flags, python, status, states, said, tmp_path):
+    done, rows = run(tmp_path, *flags, python=python)
+    assert done.returncode == status and [row["state"] for row in rows] == states
+    assert said in f"{done.stdout}{done.stderr}{rows}"
+
+
+@pytest.fixture
+def played_gpu(tmp_path):
+    """An interpreter that says that there is a GPU, and runs nothing: for the branches of the script itself."""
+    path = tmp_path / "python"
+    path.write_text(
+        """#!/bin/sh
+case "$*" in *is_available*|*find_spec*) exit 0 ;; esac
+echo "visible: $CUDA_VISIBLE_DEVICES"
+case "$*" in *shapes.py*) sleep 30 ;; esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("visible, first, flag", [("4,5", "4", False), ("GPU-8932f937", "GPU-8932f937", True)])
+def test_one_gpu_of_several_is_used(visible, first, flag, played_gpu, tmp_path):
+    """With several, every training fails: the Trainer would wrap the model in DataParallel. `--num_gpus` would take
+    the first GPU of the machine, whatever is visible, and the launcher reads numbers only."""
+    done, rows = run(tmp_path, "--steps", "0 4", python=played_gpu, visible=visible)
+    assert done.returncode == 0 and [row["state"] for row in rows] == ["passed", "passed"], done.stdout
+    assert f"visible: {first}\n" in log(tmp_path, "0_environment")
+    zero3 = log(tmp_path, "4_zero3")
+    assert f"visible: {first}\n" in zero3 and ("--num_gpus" in zero3) == flag
+
+
+def test_throughput_has_half_of_the_time(played_gpu, tmp_path):
+    done, rows = run(tmp_path, "--steps", "2", "--limit", "60", python=played_gpu, visible="0")
+    assert done.returncode == 0 and [row["state"] for row in rows] == ["passed"], done.stdout
+    assert "--minutes 0.5" in log(tmp_path, "2_throughput")
+
+
+FIRST_LOOK = """
+import os, sys
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print("visible:", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Importing())
+import MODULE
+"""
+
+
+@pytest.mark.parametrize("module", ["conftest", "throughput_gpu"])
+def test_tests_and_the_benchmark_see_one_gpu_when_torch_is_imported(module):
+    folders = [str(ROOT / name) for name in ("tests", "benchmarks", ".")]
+    env = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK")}
+    env |= {"CUDA_VISIBLE_DEVICES": "4,5", "PYTHONPATH": os.pathsep.join(folders)}
+    code = FIRST_LOOK.replace("MODULE", module)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "visible: 4\n", done.stdout + done.stderr
+
+
+# Evidence: parts without figures
+
+
+def opened(folder):
+    """(table, rows) of the archive, which is all that a run leaves."""
+    assert [path.name for path in folder.iterdir()] == ["evidence.tar.gz"]
+    with tarfile.open(folder / "evidence.tar.gz") as archive:
+        assert archive.getnames()[:2] == ["table.txt", "evidence.csv"]
+        table, text = (archive.extractfile(name).read().decode() for name in archive.getnames()[:2])
+    return table, list(csv.DictReader(io.StringIO(text)))
+
+
+PLAYED = """
+import json, pathlib, sys, time
+folder, names = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--parts") + 1 :]
+
+def write(name, **record):
+    path = folder / f"{name}.new"
+    path.write_text(json.dumps({"began": time.time(), **record}))
+    path.rename(folder / f"{name}.json")
+
+print("a process begins with", *names)
+for name in names:
+    write(name, state="running", rows=[{"case": "first", "x": 1.0}])
+    if name == "hangs":
+        time.sleep(60)
+    if name == "crashes":
+        sys.exit(7)
+    rows = json.loads(ROWS)[name]
+    write(name, state="passed", rows=rows, ended=time.time())
+    if name == "breaks the GPU":
+        sys.exit(3)
+"""
+ROWS = {
+    "right": [{"case": "first", "x": 1.0}, {"case": "second", "optional": True, "reason": "not installed"}],
+    "breaks the GPU": [{"case": "first", "x": 2}],
+    "empty": [],
+    "not a number": [{"case": "first", "x": 1.0}, {"case": "second", "x": float("nan")}],
+    "without the column": [{"case": "first", "y": 1.0, "reason": "TypeError"}],
+    "skipped": [{"case": "first", "optional": True, "reason": "not installed"}],
+    "last": [{"case": "first", "x": 3.0}],
+}
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch):
+    """`evidence.main` with parts that behave as their names say: (exit status, table, rows) of a run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    import evidence
+
+    child = tmp_path / "child.py"
+    child.write_text(f"ROWS = {json.dumps(ROWS)!r}\n{PLAYED}")
+    monkeypatch.setattr(evidence, "CHILD", [sys.executable, str(child)])
+
+    def run(*names, limit=100):
+        parts = {name: evidence.Part(1 if name == "hangs" else 60, ("x",)) for name in names}
+        monkeypatch.setattr(evidence, "PARTS", parts)
+        status = evidence.main(["--out", str(tmp_path / "out"), "--limit", str(limit), "--parts", *names])
+        return status, *opened(tmp_path / "out")
+
+    return run
+
+
+def test_a_part_without_figures_has_failed_and_the_others_go_on(played):
+    status, table, rows = played(*ROWS)
+    states = {row["part"]: row["state"] for row in rows}
+    passed = {"right", "breaks the GPU", "last"}
+    assert status == 1 and states == {name: "passed" if name in passed else "failed" for name in ROWS}
+    reasons = {row["part"]: row["part_reason"] for row in rows if row["part_reason"]}
+    assert reasons == {
+        "empty": "no figures: of anything",
+        "not a number": "no figures: second (not measured)",
+        "without the column": "no figures: first (TypeError)",
+        "skipped": "no figures: of anything",
+    }
+    assert "no figures: second" in table
+    assert played("right", "last")[0] == 0
+
+
+def test_a_part_that_hangs_or_crashes_is_named_and_the_others_go_on(played, capfd):
+    status, table, rows = played("right", "hangs", "crashes", "last")
+    assert status == 1
+    states = {row["part"]: (row["state"], row["x"]) for row in rows if row["case"] == "first"}
+    assert states == {
+        "right": ("passed", "1.0"),
+        "hangs": ("stopped", "1.0"),  # what it gave before is kept
+        "crashes": ("failed", "1.0"),
+        "last": ("passed", "3.0"),
+    }
+    assert "it exceeded its limit of 1 s" in table and "ended with status 7" in table
+    assert "2 not passed: hangs, crashes" in capfd.readouterr().out
+
+
+def test_what_has_no_time_is_named(played):
+    status, _, rows = played("right", "last", limit=0)
+    assert status == 1 and {row["state"] for row in rows} == {"no time"}
+
+
+def test_a_method_without_figures_is_missed(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from throughput_gpu import CONTENDERS, without_figures
+
+    parts = [{"part": "ceiling", "tflops": 1.0}, {"part": "exactness", "tokens": 9}]
+    rows = parts + [{"part": "train", "method": name, "tokens_per_s": 1.0} for name in CONTENDERS]
+    failed = [row | {"reason": "TypeError"} for row in rows]
+    everything = ["ceiling", "exactness", *CONTENDERS]
+    for given, smoke, missing in (
+        (rows, False, []),
+        (failed + rows, False, []),
+        (failed, False, everything),
+        (rows[:3] + failed, False, everything[3:]),
+        (failed[:1] + rows, True, ["ceiling"]),
+        (rows[1:], True, ["ceiling"]),
+    ):
+        assert without_figures(given, smoke) == missing
