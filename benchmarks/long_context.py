@@ -3,7 +3,6 @@
     python benchmarks/long_context.py --csv long_context.csv      # about 10 minutes
     python benchmarks/long_context.py --ranks 8 64                # without 512 ranks
     python benchmarks/long_context.py --slow-links --ranks 8 64   # 25 GB/s inside a node, 12.5 GB/s between nodes
-    python benchmarks/long_context.py --planning                  # seconds to plan an epoch of many documents
     python benchmarks/long_context.py --lengths long.txt          # lengths for `trl-packfix plan`, 40,000 documents
 
 For every model, number of ranks, accumulation, longest document and tokens per rank, the documents of one optimizer
@@ -27,18 +26,14 @@ ranks in a group as the model has heads. Nothing here is measured on a GPU.
 """
 
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from balance import draw
 from common import Row, cpu_seconds, describe, make_console, make_parser, write_csv
-from rich.console import Console
 from rich.table import Table
-from support.planners import make_epochs
 
-from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.planning.arrays import Int64Array
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import (
@@ -194,26 +189,6 @@ def _with_giants(step: Step, documents: Int64Array, limit: float, base: int) -> 
     return float(load.max())
 
 
-def planning(num: int) -> None:
-    """CPU seconds to plan the first epoch of many documents, without and with sequence parallelism."""
-    lengths = np.minimum(draw("long", num, {}), 128 * K)
-    documents = Documents(np.arange(num), np.zeros(num, np.int64), lengths, lengths, Ledger())
-    table = Table("ranks", "tokens per rank", "plan and schedule, CPU s", "microseconds per document", "degrees")
-    for world_size in DRAWS:
-        for tokens in (None, 16 * K):
-            start = time.process_time()
-            planner = make_epochs(
-                documents, "stream", 1, 128 * K, accumulation=4, world_size=world_size, tokens_per_rank=tokens
-            )
-            planner.schedule(0)
-            seconds = time.process_time() - start
-            name = "128k in one pack" if tokens is None else f"{tokens:,}"
-            table.add_row(
-                str(world_size), name, f"{seconds:.1f}", f"{seconds / num * 1e6:.1f}", str(planner.degrees or "")
-            )
-    Console(width=150).print(f"{num:,} documents, {lengths.sum():,} tokens", table)
-
-
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.2f}-{max(values):.2f})"
 
@@ -223,7 +198,6 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, choices=DRAWS, default=list(DRAWS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--slow-links", action="store_true", help="25 GB/s inside a node, 12.5 GB/s between nodes")
-    parser.add_argument("--planning", nargs="?", type=int, const=1_000_000, metavar="DOCUMENTS")
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="write lengths of 40,000 documents there")
     args = parser.parse_args()
     if args.lengths:
@@ -231,9 +205,6 @@ def main() -> None:
         return
     console = make_console(160)
     console.print(describe())
-    if args.planning:
-        planning(args.planning)
-        return
     ratios = ["smallest/chosen", "best/chosen", "chosen/grouping", "chosen/bound"]
     shares = ["smallest_share", "best_share", "chosen_share"]
     table, rows = Table("model", "ranks", "accum.", "cases", *ratios, "shares: smallest, best, chosen"), []

@@ -3,7 +3,6 @@
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR                # 5 minutes
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --csv savings.csv
     python benchmarks/prefix_savings.py --data DIR --tokenizer DIR --parts 4096   # packs that ranks share
-    python benchmarks/prefix_savings.py --num 1000000 --planning planning.csv     # planning time and memory
 
 whole    the chats of a file in ChatML, tools in the system turn
 turns    one sample per assistant turn: the history and the turn
@@ -23,10 +22,6 @@ assistant turn have no `turns`.
 --parts plans packs of 8 ranks with so many tokens per rank, for documents of up to 32k tokens. `seconds` are those of
 an epoch by the model of time of `planning/degrees.py`, a Llama with 7B parameters; `exchange` is the share of it in the
 exchange between ranks, and `keys/rank` the most keys that a rank looks up, over its tokens, with all heads.
-
---num plans that many documents on 8 ranks. `plain` have nothing in common, `system` a beginning of 200 tokens, `turns`
-are samples of chats with 8 turns behind such a beginning, in the order of the table and `shuffled`. CPU seconds are
-`time.process_time`; memory is the peak that tracemalloc counts, without the table, in a separate run.
 """
 
 import json
@@ -37,8 +32,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
-from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, peak_mib, table_of, write_csv
+from common import CHATS, Row, cpu_seconds, describe, json_rows, make_parser, table_of, write_csv
 from datasets import Dataset
 from rich.console import Console
 from support.planners import make_epochs
@@ -188,64 +182,16 @@ def computed(schedule: Schedule, documents: Documents, tokens_per_rank: int, nam
     }
 
 
-# Planning many documents
-
-
-def table(kind: str, num: int) -> Dataset:
-    """Random documents in memory, in chunks of 1000 rows as `datasets` writes them."""
-    rng, chunks = np.random.default_rng(0), []
-    beginning = rng.integers(0, 50_000, 200, dtype=np.int32)
-    for _ in range(num // 1000):
-        if kind == "turns":
-            documents = []
-            for chat in rng.integers(0, 50_000, (125, 8 * 60), dtype=np.int32):
-                for turn in range(1, 9):
-                    own = rng.integers(0, 50_000, 40, dtype=np.int32)
-                    documents.append(np.concatenate([beginning, chat[: 60 * turn], own]))
-        else:
-            common = beginning[: 200 if kind == "system" else 0]
-            lengths = np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 2, 7000)
-            documents = [np.concatenate([common, rng.integers(0, 50_000, n, dtype=np.int32)]) for n in lengths]
-        offsets = np.cumsum([0, *map(len, documents)]).astype(np.int32)
-        chunks.append(pa.ListArray.from_arrays(offsets, np.concatenate(documents)))
-    # with a fingerprint given, `datasets` does not hash the table for one
-    return Dataset(pa.table({"input_ids": pa.chunked_array(chunks)}), fingerprint=f"{kind}-{num}")
-
-
-def planned(rows: Dataset, is_shuffled: bool) -> Row:
-    """CPU seconds of each part."""
-    reader = TokenReader(rows)
-    documents = make_documents(reader, 8192)
-    if is_shuffled:
-        order = np.random.default_rng(0).permutation(len(documents))
-        spans = {name: getattr(documents, name)[order] for name in ("row", "start", "stop", "trained")}
-        documents = replace(documents, **spans)
-
-    def schedule(share_prefixes: str) -> Schedule:
-        return make_epochs(documents, "stream", 1, 8192, 4, RANKS, share_prefixes=share_prefixes).schedule(0)
-
-    off_s, off = cpu_seconds(lambda: schedule("off"))
-    sort_s, tokens = cpu_seconds(lambda: token_order(reader, documents))
-    documents = replace(documents, tokens=tokens)
-    family_s, family = cpu_seconds(lambda: schedule("family"))
-    row = {"documents": len(documents), "tokens": int(documents.lengths.sum())}
-    row |= {"off_s": off_s, "sort_s": sort_s, "family_s": family_s}
-    row |= {"sort_mib": peak_mib(lambda: token_order(reader, documents))}
-    return row | {"steps_off": off.num_steps, "steps_family": family.num_steps}
-
-
 def main() -> None:
     parser = make_parser(__doc__, f"folder with {', '.join(FILES.values())}")
     parser.add_argument("--tokenizer", metavar="DIR", help="with the special tokens of ChatML, such as SmolLM2's")
     parser.add_argument("--only", choices=FILES, nargs="+", default=[*FILES], help="these data only")
     parser.add_argument("--parts", type=int, metavar="TOKENS", help="tokens per rank of packs that ranks share")
-    parser.add_argument("--num", type=int, default=0, help="documents to plan; 0: none")
-    parser.add_argument("--planning", type=Path, metavar="CSV", help="for the rows of --num")
     args = parser.parse_args()
     datasets.disable_progress_bars()
     console = Console(width=180)
     console.print(describe())
-    found, timed = [], []
+    found: list[Row] = []
     if args.data and args.parts:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         for name in args.only:
@@ -262,16 +208,6 @@ def main() -> None:
                     ]
         console.print(table_of(found, PACKED, text))
         console.print(table_of([row for row in found if row["method"] != "trl bfd"], SHOWN, text))
-    if args.num:
-        for kind in ("turns", "system", "plain"):
-            rows = table(kind, args.num)
-            for order in ("as in the table", "shuffled")[: 2 if kind == "turns" else 1]:
-                timed.append({"documents_are": kind, "order": order} | planned(rows, order == "shuffled"))
-                console.print(timed[-1])
-                if args.planning:
-                    write_csv(args.planning, timed)
-            del rows
-        console.print(table_of(timed, text=text))
     write_csv(args.csv, found)
 
 

@@ -1,10 +1,8 @@
-"""Sequence parallelism on four real CPU ranks (gloo): exactness under every engine, memory, and the cost of the start.
+"""Sequence parallelism on four real CPU ranks (gloo): exactness under every engine, and which types.
 
     python benchmarks/sequence_parallel.py                       # all kinds of training under all engines
     python benchmarks/sequence_parallel.py --engines ddp zero3   # under some
     python benchmarks/sequence_parallel.py --ranks 2             # on two ranks instead of four
-    python benchmarks/sequence_parallel.py --memory              # memory of a rank as documents grow
-    python benchmarks/sequence_parallel.py --start               # seconds for process groups and proofs
     python benchmarks/sequence_parallel.py --types               # which model types two ranks can share
     python benchmarks/sequence_parallel.py --csv FILE
 
@@ -14,10 +12,6 @@ figure is the norm of the difference of the weights from one process that trains
 their change; `rounding` is the same for that process with its micro-batches in the opposite order. `faults` are planted
 in DDP, to see that the figure finds them.
 
-Memory: forward and backward of one document of T tokens by a Llama of 4 layers of 256, with the same number of tokens
-on each rank, against the same document on one rank. The figure is how much the resident memory of a rank grows at its
-peak.
-
 Types: each causal model type of transformers, tiny and random. `proved` says whether isolation is proved on one rank
 without a repair, and `shared` whether it is proved on two ranks that share each pack, which training needs.
 `difference` is that of the logits on parts from those of the whole pack, relative to the largest.
@@ -26,7 +20,6 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 import os
 import sys
 import tempfile
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -40,23 +33,18 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import PartialState
-from common import MIB, Row, describe, make_parser, peak_growth, table_of, write_csv
+from common import Row, describe, make_parser, table_of, write_csv
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shared_packs
 from support import zoo
-from support.models import build_tiny_model
 from sweep import page
 
-from trl_packfix import PackedDataCollator, check_isolation
-from trl_packfix.attention.choice import select_attention
+from trl_packfix import PackedDataCollator
 from trl_packfix.attention.exchange import make_groups
-from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
-
-TOKENS_PER_RANK = 2048
 
 
 def difference(found: Row, expected: Row) -> float:
@@ -92,49 +80,6 @@ def exactness(folder: Path, engines: list[str]) -> list[Row]:
         if found is not None and expected is not None:
             rows.append({"training": f"{kind}, fault: {fault}", "ddp": difference(found, expected)})
     return rows
-
-
-def memory_of(degree: int, num_tokens: int) -> Row:
-    """The growth on this rank for one document of `num_tokens` that `degree` ranks share."""
-    config = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-    model = build_tiny_model("llama", **config, num_key_value_heads=4, max_position_embeddings=65536)
-    select_attention(model)
-    mark_packed_forwards(model)
-    document = torch.randint(4, 260, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    batch = PackedDataCollator()([{"input_ids": document}])
-    if degree > 1:
-        batch = cut_part(batch, degree, dist.get_rank() % degree)
-    targets = {name: batch.pop(name, None) for name in ("labels", "shift_labels")}
-
-    def step() -> None:
-        model.loss_function(model(**batch).logits, **targets, vocab_size=model.config.vocab_size).backward()
-
-    return {"mib": peak_growth(step)[0] / MIB}
-
-
-def memory(folder: Path, factor: int, shared: bool) -> Row:
-    """The growth for a document of `factor` times the tokens of a rank, on as many ranks or on the first alone."""
-    shared_packs.start_gloo()
-    make_groups((2, 4))
-    found = memory_of(factor if shared else 1, factor * TOKENS_PER_RANK) if shared or dist.get_rank() == 0 else {}
-    dist.barrier()
-    return found
-
-
-def start(folder: Path) -> Row:
-    """Seconds for the groups of both degrees, and for the proofs of a tiny Llama."""
-    shared_packs.start_gloo()
-    dist.barrier()
-    started = time.perf_counter()
-    make_groups((2, 4))
-    found = {"groups of 2 and of 4": time.perf_counter() - started}
-    model = build_tiny_model("llama")
-    select_attention(model)
-    for degree in (1, 2, 4):
-        started = time.perf_counter()
-        assert check_isolation(model, degree=degree).equal
-        found[f"proof, degree {degree}"] = time.perf_counter() - started
-    return found
 
 
 def types(folder: Path) -> list[Row]:
@@ -197,11 +142,10 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def on_ranks(folder: Path, name: str, scenario: Any) -> Row:
-    """What rank 0 returns of a scenario on four ranks."""
-    shared_packs.scenarios = lambda launch: {f"ddp/{name}": partial(scenario)} if launch == "ddp" else {}
-    shared_packs.main(folder, [f"ddp/{name}"])
-    return torch.load(folder / "ddp" / f"{name}.pt")
+def types_on_ranks(folder: Path) -> list[Row]:
+    shared_packs.scenarios = lambda launch: {"ddp/types": partial(types)} if launch == "ddp" else {}
+    shared_packs.main(folder, ["ddp/types"])
+    return torch.load(folder / "ddp" / "types.pt")
 
 
 def text(x: Any) -> str:
@@ -220,8 +164,6 @@ if __name__ == "__main__":
     parser = make_parser(__doc__)
     parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
-    parser.add_argument("--memory", action="store_true", help="memory of a rank as documents grow")
-    parser.add_argument("--start", action="store_true", help="seconds for process groups and proofs")
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
     given = parser.parse_args()
@@ -229,19 +171,9 @@ if __name__ == "__main__":
         shared_packs.NUM_RANKS, shared_packs.TOKENS_PER_RANK = 2, 64
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if given.memory:
-            rows = []
-            for factor in (1, 2, 4):  # each in processes of its own: freed memory may stay resident
-                row = {"tokens": factor * TOKENS_PER_RANK, "ranks": factor, "tokens per rank": TOKENS_PER_RANK}
-                for column, shared in (("MiB per rank", True), ("MiB on one rank", False)):
-                    found = on_ranks(folder, f"memory_{factor}", partial(memory, factor=factor, shared=shared))
-                    row[column] = round(found["mib"])
-                rows.append(row)
-        elif given.types:
+        if given.types:
             shared_packs.NUM_RANKS = 2
-            rows = on_ranks(folder, "types", types)
-        elif given.start:
-            rows = [{"what": what, "seconds": seconds} for what, seconds in on_ranks(folder, "start", start).items()]
+            rows = types_on_ranks(folder)
         else:
             rows = exactness(folder, given.engines)
     print(describe())

@@ -33,7 +33,7 @@ def ran(tmp_path_factory):
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(VALUES))
-    runpy.run_path(str(ROOT / "docs" / "notebook.py"))["run"](notebook, str(tmp_path_factory.mktemp("tour")))
+    runpy.run_path(str(ROOT / "tools" / "notebook.py"))["run"](notebook, str(tmp_path_factory.mktemp("tour")))
     return notebook
 
 
@@ -45,7 +45,7 @@ def test_the_tour_learns_and_shows(ran):
     assert len(losses) == 4 and max(losses) - min(losses) < 1e-5
     assert losses[0] == pytest.approx(values["after"], abs=1e-5)
     stored = json.loads(NOTEBOOK.read_text())
-    assert outputs(ran) == outputs(stored), "stored with other outputs than it has: run `make notebook`"
+    assert outputs(ran) == outputs(stored), "stored with other outputs than it has: run `python tools/notebook.py`"
 
 
 def test_the_notebook_is_stored_with_its_outputs_and_without_noise():

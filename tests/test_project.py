@@ -34,10 +34,12 @@ def test_what_is_released_is_one_version():
 
 
 @pytest.mark.parametrize("file", sorted((GITHUB / "workflows").glob("*.yml")), ids=lambda file: file.stem)
-def test_workflows_run_make_targets_that_exist(file):
+def test_workflows_run_targets_and_tools_that_exist(file):
     jobs = yaml.safe_load(file.read_text())["jobs"]
     runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert runs and all(run.split()[0] == "make" and run.split()[1] in TARGETS for run in runs)
+    for program, *words in map(str.split, runs):
+        assert words[0] in TARGETS if program == "make" else (ROOT / program).stat().st_mode & 0o111, program
+    assert runs
 
 
 def test_workflows_test_the_python_versions_that_are_supported():
@@ -64,12 +66,12 @@ def test_templates_and_hooks_can_be_read():
     assert {hook["id"] for hook in hooks} == {"ruff", "ruff-format", "mypy"}
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "tools/README.md"])
 def test_contributors_are_sent_to_places_that_exist(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)\s#]+)\)", text):
         assert (ROOT / target).exists(), target
-    for path in re.findall(r"`((?:trl_packfix|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:trl_packfix|tests|docs|dev|tools|benchmarks|examples)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"`((?:data|training|planning|attention|isolation)/\w+\.py)`", text):
         assert (ROOT / "trl_packfix" / path).exists(), path

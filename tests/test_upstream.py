@@ -1,6 +1,6 @@
-"""Each defect in docs/upstream.md is there on the tested versions, and has a short program and a patch that applies.
+"""Each defect in dev/upstream.md is there on the tested versions, and has a short program and a patch that applies.
 
-`make upstream` also runs the programs of several processes, and each with its patch (`upstream/verify.py`).
+`python dev/upstream/verify.py` also runs the programs of several processes, and each with its patch.
 """
 
 import importlib.util
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = sorted(file for file in (ROOT / "upstream").glob("*.py") if file.name != "verify.py")
-PAGE = (ROOT / "docs" / "upstream.md").read_text()
+PROGRAMS = sorted(file for file in (ROOT / "dev/upstream").glob("*.py") if file.name != "verify.py")
+PAGE = (ROOT / "dev" / "upstream.md").read_text()
 PINNED = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 # Defects and patches are those of the tested versions
 pytestmark = pytest.mark.skipif(
     any(version(name) != PINNED[name] for name in ("trl", "transformers", "accelerate", "peft")),
-    reason="docs/upstream.md is about the versions in constraints.txt",
+    reason="dev/upstream.md is about the versions in constraints.txt",
 )
 
 
@@ -47,12 +47,12 @@ def test_a_program_is_short_and_its_patch_applies(program):
 def test_a_defect_is_still_there(program, capsys):
     code = program.read_text()
     if "torchrun" in code:
-        pytest.skip("takes two ranks: `make upstream`")
+        pytest.skip("takes two ranks: `python dev/upstream/verify.py`")
     if "import bitsandbytes" in code or "from bitsandbytes" in code:
         pytest.importorskip("bitsandbytes")
     exec(compile(code, str(program), "exec"), {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("still there: True"), (
-        f"{last!r}: the library has mended it. Remove the program, its patch and its section in docs/upstream.md, and "
+        f"{last!r}: the library has mended it. Remove the program, its patch and its section in dev/upstream.md, and "
         "what trl_packfix does about it where no supported version needs it."
     )

@@ -18,7 +18,7 @@ import trl_packfix
 PACKAGE = Path(trl_packfix.__file__).parent
 ROOT = PACKAGE.parent
 
-# docs/design.md, "The house": a module may import from its own wing and from these, and always from those in ANYONE.
+# dev/design.md, "The house": a module may import from its own wing and from these, and always from those in ANYONE.
 BELOW = {
     "planning": set(),
     "attention": set(),
@@ -115,7 +115,7 @@ def test_planning_needs_numpy_only():
 def test_the_table_is_free_of_circles_and_in_the_documentation():
     order = list(BELOW)
     assert all(order.index(other) < order.index(wing) for wing, others in BELOW.items() for other in others)
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "dev" / "design.md").read_text()
     places = [page.index(f"| `{wing}/` |") for wing in order]
     assert all(first < second for first, second in pairwise(places))
 

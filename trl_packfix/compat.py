@@ -234,7 +234,7 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
     The norms of query and key heads are on all ranks, each of which has the gradient of its own heads. transformers
     sums them over the R ranks after each backward. What it sums is the gradient accumulated so far, so the first of n
     micro-batches counts R^(n - 1) times. Here each backward begins without a gradient. Can be removed when transformers
-    sums them once per optimizer step; see docs/upstream.md.
+    sums them once per optimizer step; see dev/upstream.md.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -250,7 +250,7 @@ def declare_whole_sizes(model: nn.Module) -> None:
 
     peft 0.21 makes adapters on layers that are divided by their input (`o_proj`, `down_proj`) in the size that this
     rank has, and transformers takes these numbers for those of the whole: the first forward fails. Can be removed when
-    peft sets them; see docs/upstream.md.
+    peft sets them; see dev/upstream.md.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
@@ -262,7 +262,7 @@ def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
 
     transformers saves some types under the names of their first release, and `from_pretrained` converts them. On
     resume the Trainer reads the file without conversion, so it warns of missing keys and continues with the initial
-    weights. Can be removed when the Trainer converts them, too; see docs/upstream.md.
+    weights. Can be removed when the Trainer converts them, too; see dev/upstream.md.
 
     Raises:
         RuntimeError: a weight of the model is not in the checkpoint.
@@ -320,7 +320,7 @@ def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
 
     accelerate marks a model that it has prepared and does not prepare it again. So ranks that evaluate a model first
     would train it without DDP, without exchanging gradients. Engines prepare a model for both at once. Can be removed
-    when accelerate prepares a model for training after `evaluation_mode=True`; see docs/upstream.md.
+    when accelerate prepares a model for training after `evaluation_mode=True`; see dev/upstream.md.
     """
     is_marked = "_is_accelerate_prepared" in vars(model)
     if accelerator.distributed_type not in DDP or not is_marked:

@@ -16,7 +16,7 @@ from support.versions import current_models
 
 SCRIPT = Path(__file__).parents[1] / "on_kernels.py"
 SITE = SCRIPT.parent / "support" / "kernel_site"
-TRITON = ROOT / "benchmarks" / "triton_kernels.py"
+TRITON = ROOT / "tests" / "on_triton.py"
 CONVOLUTION = "causal_conv1d_fn(seq_idx)"
 DELTA = {CONVOLUTION, "chunk_gated_delta_rule(cu_seqlens)"}
 MAMBA2 = {CONVOLUTION, "mamba_split_conv1d_scan_combined(seq_idx)"}
@@ -119,7 +119,7 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
 @pytest.mark.processes
 @current_models
 def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
-    """`make kernels` on stand-ins: each case is right, and with a leak each is not."""
+    """`tools/kernels.sh` on stand-ins: each case is right, and with a leak each is not."""
     command = [sys.executable, str(TRITON), "--stand-ins", "--leak", "--csv", str(tmp_path / "found.csv")]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=1200)
     rows = list(csv.DictReader((tmp_path / "found.csv").open()))
@@ -131,7 +131,7 @@ def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
         assert (largest > 0.05) is (row["leaks"] == "by design"), row
 
 
-def test_what_make_kernels_found_is_of_the_versions_that_it_installs():
+def test_what_the_kernels_gave_is_of_the_versions_that_it_installs():
     """All cases that the script has now, on the versions of its constraints."""
     pinned = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints-kernels.txt").read_text(), re.MULTILINE))
     rows = list(csv.DictReader(max((ROOT / "benchmarks/results").glob("triton_kernels_*.csv")).open()))

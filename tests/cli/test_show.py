@@ -210,7 +210,7 @@ def test_the_legend_looks_like_no_document(run):
 
 @pytest.mark.slow
 def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, capsys):
-    """`make pictures` draws them again after a change of what they show."""
+    """`tools/pictures.py` draws them again after a change of what they show."""
     words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--batch-size", "1", "--max-length", "2048"]
     words += ["--world-size", "2", "--plot", str(tmp_path / "packs.png")]
     assert main(["show", str(data_dir / "t0_p3_sample.jsonl"), *words]) == 0

@@ -109,8 +109,8 @@ TRAINERS = {  # keys of transformers and TRL
 
 
 def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
-    made = runpy.run_path(str(ROOT / "docs" / "logged.py"))
-    assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `make logged`"
+    made = runpy.run_path(str(ROOT / "tools" / "logged.py"))
+    assert (ROOT / "docs" / "logging.md").read_text() == made["page"](), "run `python tools/logged.py`"
     listed = {key for keys in made["PARTS"].values() for key in keys}
     run.evaluate(run.train_dataset)
     logged = {re.sub("/[ab]$", "/NAME", key) for entry in run.state.log_history for key in entry} - TRAINERS

@@ -1,4 +1,4 @@
-"""Three rounds of `make chaos` on two ranks, and some in which each round has its own number of ranks."""
+"""Three rounds of `tests/chaos.py` on two ranks, and some in which each round has its own number of ranks."""
 
 import os
 import re

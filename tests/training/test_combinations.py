@@ -247,8 +247,8 @@ def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
 
 
 def test_the_page_is_made_of_the_records():
-    made = runpy.run_path(str(ROOT / "docs" / "combinations.py"))["page"]()
-    assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `make combinations`"
+    made = runpy.run_path(str(ROOT / "tools" / "combinations.py"))["page"]()
+    assert (ROOT / "docs" / "combinations.md").read_text() == made, "run `python tools/combinations.py`"
     cells = re.findall(r"(?<=\| )\[no\]\(#[^)]+\)(?= \|)", made)
     refused = sum(
         feature_that_refuses(one.choice, other.choice) is not None

@@ -110,7 +110,7 @@ def test_its_losses_are_refused(name, tmp_path):
 def test_the_triton_kernels_train_packs_as_unpacked(model_type):
     missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{' and '.join(missing)} not installed: `make kernels` has an environment with them")
+        pytest.skip(f"{' and '.join(missing)} not installed: `tools/kernels.sh` has an environment with them")
     command = [sys.executable, Path(__file__).parents[1] / "on_liger.py", model_type]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr

@@ -534,7 +534,7 @@ def test_an_empty_micro_batch_adds_nothing_to_the_router_statistic(pad_to_multip
 
 
 def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path):
-    """It is a product of means over a micro-batch: other groups, another value. The figures in docs/log.md."""
+    """It is a product of means over a micro-batch: other groups, another value. The figures in dev/log.md."""
     data, values = halves(16), {}
     for packing, sizes in ((False, [4]), (True, [1, 2, 4, 8, 16])):
         run = experts(tmp_path, data, packing=packing)

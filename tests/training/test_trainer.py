@@ -120,7 +120,7 @@ def test_nothing_else_is_overridden():
         "_init_training_state",
         "_run_epoch",
         "_save_rng_state",
-        "_load_from_checkpoint",  # weights that are saved under other names (docs/upstream.md)
+        "_load_from_checkpoint",  # weights that are saved under other names (dev/upstream.md)
         "_issue_warnings_after_load",  # which transformers would call missing and unexpected
         "create_model_card",  # says that the model was trained on packs, and what was proved
     }

@@ -27,8 +27,8 @@ MAX_LEVELS = 8
 """Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
 
 With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 levels 7,805 in 64, and whole documents
-126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2
-(`benchmarks/mixer_levels.py`). On a GPU a call of few rows leaves it idle, so fewer calls weigh more.
+126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2. On a GPU a call of
+few rows leaves it idle, so fewer calls weigh more.
 """
 
 

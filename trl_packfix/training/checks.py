@@ -254,7 +254,7 @@ def check_quantisation(model: nn.Module, device_type: str) -> None:
     """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference.
 
     The first forward in evaluation mode, such as that of the probe, changes the weights to this format, and gradients
-    are wrong after it. The same happens in TRL after an evaluation: see docs/upstream.md.
+    are wrong after it. The same happens in TRL after an evaluation: see dev/upstream.md.
 
     Raises:
         ValueError: a module would change its weights.

@@ -2,7 +2,7 @@
 
 `refuse` raises the message of two choices that cannot be combined. It is asked when the config is made, when the
 trainer is constructed, when the engine is known, and at the first step. docs/combinations.md is made of the same
-records (`make combinations`). A feature with settings of its own begins with its record here.
+records (`tools/combinations.py`). A feature with settings of its own begins with its record here.
 """
 
 from dataclasses import dataclass, field

@@ -124,7 +124,7 @@ def cap_fused_head(model: PreTrainedModel) -> None:
     """Let TRL's fused LM head of a model that caps its logits under another name cap them, too.
 
     TRL reads the name when it adds the head, so it is added again. Can be removed when TRL knows these names
-    (`upstream/softcap_names.py`).
+    (`dev/upstream/softcap_names.py`).
     """
     text: Any = model.config.get_text_config()
     if getattr(text, CAPS[0], None) is not None or _cap(text) is None:

@@ -1,4 +1,4 @@
-"""docs/images/*.png, made from real data by the code they show: `make pictures DATA=DIR`.
+"""docs/images/*.png, made from real data by the code they show: `python tools/pictures.py --data DIR`.
 
 DIR holds t0_p3_sample.jsonl, oasst1_en_val_threads.jsonl, qmsum_train.jsonl, gsm8k_train.jsonl and smollm2_tokenizer/.
 """
@@ -23,7 +23,7 @@ from trl_packfix.cli.sources import Tokenisation, load_rows, open_tables
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.text import pack_text, shown_packs
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FONT, POINTS, LINE, DPI = "DejaVu Sans Mono", 9, 1.45, 110
 MOST_BYTES = 300_000
 

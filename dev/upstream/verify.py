@@ -1,7 +1,7 @@
 """Run each reproduction on the installed libraries and with its patch, applied to a copy of the library.
 
-python upstream/verify.py                     # all, about 4 CPU minutes
-python upstream/verify.py deep_copy eval_loss
+python dev/upstream/verify.py                     # all, about 4 CPU minutes
+python dev/upstream/verify.py deep_copy eval_loss
 
 Exit code 0 if each defect is there and its patch mends it; 1 if not.
 """

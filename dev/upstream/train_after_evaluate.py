@@ -1,6 +1,6 @@
 """accelerate: after `Trainer.evaluate()` the ranks train without DDP.
 
-torchrun --nproc_per_node 2 upstream/train_after_evaluate.py
+torchrun --nproc_per_node 2 dev/upstream/train_after_evaluate.py
 
 Users who evaluate a model before they train it, to have a baseline, get a model of rank 0's share of the data.
 """

@@ -1,11 +1,11 @@
-"""Write docs/logging.md: every key of the log with its unit, from the code (`make logged`)."""
+"""Write docs/logging.md: every key of the log with its unit, from the code (`python tools/logged.py`)."""
 
 from pathlib import Path
 
 from trl_packfix.reporting.columns import COLUMNS
 from trl_packfix.training import callbacks, evaluation, pack_forward, totals
 
-PAGE = Path(__file__).with_name("logging.md")
+PAGE = Path(__file__).parents[1] / "docs" / "logging.md"
 Keys = dict[str, tuple[str, str]]  # unit, and what it is
 REPORT: Keys = {
     f"packing/{column.metric}": (column.unit, column.meaning or column.legend) for column in COLUMNS if column.metric

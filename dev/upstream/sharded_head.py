@@ -1,6 +1,6 @@
 """TRL: under FSDP2 the LM head of image-text models learns from the tokens of one rank.
 
-torchrun --nproc_per_node 2 upstream/sharded_head.py
+torchrun --nproc_per_node 2 dev/upstream/sharded_head.py
 
 Users who train such a model with SFT, DPO, KTO, GRPO or RLOO under FSDP2 get rows of the head that saw the tokens of
 one rank, without a warning: the first loss is right. The fused loss gathers the head by `full_tensor()`, whose backward

@@ -1,6 +1,6 @@
 """transformers: under tensor parallelism the gradients of earlier micro-batches count several times.
 
-torchrun --nproc_per_node 2 upstream/tensor_parallel_norms.py
+torchrun --nproc_per_node 2 dev/upstream/tensor_parallel_norms.py
 
 Users who accumulate gradients of Qwen3, Qwen3-MoE or GLM-4-MoE with `tp_size` train the norms of heads wrongly.
 """

@@ -1,8 +1,8 @@
 """The real Triton kernels of hybrid models on packs, by Triton's interpreter on the CPU: packs equal documents alone.
 
-    make kernels                                       # 3 CPU minutes, in an environment of its own
-    make kernels ARGS="--cases kda --csv kernels.csv"
-    python benchmarks/triton_kernels.py --stand-ins    # 7 CPU seconds, without the packages
+    tools/kernels.sh                         # 3 CPU minutes, in an environment of its own
+    tools/kernels.sh --cases kda --csv kernels.csv
+    python tests/on_triton.py --stand-ins    # 7 CPU seconds, without the packages
 
 flash-linear-attention's gated delta rule and KDA and mamba_ssm's scans of Mamba-2, forward and backward in fp32; then
 whole tiny models that call them as training does, on packs and where documents share prefixes. causal_conv1d has no
@@ -27,9 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+
 from common import columns_of, describe, make_console, make_parser, table_of, tell, write_csv
 
-SITE = Path(__file__).resolve().parents[1] / "tests" / "support" / "kernel_site"
+SITE = TESTS / "support" / "kernel_site"
 IS_REAL = "--stand-ins" not in sys.argv
 if IS_REAL:
     from support.interpreter import interpret

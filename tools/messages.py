@@ -1,11 +1,11 @@
-"""Write docs/messages.csv: every error message of the package, from the source (`make messages`)."""
+"""Write docs/messages.csv: every error message of the package, from the source (`python tools/messages.py`)."""
 
 import ast
 import csv
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "trl_packfix"
-PAGE = Path(__file__).with_name("messages.csv")
+PAGE = Path(__file__).parents[1] / "docs" / "messages.csv"
 RAISED = (
     "ValueError",
     "RuntimeError",

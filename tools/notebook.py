@@ -1,4 +1,4 @@
-"""Run examples/tour.ipynb from top to bottom and store it with its outputs: `make notebook`."""
+"""Run examples/tour.ipynb from top to bottom and store it with its outputs: `python tools/notebook.py`."""
 
 import os
 import tempfile

@@ -1,6 +1,6 @@
 """transformers: LoRA on a layer that tensor parallelism divides by its input fails in its first forward.
 
-torchrun --nproc_per_node 2 upstream/tensor_parallel_lora.py
+torchrun --nproc_per_node 2 dev/upstream/tensor_parallel_lora.py
 
 Users of LoRA with `tp_size` cannot adapt `o_proj` and `down_proj`.
 """

@@ -1,15 +1,15 @@
-"""Write docs/combinations.md: which features go together, from the records that refuse (`make combinations`)."""
+"""Write docs/combinations.md: which features go together, from the records that refuse (`tools/combinations.py`)."""
 
 from pathlib import Path
 
 from trl_packfix.training.choices import PACKING
 from trl_packfix.training.features import EXPERIMENTAL, FEATURES, Feature, feature_that_refuses
 
-PAGE = Path(__file__).with_name("combinations.md")
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BEGIN = """\
 # What goes with what
 
-Made from the records by which settings are refused (`make combinations`); a test makes every pair and compares. An
+Made from the records by which settings are refused (`tools/combinations.py`); a test makes every pair and compares. An
 empty cell: they work together.
 """
 
