@@ -9,16 +9,18 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support.launch import small
+from support.launch import fork_ranks, small
 from support.models import build_tiny_model, build_tokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from trl_packfix import SFTConfig
+from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.data.loaders import DocumentDataset
 
@@ -284,6 +286,54 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     first, second = seen[: num_steps // 2], seen[num_steps // 2 :]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
     assert first != second  # every epoch has a plan of its own
+
+
+def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsys):
+    """The same packs, steps and loss, with accumulation and on two ranks: weights are apart by rounding only. With a
+    loss that is a mean of each micro-batch they are apart by 0.1."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    path = EXAMPLES / "own_loop.py"
+    assert len(path.read_text().splitlines()) <= 150
+    own = runpy.run_path(str(path))
+    tokenizer, start = build_tokenizer(), build_tiny_model()
+    table = own["tokenise"](own["orders"](24), tokenizer)
+    settings = {"max_length": 512, "seed": 3, "learning_rate": 1e-2}
+
+    def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([x.flatten() for x in state.values()])
+
+    def train(accumulation: int) -> dict[str, torch.Tensor]:
+        args = Namespace(batch_size=1, accumulation=accumulation, epochs=2, cuda=False, **settings)
+        return runpy.run_path(str(path))["train"](deepcopy(start), table, args).state_dict()
+
+    def one_rank() -> None:
+        torch.distributed.init_process_group("gloo")
+        found = train(accumulation=2)
+        if torch.distributed.get_rank() == 0:
+            torch.save((found, capsys.readouterr().out), tmp_path / "two.pt")
+
+    found = {"one": (train(accumulation=4), capsys.readouterr().out)}
+    assert fork_ranks(2, one_rank), capsys.readouterr().err
+    found["two"] = torch.load(tmp_path / "two.pt")
+    counts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
+    trainer = SFTTrainer(
+        deepcopy(start),
+        SFTConfig(
+            tmp_path, packing=True, use_cpu=True, bf16=False, report_to="none", logging_steps=1, **counts, **settings
+        ),
+        train_dataset=table,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    assert len(logs) == 8
+    before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
+    for name, (weights, printed) in found.items():
+        assert "24 documents -> 16 micro-batches" in printed and "proved on this model" in printed
+        steps = re.findall(r"loss (\S+), gradient (\S+)", printed)
+        wanted = [(log["loss"], log["grad_norm"]) for log in logs]
+        assert [tuple(map(float, step)) for step in steps] == [pytest.approx(log, rel=2e-4) for log in wanted], name
+        assert (flat(weights) - expected).norm() / (expected - before).norm() < 1e-5, name
 
 
 @pytest.mark.parametrize("file", DEEPSPEED, ids=lambda file: file.stem)
