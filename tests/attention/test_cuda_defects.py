@@ -94,6 +94,7 @@ def test_without_another_attention_the_refusal_ends_at_the_user(played, tiny_mod
 DEVICE_ERRORS = [
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
     torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"),
     dist.DistNetworkError("The client socket has timed out"),
     RuntimeError("CUDA error: device-side assert triggered"),

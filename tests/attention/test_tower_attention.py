@@ -117,6 +117,25 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
     assert "attn_implementation='flash_attention_2'" in packed.attention.reason
 
 
+@pytest.mark.parametrize(
+    "error, raised",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError),  # `auto_find_batch_size` catches it
+        (RuntimeError("FlashAttention only supports Ampere GPUs."), tower_attention.TowerAttentionError),
+    ],
+    ids=["memory", "refusal"],
+)
+def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
+    def kernel(*arguments):
+        raise error
+
+    monkeypatch.setattr(tower_attention, "flash_on_cuda", kernel)
+    monkeypatch.setattr(tower_attention, "runs_flash", lambda *args, **kwargs: True)
+    q, bounds = torch.randn(1, 2, 5, 4, dtype=torch.bfloat16), torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(raised, match=str(error)):
+        tower_attention.tower_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, max_length_q=3)
+
+
 def prepared(family, **settings):
     return PackedModel(build_model(family), torch.float32, "cpu", 64, images=examples_of(family), **settings)
 

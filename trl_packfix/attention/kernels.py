@@ -16,6 +16,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -37,6 +39,11 @@ CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of Flas
 FLASH_TILE, MATH_TILE = 64, 256
 # The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
 ROWS_PER_DOCUMENT = 128
+# Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
+DEVICE_ERROR = re.compile(
+    r"out of memory|\b(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS"
+    r"|device-side assert|illegal memory access|can't allocate memory|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
+)
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
 
 
@@ -73,6 +80,13 @@ class FlashKernel(Protocol):
 
 class KernelError(ValueError):
     """An attention kernel cannot compute this: heads, dtype, device or a feature. It says nothing about isolation."""
+
+
+def is_device_error(error: Exception) -> bool:
+    """Whether the device or communication failed, as with a full memory. It says nothing about the model."""
+    if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
 
 
 class OwnAttentionError(KernelError):

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .kernels import CUDA_DTYPES, CudaKernel, KernelError, attend_in_rows, flash_on_cuda
+from .kernels import CUDA_DTYPES, CudaKernel, KernelError, attend_in_rows, flash_on_cuda, is_device_error
 from .models import towers
 from .varlen import cast, runs_flash
 
@@ -77,6 +77,8 @@ def tower_attention(
         try:
             out = flash_on_cuda(query, key, value, None, kernel)
         except RuntimeError as error:
+            if is_device_error(error):
+                raise
             raise TowerAttentionError(str(error)) from error
     else:
         out = attend_in_rows(query, key, value, _lengths_of(bounds), scale=scale, dropout=dropout)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
-from ..attention.kernels import KernelError
+from ..attention.kernels import KernelError, is_device_error
 from ..attention.mixers import tokens_summed_in_common
 from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
@@ -30,11 +30,6 @@ from ..data.parts import cut_part
 from ..layout import Layout
 from .randomness import DrawWatcher, device_state, set_device_state
 
-# Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
-DEVICE_ERROR = re.compile(
-    r"out of memory|\b(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS"
-    r"|device-side assert|illegal memory access|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
-)
 # How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
 KERNEL_REFUSAL = re.compile(
     r"flash[ _-]?att(ention|n)|No available kernel|Deterministic backward not supported", re.IGNORECASE
@@ -68,9 +63,7 @@ def _meaning(error: Exception) -> Exception | None:
 
     None for errors of the device and of communication: they say nothing about the model, and the context may be lost.
     """
-    if isinstance(error, KernelError | torch.AcceleratorError | torch.OutOfMemoryError | dist.DistError):
-        return None
-    if isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)):
+    if isinstance(error, KernelError) or is_device_error(error):
         return None
     if isinstance(error, RuntimeError) and NO_DRIVER in str(error):
         raise KernelError(
