@@ -36,7 +36,7 @@ ANYONE = {"compat", "layout", "version"}
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 RECIPES = [f"cli/recipe_files/{file.name}" for file in (PACKAGE / "cli" / "recipe_files").glob("*.yaml")]
-DATA_FILES = ("py.typed", "cli/zero3.json", "cli/foreign_keys.yaml", *RECIPES)
+DATA_FILES = ("py.typed", "cli/zero3.json", "training/foreign_keys.yaml", *RECIPES)
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

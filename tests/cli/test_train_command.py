@@ -17,8 +17,8 @@ from trl.scripts import sft
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import main, training
-from trl_packfix.cli.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
+from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
 ROOT = Path(__file__).parents[2]
 QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm true --save_strategy no".split()

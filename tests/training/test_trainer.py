@@ -60,6 +60,26 @@ def test_arguments_are_those_of_trl():
 
 
 @pytest.mark.parametrize(
+    "kind, given, said",
+    [
+        (
+            SFTConfig,
+            "max_seq_length",
+            "`SFTConfig`, which has no such argument. `max_seq_length` is `max_length` here.",
+        ),
+        (SFTConfig, "overwrite_output_dir", "`overwrite_output_dir` can be removed: "),
+        (SFTTrainer, "tokenizer", "`tokenizer` is `processing_class` here."),
+        (SFTTrainer, "packing", "Set it in the config: `args=SFTConfig(packing=...)`."),
+        (SFTTrainer, "max_seq_length", "Set it in the config: `args=SFTConfig(max_length=...)`."),
+        (SFTTrainer, "lora_rank", r"got an unexpected keyword argument 'lora_rank'"),  # a flag, and no field
+    ],
+)
+def test_an_argument_of_earlier_trl_is_refused_with_its_name_here(kind, given, said):
+    with pytest.raises(TypeError, match=f"{re.escape(said)}"):
+        kind(**{given: 512})
+
+
+@pytest.mark.parametrize(
     "method, parameters",
     [
         ("_prepare_dataset", "self dataset processing_class args packing formatting_func dataset_name"),

@@ -17,8 +17,8 @@ from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
+from ..training.foreign_keys import hints
 from .flags import did_you_mean
-from .foreign_keys import hints
 from .sources import FORMATS, is_saved, load_named, load_rows
 
 

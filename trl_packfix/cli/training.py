@@ -22,9 +22,9 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from ..compat import end_training
 from ..training.checkpoints import choose_checkpoint
 from ..training.config import SFTConfig
+from ..training.foreign_keys import hints, other_defaults
 from ..training.trainer import SFTTrainer
 from .flags import did_you_mean
-from .foreign_keys import hints, other_defaults
 from .mixture import MixtureConfig, load_mixture
 from .sources import FORMATS, in_utf8, is_saved, load_named, load_rows
 

@@ -21,6 +21,7 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from .choices import Setup
 from .features import EXPERIMENTAL, refuse
+from .foreign_keys import with_hints
 from .progress import say_deepspeed_communicates
 
 Weighting = Literal["token", "document"]
@@ -207,6 +208,9 @@ class SFTConfig(trl.SFTConfig):
         return self.overlong or STRATEGIES[self.packing_strategy].overlong
 
 
+SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]  # `dataclass` makes it
+
+
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     """Make our `SFTConfig` from what a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
 
@@ -227,7 +231,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     warnings.warn(
         "`args` is a `TrainingArguments`, which has no `packing`: documents are not packed. Pass an `SFTConfig` with "
         "`packing=True`.",
-        stacklevel=3,
+        stacklevel=4,
     )
     values: dict[str, Any] = args.to_dict()
     values["hub_token"] = args.hub_token  # `to_dict` hides it

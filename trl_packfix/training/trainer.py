@@ -44,6 +44,7 @@ from . import assistant_only, bad_rows, checks, messages, per_turn
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
+from .foreign_keys import with_hints
 from .loading import TrainingData
 from .objective import Objective, check_one_document_per_row
 from .progress import say_deepspeed_offloads
@@ -104,6 +105,7 @@ class SFTTrainer(trl.SFTTrainer):
     evaluation: Evaluation
     restart: Restart
 
+    @partial(with_hints, fields=SFTConfig.__dataclass_fields__)
     def __init__(  # noqa: PLR0913 - the signature of TRL
         self,
         model: "str | PreTrainedModel | PeftModel",

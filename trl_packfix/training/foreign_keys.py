@@ -1,13 +1,17 @@
-"""What keys of other trainers' files are called here, and what such files mean where they are silent.
+"""What settings of other trainers and of earlier TRL are called here, and what their files mean where silent.
 
 The tables are in `foreign_keys.yaml`.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
+from functools import wraps
+from inspect import signature
 from pathlib import Path
+from typing import ParamSpec
 
 import yaml
 
+Arguments = ParamSpec("Arguments")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 RENAMED = {name: field for field, names in TABLES["renamed"].items() for name in names}
 EXPLAINED = {name: note for note, names in TABLES["explained"].items() for name in names}
@@ -43,3 +47,34 @@ def other_defaults(names: Set[str]) -> str:
             texts = ", ".join(unset).replace("True`", "true`").replace("False`", "false`")
             return f" {trainer} has other defaults. To train what it trained, also set {texts}." if unset else ""
     return ""
+
+
+def with_hints(init: Callable[Arguments, None], fields: Collection[str] = ()) -> Callable[Arguments, None]:
+    """`init` with a TypeError that says what an argument of other trainers, or of earlier TRL, is called here.
+
+    Args:
+        fields: those of the config that `init` takes as `args`.
+    """
+    own = signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        sentences = {name: _place(name, own, fields) for name in kwargs if name not in own}
+        if any(sentences.values()):
+            names = ", ".join(f"`{name}`" for name, sentence in sentences.items() if sentence)
+            kind = init.__qualname__.partition(".")[0]
+            raise TypeError(f"{names} was given to `{kind}`, which has no such argument.{''.join(sentences.values())}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _place(name: str, own: Collection[str], fields: Collection[str]) -> str:
+    """What an unknown argument is here, as a sentence; "" if that is not known."""
+    if name == "tokenizer" and "processing_class" in own:
+        return " `tokenizer` is `processing_class` here."
+    if name in fields:
+        return f" Set it in the config: `args=SFTConfig({name}=...)`."
+    field = RENAMED.get(name, "").partition(":")[0]
+    hint = hints([name]) if name in NOT_NEEDED or field in own or field in fields else ""
+    return hint + f" Set it in the config: `args=SFTConfig({field}=...)`." * (field in fields)
