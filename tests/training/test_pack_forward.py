@@ -89,6 +89,7 @@ CASES = [
     ("rloo", "llama", {"beta": 0.0}),
     ("sft", "llama", {}),
     ("trainer", "llama", {}),
+    ("trainer", "minimax", {}),  # repaired; the trainer gives it `num_items_in_batch`
 ]
 NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, options in CASES]
 

@@ -141,7 +141,8 @@ class RepairedModule(ModelHooks):
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITIONS if place == "position_ids" else None)
-                if axes is None and place not in self.axes.inputs:
+                # A scalar, such as the `num_items_in_batch` of transformers' trainer, is the same for all documents
+                if axes is None and place not in self.axes.inputs and value.dim() > 0:
                     raise ValueError(
                         f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
                         'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
