@@ -345,6 +345,19 @@ def test_a_full_memory_is_no_verdict(monkeypatch):
         check_isolation(model)
 
 
+@pytest.mark.parametrize("longest, said", [(0, "raises without packing, too"), (13, "refuses a pack")])
+def test_what_a_row_raises_is_no_fault_of_packs(longest, said):
+    model = build_tiny_model()
+
+    def fail(module, args):
+        if module.training and args[0].shape[1] > longest:
+            raise ValueError("no pinned memory")
+
+    model.model.layers[0].register_forward_pre_hook(fail)
+    report = check_isolation(model)
+    assert report.summary() == f"the model {said}: no pinned memory" and report.runs_unpacked is bool(longest)
+
+
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
     run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
     run.train()

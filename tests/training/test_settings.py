@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import ModelConfig, get_peft_config
 
 import trl_packfix
-from trl_packfix import SFTConfig
+from trl_packfix import PackingLeakError, SFTConfig
 from trl_packfix.cli import main
 from trl_packfix.training.checks import check_quantisation
 
@@ -286,6 +286,11 @@ GROUPS = {
 def test_offloading_on_a_cpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`activation_offloading=True` on the CPU was given with packing.*Leave"):
         trainer(tmp_path, texts(), activation_offloading=True)
+    run = trainer(
+        tmp_path, texts(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}, max_steps=1
+    )
+    with pytest.raises(PackingLeakError, match=r"without packing, and it raised: pin_memory=True .* not the cause"):
+        run.train()
 
 
 # Adapters

@@ -134,7 +134,19 @@ def check_prefixes(
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     """The report on a model that raises."""
-    return IsolationReport(False, False, inf, inf, None, 0.0, probe.attention, error=str(error), degree=probe.degree)
+    of_row = probe.error_unpacked()
+    return IsolationReport(
+        isolated=False,
+        equal=False,
+        max_change=inf,
+        max_difference=inf,
+        max_gradient=None,
+        tolerance=0.0,
+        attention=probe.attention,
+        error=of_row or str(error),
+        degree=probe.degree,
+        runs_unpacked=of_row is None,
+    )
 
 
 Gap = tuple[float, Evidence]  # a change of states relative to the largest one, and the two runs that show it

@@ -40,6 +40,7 @@ class IsolationReport:
         unreachable: thresholds of the model above `max_length`, which were not tested.
         attention: the implementation that was tested.
         error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
+        runs_unpacked: False if it raises on a row without packing, too; `error` is then that of the row.
         repaired: the repairs that were in place, and how these modules run.
         degree: ranks that shared each pack.
         reads_ahead: whether a token changes earlier states of its own document in unpacked TRL, too, so that the model
@@ -62,11 +63,13 @@ class IsolationReport:
     repaired: list[Repair] = field(default_factory=list)
     degree: int = 1
     reads_ahead: bool = False
+    runs_unpacked: bool = True
 
     def summary(self) -> str:
         """The result in one line."""
         if self.error is not None:
-            return f"the model refuses a pack: {self.error}"
+            problem = "refuses a pack" if self.runs_unpacked else "raises without packing, too"
+            return f"the model {problem}: {self.error}"
         if not self.isolated and self.max_gradient and self.max_change <= self.tolerance and not self.leaks:
             return f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
         if not self.isolated:
@@ -103,6 +106,12 @@ class IsolationReport:
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
                 "or `packing=False` and `padding_free=False`."
+            )
+        if self.error is not None and not self.runs_unpacked:
+            raise PackingLeakError(
+                "A row of one document was given to this model in training mode, without packing, and it raised: "
+                f"{self.error.rstrip('.')}. So packs are not the cause, and none can be tested. Change what this error "
+                "names; `packing=False` only leaves out the test."
             )
         if self.error is not None:
             raise PackingLeakError(

@@ -178,6 +178,8 @@ class PackedModel:
         self.isolation = report = self._judged(partial(self._check, wrapped))
         if self.attention is not before:
             self._forget()
+        if not report.runs_unpacked:
+            return report
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:

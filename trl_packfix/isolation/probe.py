@@ -188,6 +188,19 @@ class Probe:
         with self.evaluating(), torch.no_grad():
             self._states({"input_ids": ids.to(self.device), "use_cache": False})
 
+    def error_unpacked(self) -> str | None:
+        """What the model raises on a row in training mode, without packing and with its own attention; None if nothing.
+
+        `alone` runs in eval mode without gradients, and so without checkpointing. An engine would wait for a backward.
+        """
+        ids = self.tokens(LENGTHS[0])
+        try:
+            with self.as_given(len(ids)), torch.set_grad_enabled(not self.has_engine):
+                self._states(self.row(ids))
+        except (CannotRun, KernelError) as error:
+            return str(error)
+        return None
+
     def row(self, ids: Tensor) -> dict[str, Any]:
         """The batch of a document alone: (1, n), or (1, n + PADDING) where the model needs padding."""
         return self._row(ids, self._is_padded())

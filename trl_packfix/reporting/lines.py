@@ -276,7 +276,7 @@ def _isolation(report: ReportNumbers) -> Lines:
 
 def _isolation_text(isolation: IsolationReport) -> str:
     if isolation.error is not None:
-        return f"NOT POSSIBLE: the model refuses a pack: {isolation.error}"
+        return f"NOT POSSIBLE: {isolation.summary()}"
     if not isolation.isolated:
         return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.rounding})"
     gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""

@@ -151,6 +151,7 @@ FEATURES = (
             of.OFFLOADING_ON_CPU: "It moves activations from an accelerator to the memory of the CPU, where they are "
             "already, and TRL's code for it fails there",
         },
+        remedies={of.OFFLOADING_ON_CPU: "Leave `activation_offloading` unset: it fails without packing, too"},
         page="packing.md",
         proof="documents do not change each other, and each is what it is alone",
     ),
