@@ -21,7 +21,7 @@ NATIVE = """cohere2 deepseek_v3 ernie4_5 gemma2 gemma3_text gpt_neox granite jam
 REPAIRED = "bart minimax recurrent_gemma".split()
 # FlashAttention-2 would drop the sinks of one, the config of another refuses it, and on the third transformers does not
 # pass its window: the proof against the model as given finds that
-OTHERS = {"gpt_oss": "packfix_varlen", "hrm_text": "packfix_varlen", "qwen2_moe": "sdpa"}
+OTHERS = {"gpt_oss": "packfix_varlen", "hrm_text": "packfix_varlen", "qwen2_moe": "packfix_varlen"}
 
 
 def run(folder, *arguments):

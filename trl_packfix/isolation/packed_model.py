@@ -196,7 +196,9 @@ class PackedModel:
             of_packs: False where packs have passed: then no other implementation of attention is tried.
         """
         report = self._on_kernels(proof, of_packs)
-        for kernel in (self.attention.activates, TOWER_ATTENTION if self._has_own_towers else None):
+        name = self.attention.name
+        flash_attn = name if "flash" in name and name != self.attention.previous else None
+        for kernel in (self.attention.activates, flash_attn, TOWER_ATTENTION if self._has_own_towers else None):
             if kernel is None or _is_right(report):
                 continue
             self._use(kernel, refusal=report.summary())
@@ -260,7 +262,7 @@ class PackedModel:
         return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(base_model(self.model)))
 
     def _use(self, kernel: str, refusal: str | None = None) -> None:
-        """Use FlashAttention-3, or our attention in vision towers; with `refusal`, the reason, do without it."""
+        """Use FlashAttention-3, flash-attn, or our attention in vision towers; with `refusal`, why, do without it."""
         self.rest()
         if refusal is None:
             del self._refusals[kernel]
