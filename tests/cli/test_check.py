@@ -282,7 +282,7 @@ def test_what_the_sweep_cannot_do_is_said_before_it_starts(words, message, tmp_p
 
 def test_a_model_that_does_not_exist_is_exit_code_2(capsys):
     assert main(["check", "no/such/model"]) == 2
-    assert "no/such/model" in capsys.readouterr().err
+    assert "`check no/such/model` was given" in capsys.readouterr().err
 
 
 def test_the_csv_is_plain():

@@ -207,7 +207,7 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
     tables = [line.split() for line in lines if line.split()[:1] == ["max_length"]]
     wanted = ["packs", "filled", "padded", "steps", "docs/step", "imbalance", "cut", "lost"]
     wanted += ["exchange", "time/bound", "part", "micro-steps", "by", "degree"] if several else []
-    wanted += ["PFLOP", "tokens/s", "hours"] if several else ["PFLOP"]
+    wanted += ["PFLOP", "tokens/s", "time"] if several else ["PFLOP"]
     assert [table[:3] for table in tables] == [["max_length", "strategy", "ranks"]] * len(tables)
     assert [name for table in tables for name in table[3:]] == wanted  # each column once, in this order
     assert (len(tables) == 1) == (width == 160 and not several)
@@ -225,6 +225,10 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
         (["rows.jsonl"], "Set `--tokenizer` or `--model`"),
         (["rows.jsonl", "a.txt", "--tokenizer", "model"], "1 files of lengths and 1 datasets"),
         (["a.txt", "--world-size", "0"], "`--world-size 0`"),
+        (["a.txt", "--world-size", "1000000000"], "at most 1,048,576"),
+        (["a.txt", "--tflops", "nan"], "`--tflops nan` was given"),
+        (["a.txt", "--model", "no/such/model"], "`--model no/such/model` was given"),
+        (["rows.jsonl", "--tokenizer", "model", "--num-proc", "0"], "`--num-proc 0` was given"),
         (["a.txt", "--batch-size", "0"], "`--batch-size 0`"),
         (["a.txt", "--max-length", "1"], "`max_length=1` was given"),
         (["a.txt", "--max-length", "8", "--strategy", "wrapped", "--overlong", "drop"], "splits long documents"),
@@ -373,8 +377,8 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
     assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err
 
 
-def test_memory_without_data(workplace, capsys):
-    """The largest length fits, the next does not; as a table the same rows, and what is modelled."""
+def test_memory_without_data(workplace, monkeypatch, capsys):
+    """The largest length fits, the next does not; in 80 columns the same rows, what is modelled, and what fits."""
     words = ["--model", workplace / "model", "--gpus", 1, 8, "--batch-size", 1, "--max-length", 64]
     rows = plan(capsys, *words, "--memory", 1.1)["memory"]
     assert len(rows) == 2 * 6 * 2 and {row["gpus"] for row in rows} == {1, 8}
@@ -383,9 +387,15 @@ def test_memory_without_data(workplace, capsys):
     assert one["optimizer"] == pytest.approx(8 * eight["optimizer"])
     again, saved = (by_name[1, "full, DDP", checkpointing] for checkpointing in (True, False))
     assert 1 < saved["largest"] < again["largest"] <= 4096
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "80"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
     assert main(["plan", *map(str, words), "--memory", "1.1"]) == 0
-    shown = capsys.readouterr().out
-    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown and shown.count("LoRA, ZeRO-2") == 4
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    shown = " ".join(shown.split())
+    assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU; full on 1 GPU" in shown
+    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown and shown.count("LoRA, ZeRO-2") == 8
     assert "Modelled: gathered" in shown and "Not measured on a GPU" in shown
 
 
@@ -417,7 +427,8 @@ def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
     [
         ([], "without DATA and without `--memory`"),
         (["--memory", "80"], "`--memory 80` was given without `--model`"),
-        (["--memory", "1", "--model", "M"], "1 GiB are set aside"),
+        (["--memory", "1", "--model", "M"], "1 GiB is set aside"),
+        (["--memory", "nan", "--model", "M"], "`--memory nan` was given"),
         (["--offload"], "`--offload` was given without `--memory`"),
     ],
 )

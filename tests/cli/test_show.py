@@ -90,8 +90,8 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
         assert len(marked.replace("<|im_end|>", "e").replace("\\n", "n")) == int(trained)  # one token per byte
         assert f"question {row}\\n" in text.split("[[")[0]
     short = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "10")
-    hidden = [int(n) for n in re.findall(r"\[\.\.\. (\d+) \.\.\.\]", short)]
-    assert hidden == [int(row[2]) + 1 - 10 for row in rows]
+    hidden = [(int(n), int(t)) for n, t in re.findall(r"\[\.\.\. (\d+), (\d+) of them trained \.\.\.\]", short)]
+    assert hidden == [(int(row[2]) + 1 - 10, int(row[3]) - 5) for row in rows]  # each ends with trained tokens
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -230,11 +231,17 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
     (["--config=run.yaml"], "warmup_ratio: 0.1", "`warmup_ratio` is `warmup_steps` here (a value below 1 is the share"),
     (["--config=run.yaml"], "{stage: sft, cutoff_len: 64, lora_rank: 8}", "set `packing: false`, `assistant_only_loss"),
+    ([*MODEL, *DATA, "--learning_rate", "nan"], None, "`learning_rate=nan` was given"),
+    ([*MODEL, *DATA, "--dataloader_num_workers", "-1"], None, "`dataloader_num_workers=-1` was given"),
+    ([*MODEL, *DATA, "--use_liger_kernel"], None, "`use_liger_kernel` needs liger-kernel"),
+    ([*MODEL, *DATA, "--chat_template_path", "no.jinja"], None, "`chat_template_path=no.jinja` was given"),
+    ([*DATA, "--model_name_or_path", "no/model"], None, "`--model_name_or_path no/model` was given"),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repeat: 1.0e+12}]", "`repeat: 1e+12` was given"),
     ([*MODEL, *DATA, "--test_split_size", "0.1"], None, "`test_split_size: 0.1` was given without `datasets`"),
     (
         [*MODEL, *DATA, "--attn_implementation", "flash_attention_3"],
         None,
-        "`attn_implementation: flash_attention_3` was",
+        "needs a package that is not here: FlashAttention3",
     ),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, type: chat}]", "`type` can be removed: the form of a row"),
     (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),
@@ -260,6 +267,13 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
     (line,) = (line for line in lines if line.startswith("trl-packfix train: "))
     assert line == lines[-1] and message in line and line.endswith(".")
     assert not (workplace / "refused").exists()
+
+
+@pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is installed")
+def test_an_optimizer_without_its_package_is_refused_before_the_proof(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    assert main(["train", *QUICK, "--output_dir", "no8bit", *MODEL, *DATA, "--optim", "adamw_8bit"]) == 2
+    assert "`--optim adamw_8bit` was given. It cannot be loaded: " in capsys.readouterr().err
 
 
 def test_a_config_file_may_be_given_with_an_equals_sign(workplace, monkeypatch):

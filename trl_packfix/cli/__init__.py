@@ -22,8 +22,8 @@ COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    For a ValueError or OSError the message is printed, and the exit code is 2. Once `train` has read its input, errors
-    are those of the run and are raised.
+    For a ValueError, an OSError or a missing package the message is printed, and the exit code is 2. Once `train` has
+    read its input, errors are those of the run and are raised.
     Characters that the terminal cannot show are printed as escapes. If the reader of a pipe closes it, the exit code is
     141 (128 + SIGPIPE), as in other programs.
     """
@@ -41,11 +41,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         return 141
-    except (ValueError, OSError) as error:  # OSError: no such model, no such file
-        if hasattr(args, "shows_traceback"):
+    except (ValueError, OSError, ImportError) as error:  # OSError: no such model, no such file
+        is_broken = isinstance(error, ImportError) and error.name is not None  # an import failed, no check of packages
+        if is_broken or hasattr(args, "shows_traceback"):
             raise
-        print(f"trl-packfix {args.command}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        print(
+            f"trl-packfix {args.command}: {_message(error)}",
+            *getattr(error, "__notes__", ()),
+            sep="\n",
+            file=sys.stderr,
+        )
         return 2
+
+
+def _message(error: Exception) -> str:
+    """Like the package's own messages also for errors of Python and of transformers: what, why, and what to set."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return (
+            f"`{error.filename}` was given, or is needed for what was given. It cannot be opened or made: "
+            f"{error.strerror}. Give a path that exists and that you may read, or for output a folder that you may "
+            "write."
+        )
+    if isinstance(error, ImportError):
+        reason = str(error).rstrip(".")
+        return (
+            f"A setting was given that needs a package that is not here: {reason}. Install it, or change the setting."
+        )
+    return str(error)
 
 
 def run_program() -> None:

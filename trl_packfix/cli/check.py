@@ -36,8 +36,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..data.dataset_checks import check_max_length
     from .check_model import check_model
 
+    check_max_length(args.max_length, 1)
     result = check_model(
         args.model,
         args.config_only,

@@ -25,6 +25,7 @@ from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..reporting.report import show_lines
 from ..survey.shrinking import random_model, tiny_like
+from .flags import MODEL, named
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,7 @@ def check_model(
         trust_remote_code: whether code that comes with the model may run; without it such a model is refused.
 
     Raises:
-        ValueError: settings that cannot work.
-        OSError: the model cannot be found or read.
+        ValueError: settings that cannot work, or a model that cannot be found or read.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -209,10 +209,12 @@ def _load(
     name: str, config_only: bool, dtype: torch.dtype, *, attn_implementation: str | None, trust_remote_code: bool
 ) -> nn.Module:
     trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
+    with named(f"check {name}", MODEL):
+        config = AutoConfig.from_pretrained(name, **trust)
     if not config_only:
         create: Any = create_model_from_path
         return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None, **trust)
-    model: Any = tiny_model(AutoConfig.from_pretrained(name, **trust), **trust)
+    model: Any = tiny_model(config, **trust)
     model.to(dtype)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)

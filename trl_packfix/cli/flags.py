@@ -4,7 +4,8 @@ Every flag can also be written like the field of `SFTConfig`, so the flags of a 
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,6 +29,27 @@ def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
     known = list(known)
     alike = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=0.75))
     return f" (did you mean {', '.join(f'`{name}`' for name in alike)}?)" if alike else ""
+
+
+@contextmanager
+def named(setting: str, what: str) -> Iterator[None]:
+    """Name the setting whose value cannot be loaded: most messages of transformers name the hub only.
+
+    Args:
+        setting: with its value, as it was given.
+        what: to give instead.
+
+    Raises:
+        ValueError: instead of an OSError, a ValueError, or the ImportError of a missing package.
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"`{setting}` was given. It cannot be loaded: {reason}. Give {what}.") from error
+
+
+MODEL = "the name of a model on the hub or a folder with one, and `--trust-remote-code` if it has code that you trust"
 
 
 def add_document_flags(parser: argparse.ArgumentParser, needs_data: bool = True) -> None:
@@ -146,6 +168,11 @@ def add_packing_flags(parser: argparse.ArgumentParser, several: bool) -> None:
 def tokenisation(args: argparse.Namespace) -> "Tokenisation":
     from .sources import Tokenisation
 
+    if args.dataset_num_proc is not None and args.dataset_num_proc < 1:
+        raise ValueError(
+            f"`--num-proc {args.dataset_num_proc}` was given. It counts the processes that tokenise, and there is at "
+            "least one. Set `--num-proc` to 1 or more."
+        )
     names = {field.name for field in fields(Tokenisation)} & vars(args).keys()
     return Tokenisation(**{name: getattr(args, name) for name in names})
 
@@ -183,7 +210,8 @@ def load_model_config(args: argparse.Namespace) -> Any:
         return None
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    with named(f"--model {args.model}", MODEL):
+        return AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
 
 
 def load_cost_model(args: argparse.Namespace, reader: "Rows") -> "CostModel":

@@ -26,6 +26,7 @@ from ..training.config import SFTConfig
 from ..training.planner import make_planner
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
+MOST_MICRO_BATCHES = 2**20  # of a step; larger than any cluster, and a plan of it needs 0.1 GB
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,7 @@ def forecasts(
         policy = _policy(config)
         if documents is None or policy != made_for:
             documents, made_for = _documents(reader, config), policy
-        batch_size = config.per_device_train_batch_size
-        planner = make_planner(
-            config, documents, cost_model, world_size=world_size, synchronisation=synchronisation, batch_size=batch_size
-        )
+        planner = _planner(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
         report = make_report(planner, config.effective_overlong, reader)
         if not planner.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
@@ -120,12 +118,31 @@ def forecasts(
 def planner_for(reader: Rows, config: SFTConfig, world_size: int, *, cost_model: CostModel) -> EpochPlanner:
     """The planner of a training run with this config on `world_size` ranks."""
     documents = _documents(reader, config)
+    return _planner(documents, config, world_size, cost_model=cost_model, synchronisation="micro")
+
+
+def _planner(
+    documents: Documents,
+    config: SFTConfig,
+    world_size: int,
+    *,
+    cost_model: CostModel,
+    synchronisation: Synchronisation,
+) -> EpochPlanner:
+    """Raises ValueError for a step of more micro-batches than can be planned in memory."""
+    num = world_size * config.gradient_accumulation_steps
+    if num > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"`--world-size {world_size}` and `--accumulation {config.gradient_accumulation_steps}` were given. A plan "
+            f"has a place for each of the {num:,} micro-batches of a step, at most {MOST_MICRO_BATCHES:,}. Set "
+            "them to what you will train with."
+        )
     return make_planner(
         config,
         documents,
         cost_model,
         world_size=world_size,
-        synchronisation="micro",
+        synchronisation=synchronisation,
         batch_size=config.per_device_train_batch_size,
     )
 

@@ -3,26 +3,41 @@
 import argparse
 from functools import partial
 from itertools import product
+from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from ..reporting.columns import Column
 from . import flags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from rich.table import Table
+    from ..data.model_memory import Method, Peak
 
 MOST_TOKENS = 2**24
 ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
+NUMBERS = tuple(2**power for power in range(11))  # of GPUs, among which the fewest that fit are looked for
+KEYS = (
+    Column("training", itemgetter("method"), text=""),
+    Column("ckpt", lambda row: "yes" if row["checkpointing"] else "no", text=""),
+)
+COLUMNS = (
+    *KEYS,
+    Column("peak", itemgetter("peak"), ".1f"),
+    Column("largest", lambda row: row["largest"] or None),
+    Column("plain loss", lambda row: row["largest_plain_loss"] or None),
+    *(Column(name, itemgetter(name), ".1f") for name in PARTS if name != "peak"),
+)
 NOTES = """\
-GiB on each GPU, of {memory:g}, less {aside:g} for the CUDA context and fragments.
-Not measured on a GPU. Counted: weights, gradients, optimizer (AdamW), activations{but}.
-Modelled: gathered, head (LM head and TRL's fused loss), layer (temporaries of backward, and with checkpointing what is
-computed again), attention (its work space{copied}). head is not in memory together with layer and attention.
-LoRA: rank 16 on all linear layers of a bfloat16 model. "plain loss": {unit} with all logits in memory, as with
-compute_loss_func. Each communicator of NCCL takes 0.1 to 0.4 GiB more, an estimate; tokens_per_rank needs one for each
-degree."""
+GiB on each GPU, of {memory:g}, less {aside:g} for the CUDA context and fragments. ckpt: gradient_checkpointing. \
+largest: the {unit} that fits; plain loss: the same with all logits in memory, as with compute_loss_func.
+Not measured on a GPU. Counted: weights, gradients, optimizer (AdamW), activations{but}. Modelled: gathered, head (LM \
+head and TRL's fused loss), layer (temporaries of backward, and with checkpointing what is computed again), attention \
+(its work space{copied}). head is not in memory together with layer and attention.
+LoRA: rank 16 on all linear layers of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 GiB more, an \
+estimate; tokens_per_rank needs one for each degree."""
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +59,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that contradict each other.
 
     Raises:
-        ValueError: neither data nor memory; memory without a model, or not above the share that is set aside.
+        ValueError: neither data nor memory; memory without a model, or no number above the share that is set aside.
     """
     if args.memory is None:
         if args.offload:
@@ -62,15 +77,17 @@ def check(args: argparse.Namespace) -> None:
             f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
             "Give `--model` too."
         )
-    if args.memory <= ASIDE:
+    if not ASIDE < args.memory < inf:
         raise ValueError(
-            f"`--memory {args.memory:g}` was given. {ASIDE:g} GiB are set aside for the CUDA context, so nothing is "
-            "left. Set the memory of one GPU in GiB, such as 80."
+            f"`--memory {args.memory:g}` was given. {ASIDE:g} GiB is set aside for the CUDA context, so it must be a "
+            f"number above {ASIDE:g}. Set the memory of one GPU in GiB, such as 80."
         )
 
 
-def predictions(args: argparse.Namespace, max_length: int, documents: int, *, config: Any) -> list[dict[str, Any]]:
-    """A row for each number of GPUs, method, and with and without checkpointing; sizes in GiB."""
+def predictions(
+    args: argparse.Namespace, max_length: int, documents: int, *, config: Any
+) -> tuple[list[dict[str, Any]], str]:
+    """A row for each number of GPUs, method, and with and without checkpointing, in GiB; and a line of what fits."""
     from ..attention.runs import COPIED_BYTES
     from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak
 
@@ -80,19 +97,21 @@ def predictions(args: argparse.Namespace, max_length: int, documents: int, *, co
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
     sizes = {key: count_model(config, method) for key, method in counted.items()}
-    rows = []
-    for gpus, method, checkpointing in product(args.world_size, METHODS, (True, False)):
-        of_model = sizes[method.lora, method.engine == "DDP"]
-        peak = partial(
+    peaks = {
+        method: partial(
             predict_peak,
-            of_model,
+            sizes[method.lora, method.engine == "DDP"],
             method,
-            gpus=gpus,
-            checkpointing=checkpointing,
             documents=documents,
             copied_keys=copied,
             offload=args.offload,
         )
+        for method in METHODS
+    }
+    rows = []
+    for gpus, method, checkpointing in product(args.world_size, METHODS, (True, False)):
+        of_model = sizes[method.lora, method.engine == "DDP"]
+        peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row["host"] = sum(of_model.saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
@@ -102,31 +121,28 @@ def predictions(args: argparse.Namespace, max_length: int, documents: int, *, co
             most = largest_tokens(partial(peak, fused_loss=fused), (args.memory - ASIDE) * GIB, MOST_TOKENS)
             row[name] = most if args.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
         rows.append(row)
-    return rows
+    memory = (args.memory - ASIDE) * GIB
+    fits = [_fewest({key: peaks[key] for key in METHODS if key.lora == lora}, tokens, memory) for lora in (True, False)]
+    return rows, f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
 
 
-def tables(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> "tuple[list[Table], str]":
-    """A table for each number of GPUs, and what its columns mean."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: float) -> str:
+    """The fewest GPUs on which one of these methods fits, and how: the simplest engine, and checkpointing if needed."""
+    for gpus, (method, peak), checkpointing in product(NUMBERS, peaks.items(), (False, True)):
+        if peak(tokens=tokens, gpus=gpus, checkpointing=checkpointing).total <= memory:
+            how = [] if gpus == 1 and method.engine == "DDP" else [method.engine]
+            how += ["checkpointing"] if checkpointing else []
+            return f"on {gpus:,} GPU{'s'[: gpus > 1]}{' with '[: 6 * len(how)]}{' and '.join(how)}"
+    return f"on no number of GPUs up to {NUMBERS[-1]:,}"
 
+
+def notes(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> str:
+    """What the columns mean."""
     unit = "max_length" if args.tokens_per_rank is None else "tokens_per_rank"
-    per_number = []
-    for gpus in args.world_size:
-        table = Table(box=SIMPLE, pad_edge=False, title_justify="left")
-        table.title = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
-        for heading in ("training", "checkpointing", *PARTS, f"largest {unit}", "plain loss"):
-            table.add_column(heading, justify="left" if heading == "training" else "right", no_wrap=True)
-        for row in rows:
-            if row["gpus"] == gpus:
-                cells = [f"{row[name]:.1f}" for name in PARTS]
-                most = [f"{row[name]:,}" if row[name] else "-" for name in ("largest", "largest_plain_loss")]
-                table.add_row(row["method"], "yes" if row["checkpointing"] else "no", *cells, *most)
-        per_number.append(table)
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
     copied = "" if args.share_prefixes == "off" else ", with copied keys of shared prefixes"
-    notes = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"the largest {unit}")
+    text = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"largest {unit}")
     if args.offload:
         most = max(row["host"] for row in rows)
-        notes += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."
-    return per_number, notes
+        text += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."
+    return text

@@ -5,6 +5,7 @@ epoch, so the ratio of the sources is exact, with any packing.
 """
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,8 @@ from trl.scripts.utils import DatasetConfig, get_dataset
 from ..training.foreign_keys import hints
 from .flags import did_you_mean
 from .sources import FORMATS, is_saved, load_named, load_rows
+
+ROW_BYTES = 80  # of memory for each row of a repeated dataset, measured with 20 million
 
 
 @dataclass
@@ -205,7 +208,7 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     for number, source in enumerate(mixture.datasets):
         own = rows[part_of_row[rows] == number]
         if source.repeat is not None:
-            _check_some_row(source, len(own))
+            _check_rows(source, len(own))
             own = own[repeated(len(own), source.repeat, np.random.default_rng((seed, number)))]
         chosen.append(own)
         seen = "once" if source.repeat is None else f"{source.repeat:g} times"
@@ -225,8 +228,17 @@ def _check_test_size(size: float, num_rows: int) -> None:
         )
 
 
-def _check_some_row(source: SourceConfig, num_rows: int) -> None:
+def _check_rows(source: SourceConfig, num_rows: int) -> None:
+    """Refuse a `repeat` that leaves no row, or more than memory holds: then the system would end the process."""
     assert source.repeat is not None
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if source.repeat * num_rows * ROW_BYTES > memory:
+        raise ValueError(
+            f"`repeat: {source.repeat:g}` was given for the dataset `{source.path}` of {num_rows:,} rows. The numbers "
+            f"of {source.repeat * num_rows:,.0f} rows per epoch take more than the {memory / 2**30:,.0f} GiB of this "
+            f"machine. Set it to {memory / ROW_BYTES / num_rows:,.0f} or less, and `num_train_epochs` for how often "
+            "all datasets are seen."
+        )
     if num_rows and not math.floor(source.repeat) and not round(source.repeat * num_rows):
         raise ValueError(
             f"`repeat: {source.repeat:g}` was given for the dataset `{source.path}` of {num_rows:,} rows. That is less "

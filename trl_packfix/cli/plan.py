@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import COLUMNS, KEYS, Column
@@ -55,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         metavar="N",
         help="operations per second that one GPU reaches in training, in 10^12 (usually about 40 %% of its peak). "
-        "Adds modelled tokens per second and hours. Without --model they are those of a Llama with 7B parameters",
+        "Adds modelled tokens per second and time. Without --model they are those of a Llama with 7B parameters",
     )
     memory.add_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -63,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for name, values in (("world-size", args.world_size), ("tflops", [args.tflops] if args.tflops is not None else [])):
-        if any(value <= 0 for value in values):
+        if not all(0 < value < inf for value in values):
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     config = flags.load_model_config(args)
     if not args.data:
         for length in args.max_length or (DEFAULT_LENGTH,):
-            _show_memory(memory.predictions(args, length, flags.batch_size(args), config=config), args)
+            _show_memory(*memory.predictions(args, length, flags.batch_size(args), config=config), args)
         return 0
     return _plan(args, config)
 
@@ -93,10 +94,11 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
         flags.check_images(config_to_plan, reader)
     plans = _forecasts(args, reader, configs, cost_model=cost_model)
     advice = recommend(plans)
-    needed = []
+    needed: list[dict[str, Any]] = []
+    verdict = ""
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        needed = memory.predictions(args, advice.max_length, documents, config=config)
+        needed, verdict = memory.predictions(args, advice.max_length, documents, config=config)
     if args.json:
         result = {"plans": [plan.to_dict() for plan in plans], "max_length": advice.max_length}
         result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
@@ -104,7 +106,7 @@ def _plan(args: argparse.Namespace, config: Any) -> int:
     else:
         _show(plans, advice.reasons, args)
         if needed:
-            _show_memory(needed, args)
+            _show_memory(needed, verdict, args)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
@@ -160,15 +162,19 @@ def _forecasts(
         )
 
 
-def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def _show_memory(rows: list[dict[str, Any]], verdict: str, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"memory": rows}, indent=2))
         return
     console = _console()
-    tables, notes = memory.tables(rows, args)
-    for table in tables:
-        console.print(table)
-    console.print(notes, highlight=False, markup=False)
+    for gpus in args.world_size:
+        where = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
+        console.print(where, highlight=False, markup=False)
+        of_number = [row for row in rows if row["gpus"] == gpus]
+        cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
+        for table in _tables(cells, console, keys=memory.KEYS):
+            console.print(table, "")
+    console.print(memory.notes(rows, args), f"\n{verdict}", sep="\n", highlight=False, markup=False)
 
 
 def _console() -> "Console":
@@ -182,8 +188,19 @@ def _console() -> "Console":
 FORECAST = (  # of a `Forecast`, behind the columns of its report
     Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
     Column("tokens/s", lambda forecast: forecast.tokens_per_second, ",.0f"),
-    Column("hours", lambda forecast: forecast.hours, ",.2g"),
+    Column("time", lambda forecast: _time(forecast.hours), text="", legend="of one epoch"),
 )
+
+
+def _time(hours: float | None) -> str | None:
+    """As seconds, minutes or hours.
+
+    >>> _time(0.00053), _time(0.25), _time(130)
+    ('1.9 s', '15 min', '130.0 h')
+    """
+    if hours is None or hours >= 1:
+        return None if hours is None else f"{hours:,.1f} h"
+    return f"{hours * 60:.2g} min" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"
 
 
 def _shown(forecasts: "list[Forecast]") -> dict[Column, list[str]]:
@@ -195,27 +212,31 @@ def _shown(forecasts: "list[Forecast]") -> dict[Column, list[str]]:
     return {column: [column.cell(value) for value in values[column]] for column in values if is_known[column]}
 
 
-def _tables(cells: dict[Column, list[str]], console: "Console") -> "list[Table]":
-    """The columns as one table, or as several below each other if one would be wider than the console."""
+def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Column, ...] = KEYS) -> "list[Table]":
+    """The columns as one table, or as several with the same keys below each other if one is wider than the console.
+
+    Where a column alone does not fit beside the keys, its heading takes two lines.
+    """
     from rich.box import SIMPLE
     from rich.table import Table
 
     def table(columns: list[Column]) -> Table:
-        rich_table = Table(box=SIMPLE, pad_edge=False)
+        rich_table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
         for column in columns:
-            justify: Any = "left" if column.heading == "strategy" else "right"
-            rich_table.add_column(column.heading, justify=justify, no_wrap=not column.wraps)
+            justify: Any = "left" if column.text == "" and column in keys else "right"
+            widest = None if column.wraps else max(map(len, cells[column]), default=0)
+            rich_table.add_column(column.heading, justify=justify, min_width=widest, overflow="fold")
         for row in zip(*(cells[column] for column in columns), strict=True):
             rich_table.add_row(*row)
         return rich_table
 
     unlimited = console.options.update_width(10_000)
-    parts = [[*KEYS]]
+    parts = [[*keys]]
     for column in cells:
-        if column not in KEYS:
+        if column not in keys:
             wider = [*parts[-1], column]
-            if len(wider) > len(KEYS) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
-                parts.append([*KEYS, column])
+            if len(wider) > len(keys) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
+                parts.append([*keys, column])
             else:
                 parts[-1] = wider
     return [table(columns) for columns in parts]
@@ -239,6 +260,6 @@ def _show(plans: "list[Forecast]", reasons: list[str], args: argparse.Namespace)
     say(f"micro-batches of {size}, accumulation {args.accumulation}, balance {args.balance!r}")
     cells = _shown(plans)
     for table in _tables(cells, console):
-        console.print(table)
-    say("; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
+        console.print("", table)
+    say("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
     say("\nRecommended: " + "\n  ".join(reasons))

@@ -30,6 +30,7 @@ from ..data.image_rows import ImageRows, has_images
 from ..data.masks import AssistantTurns
 from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
 from ..data.turns import check_conversations
+from .flags import MODEL, named
 
 if TYPE_CHECKING:
     from ..training.trainer import SFTTrainer
@@ -283,6 +284,21 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
+def check_template(path: str | None) -> None:
+    """Refuse a `chat_template_path` at which TRL finds no template.
+
+    Raises:
+        ValueError: neither a file of a template nor a tokenizer that has one.
+    """
+    from transformers import AutoTokenizer
+
+    if path is None or (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
+        return
+    what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
+    with named(f"chat_template_path={path}", what):
+        AutoTokenizer.from_pretrained(path).get_chat_template()
+
+
 def tokenised(dataset: Dataset, tokenizer: Any, settings: Tokenisation | None = None) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
@@ -336,7 +352,8 @@ def measured(dataset: Dataset, processor: Any, settings: Tokenisation | None = N
     name = next(name for name in IMAGES if name in dataset.column_names)
     name_of_model = processor
     if isinstance(processor, str):
-        processor = AutoProcessor.from_pretrained(processor, trust_remote_code=settings.trust_remote_code)
+        with named(processor, MODEL):
+            processor = AutoProcessor.from_pretrained(processor, trust_remote_code=settings.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         what = "no model was given" if name_of_model is None else f"`{name_of_model}` has a tokenizer only"
         raise ValueError(
@@ -371,6 +388,7 @@ def _trainer(dataset: Dataset, processing_class: Any, settings: Tokenisation) ->
     from ..training.trainer import SFTTrainer
 
     import_deepspeed()
+    check_template(settings.chat_template_path)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from .flags import named
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -22,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     script_args, training_args, model_args, mixture = parse([*rank, *args.more_flags])
-    trainer = make_trainer(script_args, training_args, model_args, mixture=mixture)
+    trainer: Any = make_trainer(script_args, training_args, model_args, mixture=mixture)
+    with named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # the run does so only when it is proved
     args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
     train(trainer, dataset_names(script_args, mixture))
     return 0

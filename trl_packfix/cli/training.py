@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,17 +18,21 @@ from accelerate import PartialState
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
 from datasets import load_from_disk as load_folder
+from transformers.utils import is_liger_kernel_available
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ..compat import end_training
 from ..training.checkpoints import choose_checkpoint
+from ..training.choices import text_config
 from ..training.config import SFTConfig
 from ..training.foreign_keys import hints, other_defaults
 from ..training.trainer import SFTTrainer
-from .flags import did_you_mean
+from .flags import MODEL, did_you_mean, named
 from .mixture import MixtureConfig, load_mixture
-from .sources import FORMATS, in_utf8, is_saved, load_named, load_rows
+from .sources import FORMATS, check_template, in_utf8, is_saved, load_named, load_rows
 
+# Smallest and largest value that is no error of the run; no field may be "not a number"
+RANGES = {"learning_rate": (0, sys.float_info.max), "dataloader_num_workers": (0, inf)}
 ZERO3 = Path(__file__).with_name("zero3.json")
 
 DESCRIPTION = """\
@@ -154,6 +159,13 @@ def parse(
             f"`num_train_epochs={epochs:g}` and `max_steps={steps}` were given."
             " Nothing would be trained, and the model saved as it is. Set one of them above 0."
         )
+    for name, value in vars(training_args).items():
+        least, most = RANGES.get(name, (-inf, inf))
+        if isinstance(value, int | float) and not least <= value <= most:
+            raise ValueError(
+                f"`{name}={value}` was given. Training cannot compute with it. Set `{name}` to a finite number"
+                f"{f' of {least} or more' if name in RANGES else ''}, or leave it unset."
+            )
     return script_args, training_args, model_args, mixture
 
 
@@ -339,13 +351,15 @@ def make_trainer(
         dataset: splits by name; None: those that the arguments name.
 
     Raises:
-        ValueError, OSError: what was given cannot be read or used.
+        ValueError, OSError, ImportError: what was given cannot be read or used.
     """
     if not model_args.model_name_or_path:
         raise ValueError(
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
+    if training_args.use_liger_kernel and not is_liger_kernel_available():  # transformers looks when training begins
+        raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
     if training_args.resume_from_checkpoint and PartialState().is_main_process:
         choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))  # before it is needed
     names = dataset_names(script_args, mixture)
@@ -362,27 +376,21 @@ def make_trainer(
         "dtype": model_args.dtype,
     } | chosen
     training_args.model_init_kwargs = chosen
+    with named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL):
+        text_config(model_args.model_name_or_path, training_args)
+    check_template(training_args.chat_template_path)
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
-        try:
-            return SFTTrainer(
-                model=model_args.model_name_or_path,
-                args=training_args,
-                train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
-                eval_dataset=None
-                if training_args.eval_strategy == "no"
-                else choose_split(dataset, "dataset_test_split", test_split),
-                quantization_config=get_quantization_config(model_args),
-                peft_config=get_peft_config(model_args),
-            )
-        except ImportError as error:
-            attention = chosen["attn_implementation"]
-            if "flash" not in str(attention):
-                raise
-            raise ValueError(
-                f"`attn_implementation: {attention}` was given. The model cannot be loaded with it: {error} Remove it, "
-                "and the best attention that works here is used; or install the package."
-            ) from error
+        return SFTTrainer(
+            model=model_args.model_name_or_path,
+            args=training_args,
+            train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
+            eval_dataset=None
+            if training_args.eval_strategy == "no"
+            else choose_split(dataset, "dataset_test_split", test_split),
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
 
 
 def dataset_names(script_args: TrainArguments, mixture: MixtureConfig) -> list[str]:

@@ -219,13 +219,15 @@ def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator
     """Text of each run and whether it is trained, without the middle of a long document."""
     length, half = len(document.tokens), num_tokens // 2
     hidden = (half, length - half) if length > num_tokens else (length, length)
+    num_trained = sum(max(0, min(end, hidden[1]) - max(first, hidden[0])) for yes, first, end in document.runs if yes)
+    omitted = f"{hidden[1] - hidden[0]:,}" + f", {num_trained:,} of them trained" * (num_trained > 0)
     for trained, first, end in document.runs:
         for low, high in ((first, min(end, hidden[0])), (max(first, hidden[1]), end)):
             if low < high:
                 ids = document.tokens[low:high]
                 yield " ".join(map(str, ids)) if tokenizer is None else _decode(tokenizer, ids, one_line=True), trained
             if low == first and first <= hidden[0] < min(end, hidden[1]):
-                yield f" [... {hidden[1] - hidden[0]:,} ...] ", False
+                yield f" [... {omitted} ...] ", False
 
 
 def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
