@@ -100,7 +100,7 @@ def main() -> None:
 
     config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
     reader = open_tables([t0], tokenizer, Tokenisation())
-    (pack,) = shown_packs(planner_for(reader, config, 1, LLAMA_7B), reader, 1)
+    (pack,) = shown_packs(planner_for(reader, config, 1, cost_model=LLAMA_7B), reader, 1)
     screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
 
     with contextlib.redirect_stdout(io.StringIO()) as plan:

@@ -153,6 +153,16 @@ def test_the_picture_says_what_the_report_says(run):
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+def test_the_title_says_how_full_the_strips_are(tmp_path):
+    """Three packs are divided between eight ranks, because none of these may wait for the others."""
+    args, reader = config(tmp_path, max_length=100), LengthRows(np.array([50, 49] * 3))
+    report = make_report(planner_for(reader, args, 8, cost_model=LLAMA_7B), args.effective_overlong, reader)
+    full = np.mean([sum(pack.lengths) for pack in report.sample.packs] + [0, 0]) / report.capacity
+    assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in report.plot().axes[0].get_title(
+        "left"
+    )
+
+
 def test_a_notebook_shows_the_picture(run, tmp_path):
     """Jupyter calls `_repr_png_`; it knows the figures of pyplot only."""
     figure = run.packing_report.plot(tmp_path / "packs.png")

@@ -62,9 +62,7 @@ def pytest_generate_tests(metafunc):
     folder = metafunc.config.getoption("--data")
     for which in ("tiny", "full"):
         if f"{which}_config" in metafunc.fixturenames:
-            # Of some of `defect_configs` the sizes cannot be made small from the full config alone
-            folders = "configs*" if which == "full" else "*configs*"
-            files = sorted(Path(folder).glob(f"{folders}/{which}/*.json")) if folder else []
+            files = sorted(Path(folder).glob(f"*configs*/{which}/*.json")) if folder else []
             reason = pytest.mark.skip(reason="needs real configs: run pytest with --data DIR")
             found = [pytest.param(file, id=file.stem) for file in files] or [pytest.param(None, marks=reason)]
             metafunc.parametrize(f"{which}_config", found)

@@ -24,7 +24,7 @@ from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..reporting.report import show_lines
-from ..survey.shrinking import random_model, tiny_like
+from ..survey.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
 from .flags import MODEL, named
 
 
@@ -182,7 +182,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     """A tiny random model in fp32 with all features of a config except its sizes.
 
     Raises:
-        ValueError: transformers cannot build it.
+        ValueError: transformers cannot build it, or it cannot run on one document.
     """
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
@@ -193,16 +193,21 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         auto: Any = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
         return auto.from_config(config, trust_remote_code=trust_remote_code)
 
+    action = "build"
     try:
         tiny = tiny_like(config, build)
-        return random_model(lambda: build(tiny))
+        model = random_model(lambda: build(tiny))
+        action = "run, on one document that is not packed,"
+        with torch.no_grad():
+            model(input_ids=torch.arange(FIRST_WORD, VOCABULARY)[None], use_cache=False)
     except Exception as error:  # any error of transformers or of the model's own code
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"`--config-only` was given, and transformers {transformers.__version__} cannot build a tiny model of type "
-            f"{config.model_type!r} from this config ({reason}). Correct the config, add `--trust-remote-code` where "
-            "the model has its own code, or run `check` without `--config-only`."
+            f"`--config-only` was given, and transformers {transformers.__version__} cannot {action} a tiny model of "
+            f"type {config.model_type!r} from this config ({reason}). So nothing was tested. Correct the config, add "
+            "`--trust-remote-code` where the model has its own code, or run `check` without `--config-only`."
         ) from error
+    return model
 
 
 def _load(

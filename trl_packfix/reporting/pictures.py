@@ -134,9 +134,15 @@ def _packs_title(report: ReportNumbers) -> str:
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
+    # The packs of the last step are divided between all of its micro-batches.
+    num = report.num_steps * report.accumulation * report.world_size
+    divided = ""
+    if report.shared is None and num > report.num_packs:
+        full = (report.num_tokens - report.tokens_not_reached) / (num * report.capacity)
+        divided = f",\ndivided into {num:,} micro-batches, {full:.1%} full"
     return (
         f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
-        f"{report.efficiency:.1%} full{padded}"
+        f"{report.efficiency:.1%} full{divided}{padded}"
     )
 
 

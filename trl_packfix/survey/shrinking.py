@@ -2,8 +2,11 @@
 
 Rope, windows, multipliers, noise and the kinds of layers are those of the real config. Widths, heads, experts, the
 vocabulary and the number of layers are small. The first layers are used, as many as needed to have one of each kind.
+What the class of the config computes from sizes, it computes again from the small ones.
 """
 
+import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +30,9 @@ _NAMES_BY_SIZE = {
         pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
     WIDTH: """hidden_size d_model n_embd emb_dim embed_dim embedding_size input_embedding_size output_embedding_size
         hidden_size_global mamba_d_ssm out_hidden_size pronunciation_embed_dim shape_embed_dim
-        adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size expand_dim proj_dim projection_dim
-        projector_hidden_size prompt_mid_dim text_hidden_size vision_output_dim""",
+        adapter_in_dim adapter_out_dim adapter_input_size downsample_hidden_size expand_dim lru_width proj_dim
+        projection_dim projector_hidden_size projector_input_dim projector_output_dim prompt_mid_dim text_hidden_size
+        vision_output_dim""",
     48: """intermediate_size moe_intermediate_size n_inner d_inner dim_ff dff mlp_dim ffn_dim ffn_hidden_size
         decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size intermediate_size_mlp
         dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size
@@ -62,7 +66,10 @@ LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth"
 ).split()
+SHARED_LAYERS = "num_kv_shared_layers"  # the last ones; models with them list everything else per layer
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
+# Size of a head, heads, and how often the width of the model is their product
+MAMBA_HEADS = (("mamba_d_head", "mamba_n_heads", "mamba_expand"), ("head_dim", "num_heads", "expand"))
 
 # Sizes that depend on the model type, not only on the name of the field
 SIZES_OF_TYPE: dict[str, dict[str, int]] = {
@@ -89,62 +96,95 @@ def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreT
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):  # all layers, without memory
         model = build(type(config).from_dict(_shrunk(config, text, None)))
-    return type(config).from_dict(_shrunk(config, text, _num_kinds(model)))
+    return type(config).from_dict(_shrunk(config, text, _layers_of_all_kinds(model)))
 
 
-def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, depth: int | None) -> dict[str, Any]:
-    """Fields of the config with small sizes; its text part has the first `depth` layers, or all if `depth` is None."""
-    fields = config.to_dict()
-    values: dict[str, Any] = {}
+def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, layers: range | None) -> dict[str, Any]:
+    """Fields of the config with small sizes; its text part has these layers, or all if `layers` is None."""
+    fields = _declared(config)
+    values = _sized(fields, fields)
     for name, value in fields.items():
         inner = vars(config).get(name)
         if isinstance(inner, PreTrainedConfig):
-            values[name] = _shrunk(inner, text, depth)
+            values[name] = _shrunk(inner, text, layers)
         elif name == "per_layer_config" and value:
-            layers = {int(layer): layer_fields for layer, layer_fields in value.items()}
+            own = {int(layer): layer_fields for layer, layer_fields in value.items()}
             values[name] = {
-                i: _sized(layer_fields, fields) for i, layer_fields in layers.items() if depth is None or i < depth
+                i - (layers.start if layers else 0): _sized(layer_fields, fields | layer_fields)
+                for i, layer_fields in own.items()
+                if layers is None or i in layers
             }
-    values = _sized(fields, fields) | values
-    sizes = SIZES_OF_TYPE.get(config.model_type, {})
-    values |= {name: min(values[name], size) for name, size in sizes.items() if isinstance(values.get(name), int)}
     if config is text:
         num_layers = config.num_hidden_layers
     else:  # no text reaches its layers
-        num_layers, depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), 0), 2
-    if depth is not None:
-        values |= {name: depth for name in LAYERS if fields.get(name) == num_layers}
+        num_layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), 0)
+        layers = range(2)
+    if layers is not None:
+        values |= {name: len(layers) for name in LAYERS if fields.get(name) == num_layers}
+        if shared := fields.get(SHARED_LAYERS):
+            values[SHARED_LAYERS] = max(0, layers.stop - num_layers + shared)
         for name, value in values.items():
             # A string may have as many characters by chance, such as "silu" in four layers.
             is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
             if is_per_layer and len(value) == num_layers:
-                values[name] = value[:depth]
-    return values
+                values[name] = value[layers.start : layers.stop]
+    return values | _computed(type(config), fields, values)
+
+
+def _declared(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of the config by the names that its class takes; it may store them by others."""
+    parameters = inspect.signature(type(config).__init__).parameters
+    names = {
+        stored: name for name, stored in config.attribute_map.items() if name in parameters and stored not in parameters
+    }
+    return {names.get(name, name): value for name, value in config.to_dict().items()}
+
+
+def _computed(config_class: type[PreTrainedConfig], fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Fields that the class computes from others, of the small config: those of the given one contradict its sizes.
+
+    Without them the class computes what the given config has, and another value from small sizes.
+    """
+    parameters = inspect.signature(config_class.__init__).parameters
+    unset = {
+        name
+        for name, value in fields.items()
+        if type(value) is int and (name not in parameters or parameters[name].default is None)
+    }
+    given, anew = (
+        _declared(config_class.from_dict(copy.deepcopy({n: v for n, v in values.items() if n not in unset})))
+        for values in (fields, small)
+    )
+    return {n: anew[n] for n in unset & given.keys() & anew.keys() if given[n] == fields[n] != anew[n]}
 
 
 def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Some or all fields of `config`, with small sizes."""
     values: dict[str, Any] = {}
+    sizes = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
     for name, value in fields.items():
-        size = SIZES.get(name) if name not in LENGTHS else None
+        size = sizes.get(name) or (SIZES.get(name) if name not in LENGTHS else None)
         if isinstance(value, dict):
-            value = _rope(value, config)
+            value = _rope(_sized(value, config | value), config)
         elif name == "partial_rotary_factor":
-            value = _even_share(value)
+            value = _even_share(value, config)
         elif isinstance(value, bool):
             pass
-        elif name in KEY_VALUE_HEADS and isinstance(value, int):
-            value = key_value_heads(value, config.get(name.replace("key_value", "attention")))
         elif isinstance(value, int) and size is not None:
             value = min(value, size)
+        elif name in KEY_VALUE_HEADS and isinstance(value, int):
+            value = key_value_heads(value, config.get(name.replace("key_value", "attention")))
         elif isinstance(value, list) and size is not None:
             value = [min(number, size) for number in value]
         elif names_a_token(name):
             value = _small_ids(value, 3 + 4 * sum(map(names_a_token, values)))
         values[name] = value
-    if isinstance(values.get("mamba_d_head"), int):
-        width = values.get("mamba_d_ssm") or values["mamba_expand"] * values["hidden_size"]
-        values["mamba_d_head"] = width // values["mamba_n_heads"]
+    if values.get("head_dim") and config["head_dim"] == sum(_halves(config)):
+        values["head_dim"] = 2 * HEAD_DIM
+    for size_of_head, heads, expand in MAMBA_HEADS:
+        if isinstance(values.get(size_of_head), int) and {heads, expand} <= values.keys():
+            width = values.get("mamba_d_ssm") or values[expand] * values["hidden_size"]
+            values[size_of_head] = width // values[heads]
     return values
 
 
@@ -156,31 +196,42 @@ def _small_ids(value: Any, first: int) -> Any:
 
 
 def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Rope parameters for a small head, of all layers or per kind of layer; other fields are unchanged."""
+    """Rope parameters for a small head; other fields are unchanged."""
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     if head is None and {"hidden_size", "num_attention_heads"} <= config.keys():
         head = config["hidden_size"] // config["num_attention_heads"]
-    values = {name: _rope(value, config) if isinstance(value, dict) else value for name, value in rope.items()}
+    values = dict(rope)
     for name in ("short_factor", "long_factor"):
         if head and isinstance(rope.get(name), list):
             factors = rope[name]
             wanted = len(factors) * HEAD_DIM // head
             values[name] = [factors[i * len(factors) // wanted] for i in range(wanted)]
-    if "partial_rotary_factor" in rope:
-        values["partial_rotary_factor"] = _even_share(rope["partial_rotary_factor"])
     if "mrope_section" in rope:
         values["mrope_section"] = mrope_section(values)
     return values
 
 
-def _even_share(share: float | None) -> float | None:
+def _even_share(share: float | None, config: dict[str, Any]) -> float | None:
     """The rotated share of a small head: an even number of its dimensions, at least two."""
+    rotated, others = _halves(config)
+    if rotated and others and share == rotated / (rotated + others):
+        return 0.5
     return share and max(2, 2 * round(share * HEAD_DIM / 2)) / HEAD_DIM
 
 
-def _num_kinds(model: PreTrainedModel) -> int:
-    """Number of first layers that include one of each kind, at least two."""
-    num_layers = text_config(model).num_hidden_layers
+def _halves(config: dict[str, Any]) -> tuple[int, int]:
+    """Dimensions of a head with rope and without, where a config has both: in a tiny head HEAD_DIM of each."""
+    return config.get("qk_rope_head_dim") or 0, config.get("qk_nope_head_dim") or 0
+
+
+def _layers_of_all_kinds(model: PreTrainedModel) -> range:
+    """The first layers that include one of each kind, at least two.
+
+    Where the last layers share keys with those before, these are many, and rounding grows with their number. The first
+    of them are left out.
+    """
+    config = text_config(model)
+    num_layers = config.num_hidden_layers
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             layers = [_features(layer) for layer in module]
@@ -190,8 +241,12 @@ def _num_kinds(model: PreTrainedModel) -> int:
                     offsets[key].add(value - index if type(value) is int else None)
             counts = {key for key, of_field in offsets.items() if len(of_field) == 1 and of_field != {None}}
             kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
-            return max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
-    return num_layers
+            stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
+            if not getattr(config, SHARED_LAYERS, 0):
+                return range(stop)
+            backwards = kinds[:stop][::-1]
+            return range(stop - 1 - max(backwards.index(kind) for kind in kinds), stop)
+    return range(num_layers)
 
 
 def _features(layer: nn.Module) -> dict[tuple[str, str], Any]:
@@ -220,7 +275,7 @@ def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrai
 
 def names_a_token(name: str) -> bool:
     """Whether a field of a config holds the id of a token, or several."""
-    return name.endswith(("token_id", "token_ids", "token_index"))
+    return str(name).endswith(("token_id", "token_ids", "token_index"))  # labels are numbered
 
 
 def mrope_section(rope: dict[str, Any]) -> list[int]:
