@@ -74,3 +74,12 @@ def test_a_model_that_cannot_be_counted_is_refused():
         count_model(PreTrainedConfig(), Method(False, "DDP"))
     with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):
         count_model(AutoConfig.for_model("t5"), Method(False, "DDP"))
+
+
+def test_the_head_outside_of_a_text_part_is_counted():
+    """transformers has no causal model for the text part of Mistral Small 4: the image model has the head."""
+    config = AutoConfig.for_model("mistral4", num_hidden_layers=1, vocab_size=8192, hidden_size=256)
+    model_class, part = model_class_of(config)
+    without = sum(p.numel() for p in built(model_class, part).parameters())
+    assert built(model_class, part).get_output_embeddings() is None
+    assert count_model(config, Method(False, "ZeRO-3")).trained == without + 256 * 8192

@@ -150,6 +150,10 @@ def count_model(config: Any, method: Method) -> ModelSizes:
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     parameters = trained = sum(p.numel() for p in model.parameters())
+    if (
+        model.get_output_embeddings() is None and not text.tie_word_embeddings
+    ):  # of an image model, outside of this part
+        parameters = trained = parameters + text.hidden_size * text.vocab_size
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in _layers(model)), default=0)
     if method.lora:
         get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"), autocast_adapter_dtype=autocast)
