@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from support.planners import make_epochs
 from support.runs import config
 from support.vision import build_model, build_processor, rows
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
@@ -38,6 +40,18 @@ def costs_of(model, **settings):
 
 
 # The vision tower
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_one_rank_counts_the_tower_under_zero3(family):
+    """transformers divides what a model builds from a config, and rank 0 waited for the others."""
+    model = build_model(family)
+    expected = costs_of(model)
+    alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert is_deepspeed_zero3_enabled()
+    assert costs_of(model) == expected and expected.tower is not None
+    del alive
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3"])

@@ -186,8 +186,6 @@ def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
 
 ENGINES = {
     "ddp": "DistributedDataParallel",
-    "zero1": "DeepSpeedEngine 1",
-    "zero2": "DeepSpeedEngine 2",
     "zero3": "DeepSpeedEngine 3",
     "zero3_offload": "DeepSpeedEngine 3 offload",
     "fsdp2": "FSDP2",
@@ -230,7 +228,7 @@ def test_four_ranks_train_what_one_process_trains(launch, rounding, engine, kind
         elif theirs[0] is not None:
             assert loss_difference(ours, theirs) <= tolerance(rounding[1]), name
     assert (logged(found, "aux_loss")[0] is not None) is ("experts" in kind)
-    assert (logged(found, "loss/a")[0] is not None) is ("weighted" in kind or kind == "stream_shards")
+    assert (logged(found, "loss/a")[0] is not None) is (kind in ("alike_family_weighted", "stream_shards"))
     if kind.startswith("alike"):
         assert sum(logged(found, "computed_share")) < 0.9 * shared_packs.NUM_STEPS, "hardly anything was shared"
 
@@ -240,10 +238,10 @@ def test_parts_of_constant_shapes_have_one_shape_for_each_degree(launch):
     """As many tokens as a rank holds. Without the setting there are others."""
     shapes = launch["ddp", "odd_heads"]["shapes"]
     assert shapes == {(degree, 32, min(112, 32 * degree)) for degree in (1, 2, 4)}
-    assert len(launch["ddp", "window"]["shapes"]) > 3
+    assert len(launch["ddp", "sinks"]["shapes"]) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @on_ranks
 def test_compiled_models_train_what_one_process_trains(tmp_path):
     """Two minutes of the CPU for each kind, with the process that it is compared with."""
@@ -262,8 +260,8 @@ def test_compiled_models_train_what_one_process_trains(tmp_path):
     "engine, kind",
     [
         *((engine, "full") for engine in ("ddp", "fsdp2")),
-        *((engine, "alike_family") for engine in ("ddp", "zero3", "fsdp2")),
-        *(("ddp", kind) for kind in ("alike", "stream", "images_llava", "alike_images_llava")),
+        *((engine, "alike_family") for engine in ("ddp", "zero3")),
+        *(("ddp", kind) for kind in ("stream", "images_llava", "alike_images_llava")),
     ],
 )
 def test_eval_loss_is_that_of_one_process(launch, engine, kind):
@@ -271,7 +269,7 @@ def test_eval_loss_is_that_of_one_process(launch, engine, kind):
 
 
 @on_ranks
-@pytest.mark.parametrize("kind", [kind for kind in shared_packs.OF_IMAGES if not kind.startswith("alike")])
+@pytest.mark.parametrize("kind", ["images_llava", "images_qwen2_5_vl"])
 def test_each_image_goes_through_the_tower_once(launch, kind):
     """A rank without an image computes one more, so that all call the tower: 2 tiles of 48 measured for llava."""
     computed, expected = (launch[engine, kind]["computed_in_tower"] for engine in ("ddp", "one"))
@@ -390,7 +388,7 @@ def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
 @pytest.mark.parametrize("model_type", shared_packs.MIXED)
 def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch, model_type):
     cases = launch["ddp", "hybrids"]["cases"]
-    assert max(cases[model_type, degree] for degree in (2, 4)) < 1e-13, cases
+    assert 0 < cases[model_type] < 1e-13, cases
 
 
 @on_ranks
@@ -410,7 +408,7 @@ def test_mixers_are_proved_on_parts_and_faults_are_found(launch, model_type):
 def test_mixers_on_parts_of_shared_prefixes_equal_documents_alone(launch, model_type):
     """Logits and every gradient, in fp64."""
     cases = launch["ddp", "hybrids"]["shared"]
-    assert 0 < max(cases[model_type, degree] for degree in (2, 4)) < 1e-13, cases
+    assert 0 < cases[model_type] < 1e-13, cases
 
 
 @on_ranks
@@ -432,7 +430,7 @@ def test_scans_that_send_states_are_proved_and_a_lost_gradient_is_found(launch):
 @on_ranks
 def test_four_ranks_that_send_states_train_what_one_process_trains(launch, rounding):
     """Links are so slow that they send states; the degrees are others, and the documents of each step are the same."""
-    found, expected = launch["ddp", "states"], launch["one", "delta"]
+    found, expected = launch["ddp", "states"], launch["one", "delta_checkpointed"]
     assert found["states"] == [2, 4] and {2, 4} <= {degree for degree, _ in found["seen"]}
     assert difference(found, expected) <= tolerance(rounding[0])
 

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import set_zero3_state
 
 from ..planning.costs import LLAMA_7B, CostModel, Mixers, TowerCosts, tower_costs_of, with_pairs_of, with_scans
 
@@ -117,10 +118,14 @@ def _tower_costs(tower: PreTrainedModel, is_trained: bool) -> TowerCosts:
 
 
 def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on the meta device, at its real size."""
+    """A model on the meta device, at its real size, also on one rank alone.
+
+    Under ZeRO-3 transformers divides the parts that a model builds from their configs between the ranks, and would wait
+    for them.
+    """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # needs no other package, and the parameters are the same
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), set_zero3_state():
         return model_class(config)
 
 

@@ -150,9 +150,8 @@ def count_model(config: Any, method: Method) -> ModelSizes:
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     parameters = trained = sum(p.numel() for p in model.parameters())
-    if (
-        model.get_output_embeddings() is None and not text.tie_word_embeddings
-    ):  # of an image model, outside of this part
+    # The text part of an image model may have no head; it is outside
+    if model.get_output_embeddings() is None and not text.tie_word_embeddings:
         parameters = trained = parameters + text.hidden_size * text.vocab_size
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in _layers(model)), default=0)
     if method.lora:
