@@ -296,7 +296,7 @@ def test_states_change_the_degrees_and_save_time():
         for each in (costs, costs.without_states())
     ]
     alone = [(run.schedule(0).degrees == 1).sum() for run in runs]
-    assert alone[0] < 3 < 5 < alone[1]
+    assert alone[0] < 3 < 4 < alone[1]
     seconds = [
         modelled_time(run.schedule(0), runs[0].units(), run.bins, parallel=runs[0].parallel).seconds.sum()
         for run in runs
