@@ -804,21 +804,6 @@ def late_shift():
 
 
 @contextmanager
-def smoothed_late():
-    """Label smoothing shifts the labels of a part itself."""
-    right = objective._smoothed
-
-    def wrong(logits, inputs):
-        own = inputs["labels"]
-        return right(
-            logits, {"shift_labels": torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)}
-        )
-
-    with mock.patch.object(objective, "_smoothed", wrong):
-        yield
-
-
-@contextmanager
 def counted_by_all():
     """Every member of a group counts documents and statistics."""
     with mock.patch.object(Layout, "is_first", True):
@@ -1075,7 +1060,6 @@ TRAINING_FAULTS = {
     "late_shift": late_shift,
     "counted_by_all": counted_by_all,
     "statistic_of_parts": statistic_of_parts,
-    "smoothed_late": smoothed_late,
 }
 
 
@@ -1293,9 +1277,8 @@ PLANTED = {
     "late_shift": "full",
     "counted_by_all": "smoothed",
     "statistic_of_parts": "experts",
-    "smoothed_late": "smoothed",
     # What only shared prefixes on parts show
-    "one_label_per_row": "alike_smoothed",
+    "one_label_per_row": "alike_experts",
     "alike_counted_by_all": "alike_smoothed",
     "trained_on_own_rows": "alike_smoothed",
     "rows_once": "alike_experts",

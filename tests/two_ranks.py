@@ -526,9 +526,9 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
         for kind, settings in KINDS.items()
     }
     if engine in ("zero1", "zero2", "zero3_offload"):
-        # Repaired modules concern an engine that gathers parameters
-        kinds = ("full_checkpointed", "lora", "idle", *["repaired"] * (engine == "zero3_offload"))
-        return {f"five_{kind}": found[f"five_{kind}"] for kind in kinds}
+        return {f"five_{kind}": found[f"five_{kind}"] for kind in ("full_checkpointed", "lora", "idle")}
+    if engine == "zero3":  # what is trained with checkpointing
+        del found["five_full"], found["five_lora"]
     if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
         found["evaluate_first"] = partial(evaluate_first, engine=engine)
     found["five_document"] = partial(five_steps, name=f"{engine}/five_document", engine=engine, **BY_DOCUMENT)
@@ -542,7 +542,8 @@ def scenarios(engine: str) -> dict[str, Callable[[Path], dict]]:
     for strategy in strategies(engine):
         settings = {"packing_strategy": strategy, "engine": engine}
         found[f"epochs_{strategy}"] = partial(epochs, **settings)
-        found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
+        if engine == "ddp":
+            found[f"few_{strategy}"] = partial(epochs, num_documents=3, gradient_accumulation_steps=4, **settings)
         for workers in WORKERS[strategy] if engine == "ddp" else (0,):
             name = f"restart_{strategy}_{workers}"
             more = settings | {"dataloader_num_workers": workers}

@@ -209,7 +209,7 @@ def test_stock_trl_repeats_documents(result):
         assert seen.total() == 100 and sorted(seen.values())[-4:] == [1, 2, 2, 2]
 
 
-@with_strategies
+@pytest.mark.parametrize("engine, strategy", [("ddp", strategy) for strategy in two_ranks.STRATEGIES])
 def test_fewer_documents_than_ranks_times_accumulation(result, strategy):
     found = result(f"few_{strategy}")
     assert found["num_steps"] == 2 and len(found["seen"][0]) == 2 * 4
