@@ -51,7 +51,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import trl_packfix
 from trl_packfix import PackingLeakError
-from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixer_states, mixers, tower_division, varlen
+from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
 from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.forwards import mark_packed_forwards
@@ -327,14 +327,6 @@ def wrong_parent_on_one_rank():
         yield
 
 
-@contextmanager
-def states_without_gradient():
-    """What a part sends to the next ones gets no gradient."""
-    right = mixer_states.exchange_pieces
-    with mock.patch.object(mixer_states, "exchange_pieces", lambda *given, **group: right(*given, **group).detach()):
-        yield
-
-
 MIXER_FAULTS = {"no_halo": without_halo, "no_gradient": halo_without_gradient, "no_states": own_states_only}
 # Faults that move no state
 GRADIENT_FAULTS = {"no_gradient": halo_without_gradient, "gradients_lost": gradients_of_one_rank_lost}
@@ -378,18 +370,6 @@ def hybrids(folder: Path) -> dict:
                     verdicts[name, fault, degree] = report.isolated and report.equal, report.max_gradient
                 except PackingLeakError as error:
                     verdicts[name, fault, degree] = False, str(error)
-    model = zoo.build_model("qwen3_5_text")
-    packed = PackedModel(model, torch.float32, "cpu", 64)
-    packed.sends_states = (lambda *given: True), 32
-    packed.prove(model)
-    for fault in (states_without_gradient, nullcontext):
-        with fault():
-            try:
-                packed.prove_degree(model, 4)
-                error = ""
-            except PackingLeakError as raised:
-                error = str(raised)
-        verdicts["states", fault.__name__] = error, {*packed._proved_states}
     return {"cases": cases, "shared": shared, "verdicts": verdicts}
 
 
@@ -745,7 +725,6 @@ def train(
         "shapes": trainer.shapes,
         "micro_steps": (report.shared or report.groups).micro_steps if engine else None,
         "proved": sorted(trainer.packed_model._proved_degrees),
-        "states": sorted(trainer.packed_model._proved_states),
         "eval_loss": trainer.evaluate()["eval_loss"] if evaluates else None,
         "computed_in_tower": sum(verdicts_of_all(sum(trainer.computed))) if engine else sum(trainer.computed),
     }
@@ -1231,7 +1210,6 @@ KINDS: dict[str, dict] = {
     | {"source_column": "source"},
     "alike_stream": {"alike": "pack", "shards": 1, "packing_strategy": "stream"},
     # Recurrent mixers
-    "delta": {"model": "delta"},
     "delta_checkpointed": {"model": "delta", "gradient_checkpointing": True},
     "alike_delta": {"model": "delta", "alike": "pack"},
     "alike_conv": {"model": "conv", "alike": "pack"},
@@ -1251,7 +1229,17 @@ MODELS_OF_IMAGES = {KINDS[kind]["model"] for kind in OF_IMAGES}
 # The tests run these; `benchmarks/sequence_parallel.py` runs all kinds under all engines
 OF_ENGINES = {
     "ddp": [
-        *("full", "dora_fp64", "odd_heads", "sinks", "experts", "smoothed", "alike_delta", "mamba"),
+        *(
+            "full",
+            "dora_fp64",
+            "odd_heads",
+            "sinks",
+            "experts",
+            "smoothed",
+            "delta_checkpointed",
+            "alike_delta",
+            "mamba",
+        ),
         *ALIKE,
         *STREAMS,
         *OF_IMAGES,
@@ -1336,9 +1324,6 @@ def scenarios(launch: str) -> dict[str, Callable[[Path], dict]]:
         found["ddp/restart_images"] = partial(
             restart, name="ddp/restart_images", engine="ddp", model="llava", **UNPROVED
         )
-        speeds = {"within": 1.0, "between": 1.0}  # bytes per second, so that states are sent
-        settings = {"engine": "ddp", "model": "delta", "exchange_speeds": speeds, "gradient_checkpointing": True}
-        found["ddp/states"] = partial(train, name="ddp/states", **settings)
         found["ddp/attention"] = attention
         found["ddp/hybrids"] = hybrids
         found["ddp/proofs"] = partial(proofs, engine="ddp")

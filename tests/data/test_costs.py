@@ -263,9 +263,10 @@ def as_torch_counts(scan: Mixers) -> Mixers:
     key = scan.per_kv_head // 2
     if scan.chunk == 1:  # Mamba-1: two, as many as its decays are counted with
         return scan._replace(per_token=0.0)
-    value = scan.state // key
-    if scan.itself == 1:  # Mamba-2
-        return scan._replace(per_pair=2.0 * scan.heads * (key + value))
+    size = (scan.per_head - 1) // 2
+    if scan.per_token == 4 * scan.heads * size * key:  # Mamba-2
+        return scan._replace(per_pair=2.0 * scan.heads * (key + size))
+    value = scan.per_token / (6 * scan.heads * key)
     is_kda = scan.per_head == 2 * value + 1 + 2 * key
     return scan._replace(per_pair=scan.heads * (2.0 * key + 4.0 * value if is_kda else 4.0 * key + 2.0 * value))
 

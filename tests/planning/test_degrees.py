@@ -43,14 +43,14 @@ from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
-from trl_packfix.training.planner import costs_of_run, make_planner
+from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import continued, settings_of, step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 8, 2, 64, 64),))
 FREE = replace(MODEL, attention=())
-# A scan for each two layers of attention, whose states are as large as a few tokens
-SCANS = (Mixers(8, 8, 2, 1e10, 4, 1e9, 128, 64, state=64, itself=64), Mixers(8, 8, 8, 1e10, 1, 0.0, 32, 32))
+# A scan for each two layers of attention
+SCANS = (Mixers(8, 8, 2, 1e10, 4, 1e9, 128, 64), Mixers(8, 8, 8, 1e10, 1, 0.0, 32, 32))
 HYBRID = replace(with_scans(MODEL, SCANS), attention=(Heads(1, 8, 2, 64, 64),))
 DEAR = Speeds(within=3e6, between=1e6, ranks_per_node=4, latency_within=1e-4, latency_between=3e-4)
 CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
@@ -264,79 +264,6 @@ def test_the_exchange_sends_what_ulysses_sends():
     assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    state=st.integers(1, 10**6),
-    per_head=st.integers(1, 1000),
-    tokens=st.integers(1, 10**6),
-    degree=st.sampled_from((2, 4, 16)),
-    links=st.sampled_from((Speeds(), Speeds(ranks_per_node=1), Speeds(flops=1e12, latency_within=1.0))),
-)
-def test_a_scan_costs_what_it_takes_as_the_run_chooses(state, per_head, tokens, degree, links):
-    scan = Mixers(3, 8, 2, 0.0, 1, 0.0, per_head, per_head, state, itself=1)
-    times = GroupTimes(with_scans(CostModel(0.0, 0.0), (scan,)), links)
-    volume = times.volume(scan, degree)
-    sent = links.scan_seconds(volume, tokens, degree)
-    assert times.scans(tokens, degree) == 3 * sent[links.sends_states(volume, tokens, degree)]
-    without = replace(times, cost_model=times.cost_model.without_states())
-    assert without.scans(tokens, degree) == 3 * sent[False] >= times.scans(tokens, degree)
-    assert times.scans(np.array([tokens, 1]), degree)[0] == times.scans(tokens, degree) and times.scans(tokens, 1) == 0
-    least = times.least_exchange(degree, tokens)
-    for fewer in (1, tokens // 2, tokens):  # of a part
-        for larger in (degree, 2 * degree):
-            assert least * fewer <= times.scans(fewer, larger) * (1 + 1e-9)
-
-
-def test_states_change_the_degrees_and_save_time():
-    """Qwen3.5 with its default sizes on 8 nodes of one GPU: sharing packs evens out ranks, and costs less by states."""
-    costs = make_cost_model(AutoConfig.for_model("qwen3_5_text"))
-    lengths, links = np.random.default_rng(0).integers(1000, 16384, 80).tolist(), Speeds(ranks_per_node=1)
-    runs = [
-        planner(lengths, 8, 16384, max_length=16384, speeds=links, cost_model=each)
-        for each in (costs, costs.without_states())
-    ]
-    alone = [(run.schedule(0).degrees == 1).sum() for run in runs]
-    assert alone[0] < 3 < 4 < alone[1]
-    seconds = [
-        modelled_time(run.schedule(0), runs[0].units(), run.bins, parallel=runs[0].parallel).seconds.sum()
-        for run in runs
-    ]
-    assert seconds[0] < 0.98 * seconds[1]
-
-
-def test_a_run_that_shares_prefixes_plans_without_states():
-    """Documents that share prefixes exchange tokens for heads in every scan (`mixer_states.py`)."""
-    costs = make_cost_model(AutoConfig.for_model("qwen3_5_text"))
-    for share, expected in (("off", costs), ("pack", costs.without_states())):
-        args = SFTConfig(
-            "unused",
-            packing=True,
-            share_prefixes=share,
-            tokens_per_rank=32,
-            per_device_train_batch_size=1,
-            max_length=32,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-        )
-        made = make_planner(args, documents_of([8, 4]), costs, world_size=2, synchronisation="micro", batch_size=1)
-        assert costs_of_run(args, costs).mixers == made.cost_model.mixers == expected.mixers
-    assert costs.mixers != costs.without_states().mixers
-
-
-def test_plans_of_models_without_scans_know_nothing_of_states():
-    """To the bit: what attention takes is linear in the tokens, whatever scans may send."""
-    generator = np.random.default_rng(0)
-    costs, tokens = generator.random(100) * 1e15, generator.integers(1, 10**6, 100)
-    for model, links in itertools.product((LLAMA_7B, MODEL), (Speeds(), DEAR)):
-        for degree in (1, 2, 16):
-            times = GroupTimes(model, links)
-            per_token, fixed = times.exchange(degree)
-            linear = costs * (links.passes / (links.flops * degree)) + tokens * (per_token / degree) + fixed
-            assert np.array_equal(times.seconds(costs, tokens, degree), linear)
-            assert times.least_exchange(degree, 100) == per_token and model.without_states() == model
-
-
 def test_heads_that_do_not_divide_take_longer():
     odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(Heads(1, 28, 4, 128, 128),))
     costs = odd.shared_by(8)
@@ -364,10 +291,8 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
     keys, values = (2 * 4 * 16, 8 * 33) if model_type == "mamba2" else (4 * 2 * 16, 128 * 3)
     latency = 3 * 2 * 3 * 20e-6
     seconds = 3 * (keys + values) * 2 * 3 * 3 / 4 / 300e9
-    for each in (costs.without_states(), *([costs] if model_type == "mamba" else [])):  # Mamba-1 sends no states
-        assert GroupTimes(each).exchange(4) == (0.0, 0.0)
-        assert GroupTimes(each).scans(100, 4) == pytest.approx(100 * seconds + latency)
-        assert GroupTimes(each).seconds(np.zeros(1), np.array([400]), 4)[0] == pytest.approx(100 * seconds + latency)
+    assert GroupTimes(costs).exchange(4) == pytest.approx((seconds, latency))
+    assert GroupTimes(costs).seconds(np.zeros(1), np.array([400]), 4)[0] == pytest.approx(100 * seconds + latency)
     lengths = np.random.default_rng(0).integers(2, 12, 400).tolist()
     chosen = [
         planner(lengths, cost_model=each, speeds=Speeds(), world_size=8, max_length=32).schedule(0).degrees

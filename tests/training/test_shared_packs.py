@@ -419,23 +419,6 @@ def test_faults_of_mixers_that_shared_prefixes_on_parts_show_are_found(launch, f
 
 
 @on_ranks
-def test_scans_that_send_states_are_proved_and_a_lost_gradient_is_found(launch):
-    """The fault is in the states only, so the proof without them passes."""
-    found = launch["ddp", "hybrids"]["verdicts"]
-    assert found["states", "nullcontext"] == ("", {4})
-    error, proved = found["states", "states_without_gradient"]
-    assert "gradients of documents are not what they are alone" in error and not proved
-
-
-@on_ranks
-def test_four_ranks_that_send_states_train_what_one_process_trains(launch, rounding):
-    """Links are so slow that they send states; the degrees are others, and the documents of each step are the same."""
-    found, expected = launch["ddp", "states"], launch["one", "delta_checkpointed"]
-    assert found["states"] == [2, 4] and {2, 4} <= {degree for degree, _ in found["seen"]}
-    assert difference(found, expected) <= tolerance(rounding[0])
-
-
-@on_ranks
 @pytest.mark.parametrize("engine, kind", shared_packs.FINDING_FAULTS)
 def test_faults_in_gradients_are_found_under_engines(launch, engine, kind):
     """A fault that moves no state, on the wrapped model; and the proof leaves the engine as it was."""

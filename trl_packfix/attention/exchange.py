@@ -11,33 +11,15 @@ It gets the key and value heads that these queries read, so that there may be fe
 T tokens of the pack, s degree, H query heads, G key/value heads, D head dimension.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-
-class Volume(NamedTuple):
-    """What the two ways to run a scan over ranks take.
-
-    Attributes:
-        per_token: bytes of a token, for all heads, that are exchanged for heads and back.
-        state: bytes that a rank sends to each other one, U and M.
-        repeated: FLOPs per token that are computed more, where a document fills a part.
-    """
-
-    per_token: float
-    state: float
-    repeated: float
-
-
-# Whether sending states takes less time, for (volume, tokens of a part, ranks that share the pack)
-SendsStates = Callable[[Volume, int, int], bool]
 
 # By degree: the group of all ranks when the group was made, and the group of this rank
 _groups: dict[int, tuple[Any, Any]] = {}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
 from .decoder_inputs import cut_to_part
-from .exchange import SendsStates, group_of
+from .exchange import group_of
 from .mixers import MixerNames
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
@@ -118,14 +118,12 @@ class PackedForwardGuard(ModelHooks):
     Attributes:
         ignores_masks: see `PackedForward`.
         mixers: the functions of the model's mixers that are replaced while packs run.
-        sends_states: where ranks share a pack, whether scans send states in place of tokens. None: never.
     """
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
         self.model, self.fed = model, fed
         self.ignores_masks = False
-        self.sends_states: SendsStates | None = None
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self._has_wrappers = False
@@ -182,9 +180,7 @@ class PackedForwardGuard(ModelHooks):
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
-                running = replace(
-                    running, ignores_masks=self.ignores_masks, mixers=self.mixers, sends_states=self.sends_states
-                )
+                running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
                 self._recorded = running
             enter(running)
             if running.kv_index is not None:

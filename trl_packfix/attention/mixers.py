@@ -14,9 +14,8 @@ library. A name that is not found is no error: its module leaks, and the leak pr
     convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
                  gets the W - 1 tokens before it (zeros, or rows of other parts or of the prefix), laid end to end
     scan         a kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Every other gets documents as
-                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention, or states
-                 are sent (`mixer_states.py`). Where documents share prefixes, the pieces of one level run together
-                 (`mixer_prefixes.py`)
+                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention. Where
+                 documents share prefixes, the pieces of one level run together (`mixer_prefixes.py`)
     fused        convolution, scan and output projection in one: only where nothing of it would be lost
 
 T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads of keys.
@@ -35,10 +34,9 @@ from torch.nn.functional import softplus
 
 from .exchange import HeadExchange, exchange_halo, group_of
 from .mixer_prefixes import rows_before, rows_lent, run_levels, run_of
-from .mixer_states import run_parts, sends_states
 from .packed_forward import PackedForward
 from .rows import Axes
-from .scan import Scan, Transition
+from .scan import Scan
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -49,8 +47,6 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
     if running.degree == 1:
         return _run_whole(scan, running)
-    if sends_states(scan, running):
-        return run_parts(scan, running)
     exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
     values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
     parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
@@ -195,16 +191,8 @@ def scan_delta(
         value, g, beta = values
         return inner(*keys, value, g=g, beta=beta, **options | {"initial_state": states, "output_final_state": True})
 
-    def transition(values: list[Tensor], keys: list[Tensor], parameters: Any) -> Tensor:
-        value, *others = values  # without values, what is left of the unit matrix
-        nothing = value.new_zeros(*value.shape[:3], key.shape[-1])
-        unit = torch.eye(key.shape[-1], dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-        return from_states([nothing, *others], keys, parameters, unit.expand(1, value.shape[2], -1, -1))[1]
-
-    sizes = key.shape[-1], value.shape[-1]
-    linear = Transition(sizes, (key.shape[-1],) * 2, transition, torch.matmul)
     name = "cu_seqlens" if _takes(inner, "cu_seqlens") else None
-    return run_scan(Scan([value, g, beta], [query, key], [], call, name, from_states, linear), running), None
+    return run_scan(Scan([value, g, beta], [query, key], [], call, name, from_states), running), None
 
 
 def scan_chunks(
@@ -234,14 +222,10 @@ def scan_chunks(
         per_head = {"D": D, "z": gate[0] if gate else None, "initial_states": before, "return_final_states": True}
         return inner(states, dt, A, *keys, **options | {"dt_softplus": False, "dt_limit": (0.0, inf)} | per_head)
 
-    def transition(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any]) -> Tensor:
-        return (values[1] * parameters[0].to(values[1].dtype)).sum(1).exp()[..., None, None]
-
     name = "seq_idx" if _takes(inner, "seq_idx") else None
-    linear = Transition((states.shape[-1], B.shape[-1]), (1, 1), transition, torch.mul)
-    scan = Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name, from_states, linear)
+    scan = Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name, from_states)
     # a step of 0 leaves a state as it is, so the kernel may change it no more
-    if running.kv_index is not None or sends_states(scan, running):
+    if running.kv_index is not None:
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))  # as the kernels, which add them up
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, inf)))

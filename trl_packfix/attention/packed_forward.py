@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .exchange import SendsStates
 from .rows import DocumentRows, Group
 from .runs import SharedRuns
 
@@ -67,7 +66,6 @@ class PackedForward:
         launches: what one launch of a flash kernel computes, as (first document, last + 1, first token, last + 1,
             longest), on the host; () for one launch of all documents.
         mixers: the functions of mixers that are replaced during this forward, or None.
-        sends_states: see `forwards.PackedForwardGuard`.
         derived: what modules derive from the boundaries once per pack.
     """
 
@@ -84,7 +82,6 @@ class PackedForward:
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
     mixers: Replaced | None = field(default=None, repr=False, compare=False)
-    sends_states: SendsStates | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

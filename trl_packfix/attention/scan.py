@@ -6,21 +6,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Transition(NamedTuple):
-    """What a scan does to a state, M.
-
-    Attributes:
-        of_state, of_itself: sizes of the state and of M of a head: (K, V), and (K, K) or (1, 1) for one factor.
-        of: (values, keys, parameters) of one row -> M, (1, H, ...).
-        apply: (M, states) -> states.
-    """
-
-    of_state: tuple[int, int]
-    of_itself: tuple[int, int]
-    of: Callable[..., Tensor]
-    apply: Callable[[Tensor, Tensor], Tensor]
-
-
 class Scan(NamedTuple):
     """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
 
@@ -32,7 +17,6 @@ class Scan(NamedTuple):
         boundaries: name of the argument of boundaries, if the kernel takes one.
         from_states: (values, keys, parameters, states) -> (rows, T, H, D) and the states after it, for rows that begin
             with these states (None: zeros). Zeros in all tensors leave a state as it is. None if it cannot.
-        transition: what the scan does to a state, if `from_states` is not None.
     """
 
     values: Sequence[Tensor]
@@ -41,4 +25,3 @@ class Scan(NamedTuple):
     call: Callable[..., Tensor]
     boundaries: str | None
     from_states: Callable[..., tuple[Tensor, Tensor]] | None = None
-    transition: Transition | None = None

@@ -178,7 +178,7 @@ def _scan(module: nn.Module) -> Mixers | None:
     )
     if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
         per_pair, per_token = 2.0 * (groups * state + heads * size), 4.0 * heads * size * state
-        return Mixers(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state, size * state, 1)
+        return Mixers(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
     if state is not None and decays.ndim > 1:  # Mamba-1: each channel has `state` numbers
         channels = decays.numel() // state
         # beside the two operations of its decays, which are parameters. Its kernels begin with no state
@@ -189,8 +189,7 @@ def _scan(module: nn.Module) -> Mixers | None:
     decay = 1 if value_heads else key  # KDA has one for each row of a key
     per_pair, per_token = heads * (6.0 * key + 4.0 * value), 6.0 * heads * key * value
     per_head = 2 * value + 1 + 2 * decay  # decays are in fp32
-    states = key * value, key * key
-    return Mixers(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key, *states)
+    return Mixers(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
 
 
 def _experts(config: PreTrainedConfig) -> tuple[float, float]:

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention import hopper
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
-from ..attention.exchange import SendsStates, Volume
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
 from ..attention.masked import own_in_packs
@@ -61,7 +60,6 @@ class PackedModel:
     Attributes:
         attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
-        sends_states: whether a scan sends states to the other ranks, and the most tokens of a part. None: never.
         isolation: the result of the last probe; None before the first.
         prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
@@ -86,7 +84,6 @@ class PackedModel:
         self.own_hooks = own_hooks
         self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
-        self.sends_states: tuple[SendsStates, int] | None = None
         self.attends = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
@@ -108,7 +105,6 @@ class PackedModel:
         self.isolation: IsolationReport | None = None
         fed = [module for hooks in self.own_hooks for module in hooks.fed]
         self._guard = PackedForwardGuard(base_model(self.model), fed)
-        self._guard.sends_states = self._may_send_states
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
 
@@ -116,7 +112,6 @@ class PackedModel:
         """The proofs of what documents and ranks share are of other attention."""
         self.prefixes_are_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
-        self._proved_states: set[int] = set()  # degrees at which scans may send states
 
     @property
     def _takes_towers(self) -> bool:
@@ -300,8 +295,8 @@ class PackedModel:
         """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
 
         If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. With images both have
-        images that lie in several parts. If scans may send states at this degree, the model is probed with and without.
-        A model that is proved at this degree already is not probed again. All ranks must call it.
+        images that lie in several parts. A model that is proved at this degree already is not probed again. All ranks
+        must call it.
 
         Raises:
             PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
@@ -330,39 +325,12 @@ class PackedModel:
         return report
 
     def _check_parts(self, wrapped: nn.Module, degree: int) -> IsolationReport:
-        """Probe packs that so many ranks share; if scans may send states at this degree, with and without."""
-        volumes: list[Volume] = []  # of the scans that could send states
-
-        def note(volume: Volume, tokens: int, degree: int) -> bool:
-            volumes.append(volume)
-            return False
-
-        report = self._check_degree(wrapped, degree, note)
-        if not _is_right(report) or self.sends_states is None:
-            return report
-        sends, tokens = self.sends_states
-        if any(sends(volume, tokens, degree) for volume in set(volumes)):
-            with_states = self._check_degree(wrapped, degree, lambda *scan: True)
-            if not _is_right(with_states):
-                return with_states
-            self._proved_states.add(degree)
-        return report
-
-    def _check_degree(self, wrapped: nn.Module, degree: int, sends_states: SendsStates) -> IsolationReport:
-        self._guard.sends_states = sends_states
-        try:
-            report = check_isolation(
-                wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
-            )
-        finally:
-            self._guard.sends_states = self._may_send_states
+        """Probe packs that so many ranks share."""
+        report = check_isolation(
+            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
+        )
         agreed((report.isolated, report.equal))
         return report
-
-    def _may_send_states(self, volume: Volume, tokens: int, degree: int) -> bool:
-        if self.sends_states is None or degree not in self._proved_states:
-            return False
-        return self.sends_states[0](volume, tokens, degree)
 
     def prove_prefixes(self, wrapped: nn.Module) -> str | None:
         """Probe packs whose documents share prefixes; `prove` must have passed. All ranks must call it.

@@ -44,7 +44,6 @@ class Mixers(NamedTuple):
         per_token: FLOPs of one token with the states of one layer.
         chunk, per_pair: tokens that are computed with each other, and FLOPs of a pair of them, in one layer.
         per_head, per_kv_head: numbers that a token sends and gets back for each head; a number in fp32 counts as two.
-        state, itself: numbers of the state of a head, and of what the scan does to a state. 0: it sends no states.
     """
 
     layers: int
@@ -55,8 +54,6 @@ class Mixers(NamedTuple):
     per_pair: float
     per_head: int
     per_kv_head: int
-    state: int = 0
-    itself: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,10 +116,6 @@ class CostModel:
     def heads(self) -> int | None:
         """Heads of the layer with the fewest, attention or scan; None if they are not known."""
         return min([*(kind.heads for kind in self.attention), *(kind.heads for kind in self.mixers)], default=None)
-
-    def without_states(self) -> "CostModel":
-        """The same where ranks exchange tokens for heads in every scan, as they do where documents share prefixes."""
-        return replace(self, mixers=tuple(scan._replace(state=0, itself=0) for scan in self.mixers))
 
     def shared_by(self, degree: int) -> "CostModel":
         """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.

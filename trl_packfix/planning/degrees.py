@@ -2,9 +2,9 @@
 
 With `tokens_per_rank` a document may be longer than what one rank holds. Then s neighbouring ranks, a *group*, share a
 pack, and each holds a *part* of it, T / s consecutive tokens. s is the *degree*. Inside attention a group exchanges
-tokens for heads (an all-to-all, as in Ulysses, arXiv 2309.14509), which costs time. The scans of hybrid models do the
-same or send states, whichever takes less time. So short documents should have a degree of 1, a long one a high degree:
-then its group ends as early as the others, which wait for it.
+tokens for heads (an all-to-all, as in Ulysses, arXiv 2309.14509), which costs time, and so do the scans of hybrid
+models. So short documents should have a degree of 1, a long one a high degree: then its group ends as early as the
+others, which wait for it.
 
 An optimizer step keeps its documents, whatever the degrees. Inside a step, the documents are sorted, longest first.
 They are dealt to the micro-steps with one degree, the best by the model, or halved by tokens and micro-steps, and each
@@ -25,17 +25,13 @@ import numpy as np
 from .arrays import Float64Array, Int64Array
 from .balance import balanced
 from .best_fit import best_fit_decreasing
-from .costs import CostModel, Mixers
+from .costs import CostModel
 from .families import TokenOrder, pack_in_order
 from .packs import PackPlan
 from .schedule import Schedule, packs_of_steps, split_up_to
 from .units import Bins, Units
 
 Numbers = Any  # one, or an array
-# Of a scan on the ranks that share a pack: bytes of a token in both exchanges, bytes of a state for each other rank,
-# and FLOPs per token that are computed once more with states, where a document fills a part
-Volume = tuple[float, float, float]
-
 FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
 
 BESIDE = 8  # times a document: room of a group that shares it; half as many or all ranks take up to 10 % longer
@@ -71,28 +67,6 @@ class Speeds:
         seconds = (inside - 1) / degree / self.within + (degree - inside) / degree / self.between
         return seconds, self.latency_within if degree <= self.ranks_per_node else self.latency_between
 
-    def scan_seconds(self, volume: Volume, tokens: Numbers, degree: int) -> tuple[Numbers, Numbers]:
-        """Seconds of one scan in a micro-step, beside its FLOPs: if ranks exchange tokens for heads, or send states.
-
-        Args:
-            tokens: of a part.
-        """
-        per_token, state, repeated = volume
-        per_byte, latency = self.all_to_all(degree)
-        tokens_sent = self.exchanging_passes * (tokens * per_token * per_byte + 2 * latency)
-        states_sent = self.exchanging_passes * (degree * state * per_byte + latency)
-        return tokens_sent, states_sent + self.passes * tokens * repeated / self.flops
-
-    def sends_states(self, volume: Volume, tokens: int, degree: int) -> bool:
-        """Whether a scan takes less time if ranks send states, and do not exchange the tokens of their parts for heads.
-
-        >>> speeds, volume = Speeds(), (24.8e3, 4.2e6, 8.4e6)
-        >>> [speeds.sends_states(volume, tokens, degree=16) for tokens in (2_000, 8_000)]
-        [False, True]
-        """
-        tokens_sent, states_sent = self.scan_seconds(volume, tokens, degree)
-        return states_sent < tokens_sent
-
 
 @dataclass(frozen=True)
 class GroupTimes:
@@ -107,7 +81,7 @@ class GroupTimes:
     speeds: Speeds = field(default_factory=Speeds)
 
     def exchange(self, degree: int) -> tuple[float, float]:
-        """Seconds of the exchanges of attention in a micro-step: (for each token of a rank, whatever the tokens).
+        """Seconds of the exchanges of attention and scans: (for each token of a rank, whatever the tokens).
 
         A token sends its queries and gets back their outputs. Keys are sent for as many heads as there are ranks, if
         the model has fewer.
@@ -116,50 +90,25 @@ class GroupTimes:
             return 0.0, 0.0
         speeds = self.speeds
         sent, latency = speeds.all_to_all(degree)
+        attention, mixers = self.cost_model.attention, self.cost_model.mixers
         values = sum(
             kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
-            for kind in self.cost_model.attention
+            for kind in attention
         )
-        exchanges = 2 * speeds.exchanging_passes * sum(kind.layers for kind in self.cost_model.attention)
-        return values * speeds.bytes_per_value * speeds.exchanging_passes * sent, exchanges * latency
-
-    def scans(self, tokens: Numbers, degree: int) -> Numbers:
-        """Seconds of all scans, beside their own FLOPs: each takes the faster way, as in the run.
-
-        Args:
-            tokens: of a part, one number or an array.
-        """
-        seconds = 0.0 * tokens
-        if degree == 1:
-            return seconds
-        for scan in self.cost_model.mixers:
-            tokens_sent, states_sent = self.speeds.scan_seconds(self.volume(scan, degree), tokens, degree)
-            seconds = seconds + scan.layers * (np.minimum(tokens_sent, states_sent) if scan.state else tokens_sent)
-        return seconds
-
-    def volume(self, scan: Mixers, degree: int) -> Volume:
-        """What a scan on so many ranks sends. A token sends values and gets outputs; keys as in `exchange`."""
-        numbers = scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head
-        # States and sums of them are in fp32. A scan in chunks computes products of keys and values with the state, and
-        # within a chunk about as many
-        states = scan.heads * (scan.state + scan.itself) * 4.0
-        return float(numbers * self.speeds.bytes_per_value), states, 2 * 8.0 * scan.heads * scan.state
+        values += sum(
+            scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
+            for scan in mixers
+        )
+        layers = sum(kind.layers for kind in attention) + sum(scan.layers for scan in mixers)
+        return (
+            values * speeds.bytes_per_value * speeds.exchanging_passes * sent,
+            2 * speeds.exchanging_passes * layers * latency,
+        )
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
         """Seconds of groups with packs of these costs, in FLOPs of all its ranks, and rows, shape (N,)."""
         per_token, fixed = self.exchange(degree)
-        seconds = costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
-        return seconds + self.scans(tokens / degree, degree) if self.cost_model.mixers else seconds
-
-    def least_exchange(self, degree: int, tokens_per_rank: int) -> float:
-        """Seconds of the exchanges for each token of a rank, below which none of a larger group is either.
-
-        A part with fewer tokens takes more for each of them, because a state has the same size.
-        """
-        per_token, _ = self.exchange(degree)
-        if not self.cost_model.mixers:
-            return per_token
-        return per_token + float(self.scans(np.float64(tokens_per_rank), degree)) / tokens_per_rank
+        return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
 
 
 def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
@@ -488,9 +437,7 @@ class Step:
         rows, tokens_per_rank = self.units.rows[self.members], self.parallel.tokens_per_rank
         ranks_seconds = float(self.times.seconds(self.units.costs()[self.members], rows, 1).sum())
         long = rows[rows > tokens_per_rank]
-        ranks_seconds += sum(
-            n * self.times.least_exchange(smallest_degree(n, tokens_per_rank), tokens_per_rank) for n in long.tolist()
-        )
+        ranks_seconds += sum(n * self.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
         alone = np.full(len(rows), np.inf)
         for degree in {self.parallel.smallest, *self.parallel.degrees}:
             fits = rows <= degree * tokens_per_rank
@@ -505,7 +452,7 @@ class ModelledTime:
 
     Attributes:
         seconds: of each micro-step, that is of its longest group, shape (S*G,).
-        exchange: of each micro-step, in the exchanges and in what states compute twice, the mean over ranks, (S*G,).
+        exchange: of each micro-step, in the exchanges, the mean over ranks, (S*G,).
         bound: seconds of the whole schedule, below which no other with the same steps is.
     """
 

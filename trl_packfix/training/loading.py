@@ -42,7 +42,7 @@ from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
-from .planner import costs_of_run, make_planner, speeds
+from .planner import make_planner, speeds
 from .progress import shown
 
 
@@ -355,7 +355,7 @@ class TrainingData:
             overlong=args.effective_overlong,
             truncation_mode=args.truncation_mode,
             balance=args.balance,
-            cost_model=costs_of_run(args, self.cost_model),
+            cost_model=self.cost_model,
             synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             vocab_size=self.vocab_size,
             pad_token_id=self.trainer._tokenizer.pad_token_id,
@@ -397,7 +397,7 @@ class TrainingData:
         if args.neftune_noise_alpha is not None:
             model = base_model(self.trainer.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
-        packed_model = PackedModel(
+        return PackedModel(
             self.trainer.model,
             self.attention_dtype,
             args.device.type,
@@ -409,9 +409,6 @@ class TrainingData:
             shares_prefixes=args.share_prefixes != "off",
             images=None if self.images is None else self.images.examples,
         )
-        if args.tokens_per_rank is not None:
-            packed_model.sends_states = speeds(args).sends_states, args.tokens_per_rank
-        return packed_model
 
     @property
     def attention_dtype(self) -> torch.dtype:

@@ -30,7 +30,6 @@ def make_planner(
             `auto_find_batch_size` has lowered it.
     """
     max_length = config.max_length or int(documents.lengths.max())
-    cost_model = costs_of_run(config, cost_model)
     parallel = None
     if config.tokens_per_rank is not None:
         parallel = SequenceParallel.of_run(
@@ -54,11 +53,6 @@ def make_planner(
         parallel=parallel,
     )
     return EpochPlanner(documents, plans, cost_model, config.share_prefixes)
-
-
-def costs_of_run(config: SFTConfig, cost_model: CostModel) -> CostModel:
-    """The cost model of a run: where documents share prefixes, scans send no states to other ranks."""
-    return cost_model if config.share_prefixes == "off" else cost_model.without_states()
 
 
 def speeds(config: SFTConfig) -> Speeds:
