@@ -93,7 +93,7 @@ STOCK = {
     "tp_ep_fsdp": ["experts"],
 }
 OF_ENGINES = {
-    "tp": [kind for kind in KINDS if kind != "lora_experts"],
+    "tp": [kind for kind in KINDS if kind not in ("lora", "softcap", "experts", "lora_experts")],
     "tp_ep": ["routed", "lora_experts"],
     "ep_fsdp": ["experts", "lora_experts"],
     "tp_fsdp": ["full", "stream"],

@@ -68,7 +68,7 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
 
 
 @needs_gloo
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=(needs_deepspeed, pytest.mark.sweep))])
 def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engine, workplace, tmp_path):
     for name in ("model", "zero3.json"):
         (tmp_path / name).symlink_to(workplace / name)
@@ -124,11 +124,13 @@ COMMANDS = {
 }
 
 
+# The launcher of DeepSpeed also starts the recipe below
+OTHERS = {"accelerate": gathers_on_cpus, "deepspeed": (gathers_on_cpus, pytest.mark.sweep)}
+
+
 @needs_gloo
 @needs_deepspeed
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=() if name == "torchrun" else gathers_on_cpus) for name in COMMANDS]
-)
+@pytest.mark.parametrize("launcher", ["torchrun", *(pytest.param(name, marks=m) for name, m in OTHERS.items())])
 def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
     (workplace / "mixture.yaml").write_text(MIXTURE)
     (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))

@@ -32,9 +32,9 @@ ZERO3 = {
     "zero_allow_untested_optimizer": True,
 }
 KINDS = {
-    "ddp": ("full", "frozen", "shared"),
-    "zero3": ("full", "frozen", "lora", "shared"),
-    "fsdp2": ("full", "frozen", "shared"),
+    "ddp": ("full", "shared"),
+    "zero3": ("full", "lora"),
+    "fsdp2": ("frozen", "shared"),
 }
 
 

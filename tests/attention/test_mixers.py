@@ -178,7 +178,7 @@ def test_checkpointed_layers_recompute_with_the_same_boundaries(model_type, tmp_
     assert max((change - runs[0]).norm() / runs[0].norm() for change in runs[1:]) < LIMIT
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_compiled_mixers_start_anew_in_each_document(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     runs = [trainer(tmp_path, texts(), "lfm2", max_steps=2, learning_rate=1e-2, **more) for more in ({}, compiled)]

@@ -548,7 +548,7 @@ def test_reference_log_probabilities_are_precomputed_on_packs():
     assert trainer.train_dataset["ref_chosen_logps"][:4] == pytest.approx(wanted.tolist(), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_compiled_training_is_training():
     options = {"max_steps": 2, "dtype": torch.float32}
     stock, _, _ = train("dpo", packed=False, **options)
@@ -616,7 +616,6 @@ def test_evaluation_is_packed():
 SCRIPT = Path(__file__).parents[1] / "two_ranks_rows.py"
 ENGINES = {
     "ddp": "DistributedDataParallel",
-    "zero2": "DeepSpeedEngine 2",
     "zero3": "DeepSpeedEngine 3",
     "fsdp2": "FSDP2",
 }

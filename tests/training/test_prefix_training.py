@@ -117,9 +117,7 @@ def error(name: str, **more) -> float:
 
 CASES = [
     *[(name, {}) for name in MODELS],
-    ("llama", APART),
-    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, **APART}),
     ("lora", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}, **APART}),
     ("gpt_oss", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     ("mixtral", {"pad_to_multiple_of": 64}),
