@@ -37,6 +37,7 @@ def ran(tmp_path_factory):
     return notebook
 
 
+@pytest.mark.sweep
 def test_the_tour_learns_and_shows(ran):
     values = json.loads(ran.cells.pop().outputs[0].text)
     assert values["after"] < values["before"] - 0.5

@@ -197,7 +197,7 @@ def test_what_was_counted_is_counted_again(name, data_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["laguna-xs.2", "glm-5.2", "minimax-m3-vl"])
+@pytest.mark.parametrize("name", ["laguna-xs.2", pytest.param("glm-5.2", marks=pytest.mark.sweep), "minimax-m3-vl"])
 def test_pairs_cost_what_a_forward_at_its_size_counts(name, data_dir):
     (file,) = data_dir.glob(f"configs*/full/{name}.json")
     values = {key: value for key, value in json.loads(file.read_text()).items() if not key.startswith("_")}

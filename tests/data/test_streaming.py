@@ -356,9 +356,9 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-RESTARTED = [("table", 0, 20), ("shuffled", 0, 20), ("table", 2, 3), ("shuffled", 2, 3), ("concatenated", 2, 3)]
+RESTARTED = [("table", 0, 8), ("shuffled", 0, 8), ("table", 2, 3), ("shuffled", 2, 3), ("concatenated", 2, 3)]
 RESTARTED += [(name, 0, 3) for name in SOURCES if name not in ("table", "shuffled")]
-RESTARTED += [("table shared by ranks", 0, 20), ("generator shared by ranks", 2, 3)]
+RESTARTED += [("table shared by ranks", 0, 8), ("generator shared by ranks", 2, 3)]
 
 
 @pytest.mark.processes
