@@ -42,10 +42,11 @@ from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_con
 from planning import one_byte_tokens
 from rich.console import Console
 from rich.table import Table
+from support.bounds import imbalance_bound
 
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.imbalance import imbalance, imbalance_bound
+from trl_packfix.planning.imbalance import imbalance
 from trl_packfix.planning.packs import PackPlan
 from trl_packfix.planning.schedule import Schedule, schedule_packs
 from trl_packfix.planning.strategies import plan_packs

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 from common import Row, describe, make_parser, write_csv
+from support.bounds import imbalance_bound
 from support.planners import make_epochs
 from transformers import Qwen2_5_VLConfig
 
@@ -18,7 +19,7 @@ from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.model_costs import make_cost_model, with_tower
 from trl_packfix.planning.costs import CostModel
-from trl_packfix.planning.imbalance import imbalance, imbalance_bound
+from trl_packfix.planning.imbalance import imbalance
 
 MODELS = {
     "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},

@@ -33,6 +33,7 @@ import numpy as np
 from balance import draw
 from common import Row, cpu_seconds, describe, make_console, make_parser, write_csv
 from rich.table import Table
+from support.bounds import step_bound
 
 from trl_packfix.planning.arrays import Int64Array
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
@@ -113,7 +114,7 @@ def case(
     smallest, best = one[min(one)], min(one.values(), key=lambda found: found.seconds)
     assert chosen.seconds <= best.seconds * (1 + 1e-12)
     grouping = min(chosen.seconds, *(several_degrees(step, found) for found in (chosen, best, smallest)))
-    bound = step.bound()
+    bound = step_bound(step)
     row: Row = {
         "model": model,
         "ranks": world_size,

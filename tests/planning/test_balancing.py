@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.bounds import imbalance_bound
 
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.exchanges import Slots
-from trl_packfix.planning.imbalance import imbalance, imbalance_bound, rank_costs
+from trl_packfix.planning.imbalance import imbalance, rank_costs
 from trl_packfix.planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Bins, Units

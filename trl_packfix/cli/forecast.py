@@ -214,16 +214,11 @@ def recommend(forecasts: Sequence[Forecast]) -> Recommendation:
         (of_run.report for of_run in whole if of_run.report.max_length == report.max_length),
         key=lambda of_run: of_run.world_size,
     )
-    if widest.world_size > 1 and widest.imbalance is not None and widest.imbalance_bound is not None:
+    if widest.world_size > 1 and widest.imbalance is not None:
+        exchange = "" if widest.shared is None else f", and {widest.shared.exchange_share:.1%} of it is the exchange"
         reasons.append(
             f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
-            f"{widest.imbalance - 1:.1%} to the time; the lower bound for the documents of these steps is "
-            f"{widest.imbalance_bound - 1:.1%}."
-        )
-    elif widest.shared is not None:
-        reasons.append(
-            f"On {widest.world_size:,} ranks ({widest.strategy}) an epoch takes {widest.shared.time_over_bound:.2f} "
-            f"times a lower bound by the model, and {widest.shared.exchange_share:.1%} of the time is the exchange."
+            f"{widest.imbalance - 1:.1%} to the time{exchange}."
         )
     if (text := prefixes_text(report)) is not None:
         reasons.append(f"Common prefixes: {text}.")

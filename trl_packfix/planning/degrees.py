@@ -428,23 +428,6 @@ class Step:
         seconds = self.times.seconds(costs, rows, degree).reshape(-1, self.bins.world_size // degree).max(axis=1)
         return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
 
-    def bound(self) -> float:
-        """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
-
-        All ranks work all the time, units longer than C pay the exchange of their smallest group, and each takes at
-        least what it takes alone at its best degree.
-        """
-        rows, tokens_per_rank = self.units.rows[self.members], self.parallel.tokens_per_rank
-        ranks_seconds = float(self.times.seconds(self.units.costs()[self.members], rows, 1).sum())
-        long = rows[rows > tokens_per_rank]
-        ranks_seconds += sum(n * self.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())
-        alone = np.full(len(rows), np.inf)
-        for degree in {self.parallel.smallest, *self.parallel.degrees}:
-            fits = rows <= degree * tokens_per_rank
-            seconds = self.times.seconds(self.units.costs(degree)[self.members], rows, degree)
-            alone[fits] = np.minimum(alone, seconds)[fits]
-        return max(ranks_seconds / self.bins.world_size, float(alone.max()))
-
 
 @dataclass(frozen=True)
 class ModelledTime:
@@ -453,16 +436,14 @@ class ModelledTime:
     Attributes:
         seconds: of each micro-step, that is of its longest group, shape (S*G,).
         exchange: of each micro-step, in the exchanges, the mean over ranks, (S*G,).
-        bound: seconds of the whole schedule, below which no other with the same steps is.
     """
 
     seconds: Float64Array
     exchange: Float64Array
-    bound: float
 
 
-def modelled_time(schedule: Schedule, units: Units, bins: Bins, *, parallel: SequenceParallel) -> ModelledTime:
-    """What a schedule of units takes, and the least that one with the same steps could take."""
+def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> ModelledTime:
+    """What a schedule of units takes."""
     assert schedule.degrees is not None
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
@@ -473,8 +454,7 @@ def modelled_time(schedule: Schedule, units: Units, bins: Bins, *, parallel: Seq
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
-    steps = (Step(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps))
-    return ModelledTime(seconds, exchange, sum(step.bound() for step in steps))
+    return ModelledTime(seconds, exchange)
 
 
 def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, *, capacity: int) -> list[Int64Array] | None:

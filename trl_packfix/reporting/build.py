@@ -9,7 +9,7 @@ from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
 from ..planning.degrees import SequenceParallel, modelled_time
-from ..planning.imbalance import imbalance, imbalance_bound
+from ..planning.imbalance import imbalance
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from .report import PackingReport
@@ -76,9 +76,6 @@ def make_report(
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
         imbalance=imbalance(of_units, units.costs(), synchronisation),
-        imbalance_bound=None
-        if shared
-        else imbalance_bound(of_units, units, bins.capacity, synchronisation=synchronisation),
         prefixes=planned_savings(planner),
         shared=shared,
         images=_packed_images(planner, reader),
@@ -115,7 +112,7 @@ def _shared_packs(
 ) -> SharedPacks:
     """What sequence parallelism does in the first epoch, of which this is the schedule of units."""
     assert schedule.degrees is not None
-    time = modelled_time(schedule, units, planner.bins, parallel=parallel)
+    time = modelled_time(schedule, units, parallel)
     total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
     packs = np.diff(total[schedule.offsets]).reshape(-1, planner.bins.world_size)
     degrees, counts = np.unique(schedule.degrees, return_counts=True)
@@ -124,7 +121,6 @@ def _shared_packs(
         smallest_degree=parallel.smallest,
         micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
         exchange_share=float(time.exchange.sum() / time.seconds.sum()),
-        time_over_bound=float(time.seconds.sum() / time.bound),
         largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
     )
 

@@ -155,14 +155,6 @@ COLUMNS = (
         "share of the time in the exchange between ranks that share a pack",
         meaning="of the modelled time, in the exchange between ranks that share a pack",
     ),
-    Column(
-        "time/bound",
-        _of("shared", "time_over_bound"),
-        ".3f",
-        "time_over_bound",
-        "modelled time over a lower bound",
-        unit="ratio",
-    ),
     Column("part", _of("shared", "largest_part"), legend="tokens of the largest part of a pack on a rank"),
     Column(
         "micro-steps by degree",

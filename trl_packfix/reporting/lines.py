@@ -179,7 +179,6 @@ def _shared_packs(report: ReportNumbers) -> Lines:
     )
     yield (
         "modelled time",
-        f"{shared.time_over_bound:.3f} of the lower bound for the documents of these steps; "
         f"{shared.exchange_share:.1%} of it in the exchange, imbalance {report.imbalance:.3f}",
     )
 
@@ -195,8 +194,7 @@ def _imbalance(report: ReportNumbers) -> Lines:
         )
     yield (
         "imbalance",
-        f"{report.imbalance:.3f} modelled (1 is perfect); lower bound for the documents of these steps: "
-        f"{report.imbalance_bound:.3f}{parts}",
+        f"{report.imbalance:.3f} modelled (1 is perfect){parts}",
     )
 
 

@@ -34,7 +34,6 @@ class PackingReport(ReportNumbers):
       does not count them: it is the same in every epoch.
     - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
-    - `imbalance_bound`: no schedule of the same steps has a lower imbalance; None with sequence parallelism.
     - `shared`: with sequence parallelism, how packs are shared between ranks; else None.
     - `groups`: the same of a stream, for the steps so far; None for a table.
     - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan says it; else

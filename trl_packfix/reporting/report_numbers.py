@@ -50,12 +50,10 @@ class SharedPacks(Groups):
 
     Attributes:
         exchange_share: share of the time in the exchange between the ranks of a group.
-        time_over_bound: time over a lower bound of the time of these steps, with any groups.
         largest_part: tokens of the largest part of a pack on one rank.
     """
 
     exchange_share: float
-    time_over_bound: float
     largest_part: int
 
 
@@ -128,7 +126,6 @@ class ReportNumbers:
     most_documents: int | None = None
     unpacked_loss: float = 1.0
     imbalance: float | None = None
-    imbalance_bound: float | None = None
     shared: SharedPacks | None = None
     groups: Groups | None = None
     prefixes: PrefixSavings | None = None
