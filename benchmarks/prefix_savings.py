@@ -44,7 +44,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.degrees import GroupTimes, possible_degrees, schedule_in_order
+from trl_packfix.planning.degrees import GroupTimes
 from trl_packfix.planning.families import SharePrefixes, shared_by_neighbours
 from trl_packfix.planning.schedule import Schedule
 
@@ -132,7 +132,6 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
     reader, longest = TokenReader(rows), CAPACITIES[-1]
     documents = make_documents(reader, longest, "drop")
     documents = replace(documents, tokens=token_order(reader, documents))
-    degrees = possible_degrees(longest, tokens_per_rank, RANKS, num_heads=LLAMA_7B.heads)
 
     def training(setting: SharePrefixes) -> Schedule:
         parts = {"tokens_per_rank": tokens_per_rank, "share_prefixes": setting}
@@ -144,10 +143,6 @@ def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
 
     schedules = {setting: training(setting) for setting in ("off", "pack", "family")}
     schedules |= {f"evaluation, {name}": evaluation("bfd", name) for name in ("off", "pack", "family")}
-    lengths = documents.lengths
-    schedules["evaluation, sorted"] = schedule_in_order(
-        documents.tokens, lengths, tokens_per_rank, world_size=RANKS, degrees=degrees
-    )
     for name, schedule in schedules.items():
         yield {"documents": len(documents), "method": name} | computed(schedule, documents, tokens_per_rank, name)
 

@@ -31,7 +31,7 @@ from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.degrees import BESIDE, modelled_time, schedule_in_order, smallest_degree
+from trl_packfix.planning.degrees import BESIDE, modelled_time, smallest_degree
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
@@ -411,28 +411,6 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
     assert rows["family"] < 0.7 * rows["off"]
     assert seconds["family"] < 0.7 * seconds["off"]
-
-
-def test_evaluation_on_groups_shares_by_plan():
-    """More than among documents that meet by chance, and no less than families."""
-    tokens = chats(num=120, longest=250)
-    _, documents = sorted_documents(tokens)
-    parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS, "shuffle": False}
-    schedules = {
-        name: make_epochs(documents, "bfd", 1, 256, share_prefixes=name, **parts).schedule(0)
-        for name in ("pack", "family")
-    }
-    schedules["sorted"] = schedule_in_order(documents.tokens, documents.lengths, 64, world_size=4, degrees=(1, 2, 4))
-    rows = {
-        name: sum(rows_of(tokens, schedule.order[a:b]) for a, b in pairwise(schedule.offsets) if b > a)
-        for name, schedule in schedules.items()
-    }
-    assert rows["sorted"] < 0.75 * rows["pack"] and rows["sorted"] < 1.05 * rows["family"], rows
-    degrees = PackedBatchSampler(schedules["sorted"]).degrees
-    assert set(degrees) == set(schedules["sorted"].degrees) and len(degrees) > 1
-    # Proved degrees only
-    on_all = schedule_in_order(documents.tokens, documents.lengths, 64, world_size=4, degrees=(4,))
-    assert PackedBatchSampler(on_all).degrees == (4,)
 
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])

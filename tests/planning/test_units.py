@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.bounds import time_bound
 
 from trl_packfix.planning.costs import CostModel, Heads
-from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups, schedule_in_order
+from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups
 from trl_packfix.planning.families import TokenOrder, make_pieces, shared_by_neighbours, sort_by_tokens
 from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.packs import plan_bfd
@@ -120,33 +120,6 @@ def test_units_on_groups_of_ranks(kind, num, seed, accumulation, world_size, bal
         one = [divided.one_degree(divided.members, degree, accumulation) for degree in parallel.degrees]
         chosen = time.seconds[step * accumulation : (step + 1) * accumulation].sum()
         assert chosen <= min(each.seconds for each in one if each is not None) * (1 + 1e-9)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    num=st.integers(1, 60),
-    seed=st.integers(0, 2**32),
-    world_size=st.sampled_from([4, 8]),
-    degrees=st.sampled_from([(1, 2, 4), (4,), (1, 4), (2, 4)]),
-)
-def test_a_sorted_set_is_on_the_fewest_ranks_that_hold_each_pack(num, seed, world_size, degrees):
-    tokens = tokens_of(num, seed)
-    lengths = np.array([len(each) for each in tokens])
-    order = sorted_by_tokens(tokens)
-    schedule = schedule_in_order(order, lengths, 16, world_size=world_size, degrees=degrees)
-    assert sorted(schedule.order.tolist()) == list(range(num))
-    assert schedule.degrees.tolist() == sorted(schedule.degrees.tolist(), reverse=True)
-    assert {len(list(schedule.micro_batches(rank))) for rank in range(world_size)} == {len(schedule.degrees)}
-    slots = len(schedule.offsets) - 1
-    slot = np.empty(num, dtype=np.int64)
-    slot[schedule.order] = np.repeat(np.arange(slots), np.diff(schedule.offsets))
-    within = order.within(slot)
-    own = lengths[within.order] - shared_by_neighbours(within.common, lengths[within.order])
-    rows = np.bincount(slot[within.order], own, slots).reshape(-1, world_size)
-    assert (rows <= 16 * schedule.degrees[:, None]).all()
-    for step, degree in enumerate(schedule.degrees.tolist()[:-1]):  # the packs of the last one are split
-        smaller = max((each for each in degrees if each < degree), default=0)
-        assert rows[step].max() > 16 * smaller and (rows[step][::degree] > 0).all()
 
 
 @settings(max_examples=60, deadline=None)

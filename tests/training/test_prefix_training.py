@@ -298,9 +298,9 @@ def evaluated(folder, **settings):
     return found, found.state.log_history[-1], rows, len(batches)
 
 
-def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
+def test_evaluation_brings_families_together(tmp_path, monkeypatch):
     _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
-    found, shared, rows, num_shared = evaluated(tmp_path)
+    found, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
     names = [name for name in whole if name.startswith("eval_") and not name.endswith(("time", "second"))]
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
     assert {name: shared[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
@@ -318,12 +318,13 @@ def test_evaluation_shares_over_the_whole_set(tmp_path, monkeypatch):
     assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
     # The same packs with sequence parallelism, here on one rank
     parts = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}
+    parts["share_prefixes"] = "family"
     _, on_parts, rows_on_parts, _ = evaluated(tmp_path, **parts)
-    assert rows_on_parts == rows
+    assert rows_on_parts < 0.9 * sum(unsorted)
     assert {name: on_parts[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
     # The control: each row once
     count_rows_once(monkeypatch)
-    _, wrong, *_ = evaluated(tmp_path)
+    _, wrong, *_ = evaluated(tmp_path, share_prefixes="family")
     assert wrong["eval_loss"] != pytest.approx(whole["eval_loss"], rel=1e-5)
 
 
@@ -348,7 +349,7 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
         tmp_path, DOCUMENTS, trainer_kwargs={"eval_dataset": data}, per_device_eval_batch_size=1, **OURS | SGD
     )
     batches = list(found.get_eval_dataloader())
-    assert sorted(batch["labels"].numel() for batch in batches) == [72, 72, 72, 72, 81]
+    assert max(batch["labels"].numel() for batch in batches) <= 96
 
 
 # Streams and restarts

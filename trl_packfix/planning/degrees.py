@@ -26,9 +26,8 @@ from .arrays import Float64Array, Int64Array
 from .balance import balanced
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
-from .families import TokenOrder, pack_in_order
 from .packs import PackPlan
-from .schedule import Schedule, packs_of_steps, split_up_to
+from .schedule import Schedule, packs_of_steps
 from .units import Bins, Units
 
 Numbers = Any  # one, or an array
@@ -273,42 +272,6 @@ def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, *, num_sk
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     order = np.concatenate(packs) if packs else np.zeros(0, np.int64)
     return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, np.array(degrees))
-
-
-def schedule_in_order(
-    tokens: TokenOrder, lengths: Int64Array, tokens_per_rank: int, *, world_size: int, degrees: tuple[int, ...] = ()
-) -> Schedule:
-    """Packs of neighbours in the order of their tokens, on the fewest ranks that hold them; one pack per rank and step.
-
-    A micro-step has the degree of its largest pack. They come in the order of their degrees, so packs of one degree
-    share micro-steps; the last micro-step has its packs split, or some ranks would have none.
-
-    Args:
-        tokens: the documents, sorted by their tokens.
-        lengths: tokens of each document, shape (N,).
-        tokens_per_rank: most rows of a pack on one rank.
-        degrees: ranks that may share a pack, ascending; the largest group holds the longest document. (): packs are on
-            one rank each, and the schedule has no degrees.
-
-    >>> tokens = TokenOrder(np.array([0, 2, 1, 3]), np.array([0, 31, 0, 0]))  # 0 and 2 share 30 rows
-    >>> lengths = np.array([40, 70, 40, 20])  # the pack of 0 and 2 has 50 rows and is split, so that no rank waits
-    >>> schedule = schedule_in_order(tokens, lengths, tokens_per_rank=50, world_size=2, degrees=(1, 2))
-    >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)], schedule.degrees
-    ([[[1, 3], [0]], [[1, 3], [2]]], array([2, 1]))
-    """
-    bins = Bins(capacity=tokens_per_rank, world_size=world_size)
-    packs, rows = pack_in_order(tokens, lengths, room_beside(lengths, tokens_per_rank, degrees or (1,)))
-    of_packs = [next(degree for degree in degrees or (1,) if n <= degree * tokens_per_rank) for n in rows]
-    order = sorted(range(len(packs)), key=lambda i: -of_packs[i])
-    filled: list[Int64Array] = []
-    chosen: list[int] = []
-    while order:
-        chosen.append(of_packs[order[0]])
-        num = world_size // chosen[-1]
-        step, order = split_up_to([packs[i] for i in order[:num]], lengths, num), order[num:]
-        filled += step + [np.zeros(0, np.int64)] * (num - len(step))
-    schedule = _schedule(filled, chosen, bins)
-    return schedule if degrees else replace(schedule, degrees=None)
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:

@@ -332,33 +332,6 @@ def make_pieces(
     )
 
 
-def pack_in_order(tokens: TokenOrder, lengths: Int64Array, room: Int64Array) -> tuple[list[Int64Array], list[int]]:
-    """Neighbours in the order of their tokens in one pack, until it is full: the packs, and the rows of each.
-
-    Args:
-        lengths: tokens of each document, shape (N,).
-        room: most rows of a pack that begins with each document, at least its tokens, shape (N,). Its documents have at
-            most `KEYS_PER_CAPACITY` times as many tokens, because their keys need memory, too.
-
-    >>> tokens = TokenOrder(np.array([2, 0, 1]), np.array([0, 46, 21]))
-    >>> packs, rows = pack_in_order(tokens, np.array([50, 40, 60]), np.array([70, 70, 70]))
-    >>> [pack.tolist() for pack in packs], rows
-    ([[2, 0], [1]], [65, 40])
-    """
-    sizes = lengths[tokens.order]
-    shared, rooms = shared_by_neighbours(tokens.common, sizes), room[tokens.order].tolist()
-    begins, rows, num_tokens = [0], [0], 0
-    for place, (length, common) in enumerate(zip(sizes.tolist(), shared.tolist(), strict=True)):
-        capacity = rooms[begins[-1]]
-        if rows[-1] + length - common > capacity or num_tokens + length > KEYS_PER_CAPACITY * capacity:
-            begins.append(place)  # its first document shares nothing
-            rows.append(length)
-            num_tokens = length
-        else:
-            rows[-1], num_tokens = rows[-1] + length - common, num_tokens + length
-    return np.split(tokens.order, begins[1:]), rows
-
-
 def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
     """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,).
 

@@ -34,9 +34,8 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
-from ..planning.degrees import SequenceParallel, schedule_in_order
+from ..planning.degrees import SequenceParallel
 from ..planning.plans import RunPlans
-from ..planning.schedule import Schedule
 from ..planning.units import Bins
 from .checks import check_prepared
 from .config import SFTConfig
@@ -217,12 +216,12 @@ class Evaluation:
         return self._data.shares_prefixes and self.is_exact
 
     @property
-    def _sorts_evaluation(self) -> bool:
-        """Whether documents that begin alike are brought together.
+    def _brings_together(self) -> bool:
+        """Whether documents that begin alike are planned as one.
 
         With images they meet by chance: to sort them, all would have to be processed.
         """
-        return self._shares_evaluation and self._data.images is None
+        return self._shares_evaluation and self.args.share_prefixes == "family" and self._data.images is None
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
@@ -234,7 +233,7 @@ class Evaluation:
             overlong,
             truncation_mode=args.truncation_mode,
             keep_untrained=True,
-            sorts_tokens=self._sorts_evaluation,
+            sorts_tokens=self._brings_together,
         )
 
     def check_evaluation_sets(self) -> None:
@@ -345,7 +344,7 @@ class Evaluation:
             rows, PackedBatchSampler(planner, ranks.rank), self._data.with_row_values(collate, values)
         )
 
-    def _evaluation_planner(self, documents: Documents) -> EpochPlanner | Schedule:
+    def _evaluation_planner(self, documents: Documents) -> EpochPlanner:
         args, num_ranks = self.args, self._data.ranks.count
         max_length = args.max_length or int(documents.lengths.max())
         capacity, parallel = args.eval_batch_size * max_length, None
@@ -358,13 +357,7 @@ class Evaluation:
                 degrees=self._data.degrees,  # at which the model is proved
                 speeds=speeds(args),
             )
-            capacity = parallel.tokens_per_rank if self._sorts_evaluation else parallel.capacity
-        if self._sorts_evaluation:  # `eval_loss` does not depend on the order of documents
-            assert documents.tokens is not None
-            degrees = () if parallel is None else parallel.degrees
-            return schedule_in_order(
-                documents.tokens, documents.lengths, capacity, world_size=num_ranks, degrees=degrees
-            )
+            capacity = parallel.capacity
         plans = RunPlans(
             strategy="bfd",
             bins=Bins(capacity=capacity, world_size=num_ranks),
@@ -373,7 +366,7 @@ class Evaluation:
             shuffle=False,
             parallel=parallel,
         )
-        return EpochPlanner(documents, plans, self._data.cost_model)
+        return EpochPlanner(documents, plans, self._data.cost_model, "family" if self._brings_together else "off")
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column
