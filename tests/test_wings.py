@@ -1,4 +1,4 @@
-"""The package is eight wings, and arrows between them point only downwards; the built wheel has all of them."""
+"""The package is seven wings, and arrows between them point only downwards; the built wheel has all of them."""
 
 import ast
 import os
@@ -26,8 +26,7 @@ BELOW = {
     "isolation": {"attention", "data"},
     "reporting": {"planning", "data", "isolation"},
     "training": {"planning", "attention", "data", "isolation", "reporting"},
-    "survey": {"planning", "attention", "data", "isolation"},
-    "cli": {"planning", "attention", "data", "isolation", "reporting", "training", "survey"},
+    "cli": {"planning", "attention", "data", "isolation", "reporting", "training"},
 }
 # What of a wing may be imported, where not all of it may
 ONLY = {("isolation", "data"): {"data.collator", "data.padded_rows", "data.parts", "data.prefix_collator"}}
@@ -76,7 +75,7 @@ def is_allowed(module: str, target: str) -> bool:
     return other in BELOW[wing] and target in ONLY.get((wing, other), {target})
 
 
-def test_there_are_eight_wings_and_each_says_what_it_owns():
+def test_there_are_seven_wings_and_each_says_what_it_owns():
     wings = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert wings == set(BELOW)
     for wing in wings:
@@ -228,7 +227,7 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
 
 
 # A call with many arguments by position cannot be read.
-WITH_NAMES = ("planning", "attention", "data", "isolation", "reporting", "training", "cli", "survey")
+WITH_NAMES = ("planning", "attention", "data", "isolation", "reporting", "training", "cli")
 KEYS_OF_QUERIES = "the tensors of attention in the usual order, and which keys each query sees"
 BY_POSITION = {
     "planning.strategies.plan_packs": "public, and as documented",

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from trl_packfix.survey.shrinking import (  # noqa: F401 - tests take all sizes from here
+from trl_packfix.isolation.shrinking import (  # noqa: F401 - tests take all sizes from here
     FIRST_WORD,
     HEAD_DIM,
     HEADS,

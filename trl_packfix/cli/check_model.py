@@ -23,8 +23,8 @@ from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
+from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
 from ..reporting.report import show_lines
-from ..survey.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
 from .flags import MODEL, named
 
 

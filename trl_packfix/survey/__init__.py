@@ -1,1 +1,0 @@
-"""Tiny random models with the config of a checkpoint."""
