@@ -5,10 +5,8 @@ A new number is an entry here. If it is not known from the report's attributes, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # `plan --help` reads the columns, and imports neither torch nor transformers
-    from .report_numbers import ReportNumbers
+from functools import reduce
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,132 +38,89 @@ class Column:
         return "-" if value is None else format(value, self.text)
 
 
-def _of(part: str, name: str) -> Callable[["ReportNumbers"], Any]:
-    """An attribute of a part of the report; None where the report does not have this part."""
-    return lambda report: getattr(getattr(report, part), name, None)
+def _of(path: str) -> Callable[[Any], Any]:
+    """A number of the report by its path; None where the report does not have this part."""
 
+    def value(report: Any) -> Any:
+        return reduce(lambda part, name: getattr(part, name, None), path.split("."), report)
 
-def _too_long(report: "ReportNumbers") -> int | None:
-    count = report.ledger.dropped.get("overlong")
-    return None if report.images is None else 0 if count is None else count.documents
-
-
-def _cut(report: "ReportNumbers") -> int:
-    ledger = report.ledger
-    return sum(count.documents for count in (ledger.truncated, ledger.split, *ledger.dropped.values()))
+    return value
 
 
 KEYS = (  # they begin every table
-    Column("max_length", lambda report: report.max_length),
-    Column("strategy", lambda report: report.strategy, text=""),
-    Column("ranks", lambda report: report.world_size),
+    Column("max_length", _of("max_length")),
+    Column("strategy", _of("strategy"), text=""),
+    Column("ranks", _of("world_size")),
 )
+FILLED, PADDED = "share of the packs", "the same of unpacked batches of this size"
+LOST = "trained tokens that are cut, dropped or not reached"
+COMPUTED = "tokens that are computed over those of the documents"
+EXCHANGE = "in the exchange between ranks that share a pack"
+IMBALANCE = "modelled time / modelled time if ranks never waited"
 COLUMNS = (
-    Column("", lambda report: report.num_documents, metric="documents", unit="documents", meaning="in an epoch"),
-    Column("packs", lambda report: report.num_packs, metric="packs", unit="packs", meaning="in an epoch"),
-    Column(
-        "", lambda report: report.lower_bound, metric="lower_bound", unit="packs", meaning="fewest that any plan needs"
-    ),
-    Column(
-        "filled",
-        lambda report: report.efficiency,
-        ".1%",
-        "efficiency",
-        "share of the packs",
-        meaning="tokens / (packs x capacity)",
-    ),
-    Column(
-        "padded",
-        lambda report: report.padding_efficiency,
-        ".1%",
-        "padding_efficiency",
-        "the same of unpacked batches of this size",
-    ),
-    Column(
-        "steps",
-        lambda report: None if report.num_rows is None else report.num_steps,
-        metric="steps_per_epoch",
-        unit="steps",
-        meaning="optimizer steps",
-    ),
+    Column("", _of("num_documents"), metric="documents", unit="documents", meaning="in an epoch"),
+    Column("packs", _of("num_packs"), metric="packs", unit="packs", meaning="in an epoch"),
+    Column("", _of("lower_bound"), metric="lower_bound", unit="packs", meaning="fewest that any plan needs"),
+    Column("filled", _of("efficiency"), ".1%", "efficiency", FILLED, meaning="tokens / (packs x capacity)"),
+    Column("padded", _of("padding_efficiency"), ".1%", "padding_efficiency", PADDED),
+    Column("steps", _of("steps_per_epoch"), metric="steps_per_epoch", unit="steps", meaning="optimizer steps"),
     Column(
         "docs/step",
-        lambda report: report.documents_per_step,
+        _of("documents_per_step"),
         ",.1f",
         "documents_per_step",
         unit="documents",
         meaning="mean of the epoch",
     ),
-    Column(
-        "imbalance",
-        lambda report: report.imbalance,
-        ".3f",
-        "imbalance",
-        "modelled time / modelled time if ranks never waited",
-        unit="ratio",
-    ),
-    Column("cut", _cut, legend="documents truncated, split or dropped"),
-    Column(
-        "lost",
-        lambda report: report.lost_trained_share,
-        ".2%",
-        "lost_trained_share",
-        "share of the trained tokens",
-        meaning="trained tokens that are cut, dropped or not reached",
-    ),
+    Column("imbalance", _of("imbalance"), ".3f", "imbalance", IMBALANCE, "ratio"),
+    Column("cut", _of("num_cut"), legend="documents truncated, split or dropped"),
+    Column("lost", _of("lost_trained_share"), ".2%", "lost_trained_share", "share of the trained tokens", meaning=LOST),
     Column(
         "computed",
-        _of("shared_prefixes", "rows"),
+        _of("shared_prefixes.rows"),
         ".2f",
         "computed_share",
         "share of the tokens of the documents",
-        meaning="tokens that are computed over those of the documents",
+        meaning=COMPUTED,
     ),
     Column(
         "families/step",
-        _of("shared_prefixes", "families_per_step"),
+        _of("shared_prefixes.families_per_step"),
         ",.1f",
         "families_per_step",
         "those that begin alike, each as one",
-        unit="families",
+        "families",
     ),
-    Column("images/pack", _of("images", "per_pack"), ".1f", "images_per_pack", unit="images", meaning="mean"),
-    Column("too long", _too_long, legend='documents dropped because an image does not fit, or by overlong="drop"'),
+    Column("images/pack", _of("images.per_pack"), ".1f", "images_per_pack", unit="images", meaning="mean"),
+    Column(
+        "too long", _of("too_long"), legend='documents dropped because an image does not fit, or by overlong="drop"'
+    ),
     Column(
         "language",
-        _of("images", "language_imbalance"),
+        _of("images.language_imbalance"),
         ".3f",
         "language_imbalance",
         "imbalance of the language model alone",
-        unit="ratio",
+        "ratio",
     ),
     Column(
-        "tower",
-        _of("images", "tower_imbalance"),
-        ".3f",
-        "tower_imbalance",
-        "imbalance of the vision tower alone",
-        unit="ratio",
+        "tower", _of("images.tower_imbalance"), ".3f", "tower_imbalance", "imbalance of the vision tower alone", "ratio"
     ),
     Column(
         "exchange",
-        _of("shared", "exchange_share"),
+        _of("shared.exchange_share"),
         ".1%",
         "exchange_share",
-        "share of the time in the exchange between ranks that share a pack",
-        meaning="of the modelled time, in the exchange between ranks that share a pack",
+        f"share of the time {EXCHANGE}",
+        meaning=f"of the modelled time, {EXCHANGE}",
     ),
-    Column("part", _of("shared", "largest_part"), legend="tokens of the largest part of a pack on a rank"),
+    Column("part", _of("shared.largest_part"), legend="tokens of the largest part of a pack on a rank"),
     Column(
-        "micro-steps by degree",
-        _of("shared", "histogram"),
-        text="",
-        legend="degree: ranks that share a pack",
-        wraps=True,
+        "micro-steps by degree", _of("shared.histogram"), text="", legend="degree: ranks that share a pack", wraps=True
     ),
     Column(
         "",
-        _of("sharing", "smallest_degree"),
+        _of("sharing.smallest_degree"),
         metric="smallest_degree",
         unit="ranks",
         meaning="that share a pack, where documents allow",

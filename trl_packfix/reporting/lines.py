@@ -1,13 +1,13 @@
-"""The lines of a report, in order. Each function gives the labels and texts of one part, or nothing.
+"""The lines of a report, in order: label and text of each.
 
-A new line is a function and its entry in `LINES`.
+A part of the report that may be absent (images, turns, ...) has a method `line`. What needs several parts is here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import STRATEGIES
-from .report_numbers import ReportNumbers
+from .report_numbers import Groups, ReportNumbers
 from .savings import PrefixSavings
 
 WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
@@ -16,66 +16,125 @@ Lines = Iterator[tuple[str, str]]  # label and text
 
 def lines_of(report: ReportNumbers) -> list[tuple[str, str]]:
     """Label and text of each line."""
-    lines = OF_STREAM if report.num_rows is None else OF_TABLE
-    return [line for part in (*lines, *LINES) for line in part(report)]
+    return [line for part in LINES for line in part(report)]
 
 
-def _line_of(label: str, part: str) -> Callable[[ReportNumbers], Lines]:
-    """The line of a part of the report; nothing where the report does not have this part."""
-
-    def lines(report: ReportNumbers) -> Lines:
-        if (value := getattr(report, part)) is not None:
-            yield label, value.line()
-
-    return lines
-
-
-# Tables
-
-
-def _documents(report: ReportNumbers) -> Lines:
+def _of_table(report: ReportNumbers) -> Lines:
+    if report.num_rows is None:
+        return
+    if report.turns is not None:
+        yield "conversations", report.turns.line()
     packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
     yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows{packs}"
-
-
-def _micro_batch(report: ReportNumbers) -> Lines:
-    groups = report.sharing
-    settings = f"per_device_train_batch_size {report.batch_size} x max_length {report.max_length:,}"
-    text = f"{report.capacity:,} tokens at most: {settings}"
-    yield "micro-batch", text if groups is None else groups.micro_batch(report.max_length)
-
-
-def _tokens(report: ReportNumbers) -> Lines:
+    yield "micro-batch", _micro_batch_text(report)
     yield "tokens", f"{report.num_tokens:,}, of which {report.num_trained_tokens:,} trained"
-
-
-def _trained(report: ReportNumbers) -> Lines:
-    if report.trained is not None:
-        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
-
-
-def _efficiency(report: ReportNumbers) -> Lines:
+    yield from _trained_and_images(report)
+    if report.lengths is not None:
+        yield "lengths", report.lengths.line()
+    padded = f"{report.padding_efficiency:.2%}"
     if report.num_packs is None:
-        yield "efficiency", f"no padding; padded batches are filled to {report.padding_efficiency:.2%}"
+        yield "efficiency", f"no padding; padded batches are filled to {padded}"
     else:
-        yield (
-            "efficiency",
-            f"{report.efficiency:.2%} of the packs filled; padded batches: {report.padding_efficiency:.2%}; lower "
-            f"bound of packs: {report.lower_bound:,}",
-        )
-
-
-def _steps(report: ReportNumbers) -> Lines:
+        filled = f"{report.efficiency:.2%} of the packs filled; padded batches: {padded}"
+        yield "efficiency", f"{filled}; lower bound of packs: {report.lower_bound:,}"
     yield (
         "steps",
         f"{report.num_steps:,} per epoch, about {report.documents_per_step:,.1f} documents each "
         f"(accumulation {report.accumulation}, ranks {report.world_size})",
     )
-
-
-def _common_prefixes(report: ReportNumbers) -> Lines:
     if (text := prefixes_text(report)) is not None:
         yield "common prefixes", text
+    yield "against unpacked", _unpacked_text(report)
+    if report.unpacked_loss != 1:
+        yield (
+            "unpacked loss",
+            f"{report.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also counts "
+            "the first label of each document in the divisor, although it is not a target; with SGD or max_grad_norm "
+            "its steps are smaller",
+        )
+    if report.shared is not None:
+        largest = f"the largest part of a rank has {report.shared.largest_part:,} tokens"
+        yield "sequence parallelism", f"{_degrees_text(report.shared)}; {largest}"
+        exchange = f"{report.shared.exchange_share:.1%} of it in the exchange"
+        yield "modelled time", f"{exchange}, imbalance {report.imbalance:.3f}"
+    elif report.world_size > 1:
+        parts = ""
+        if report.images is not None and report.images.tower_imbalance is not None:
+            parts = (
+                f"; of the language model alone {report.images.language_imbalance:.3f}, of the vision tower alone "
+                f"{report.images.tower_imbalance:.3f}"
+            )
+        yield "imbalance", f"{report.imbalance:.3f} modelled (1 is perfect){parts}"
+
+
+def _of_stream(report: ReportNumbers) -> Lines:
+    if report.num_rows is not None:
+        return
+    yield "documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"
+    yield from _trained_and_images(report)
+    yield "micro-batch", _micro_batch_text(report)
+    degree = 1 if report.groups is None else report.groups.smallest_degree
+    yield (
+        "steps",
+        f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
+        f"(accumulation {report.accumulation}, ranks {report.world_size})",
+    )
+    if report.groups is not None and report.groups.micro_steps:
+        yield "sequence parallelism", _degrees_text(report.groups)
+    if report.num_packs:
+        read = report.ledger.given
+        yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
+        tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
+        yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
+        yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
+
+
+def _cuts(report: ReportNumbers) -> Lines:
+    ledger, truncated = report.ledger, report.ledger.truncated
+    if truncated.documents:
+        tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
+        yield "truncated", f"{truncated.documents:,} documents lost {tokens}"
+    if ledger.split.documents:
+        yield "split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"
+    for reason, count in ledger.dropped.items():
+        yield f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"
+    if report.documents_not_reached:
+        lost = f"{report.documents_not_reached:,} documents, {report.tokens_not_reached:,} tokens"
+        yield "not reached", f"{lost} per epoch (dataloader_drop_last)"
+    if report.warning is not None:
+        yield "warning", report.warning
+
+
+def _model(report: ReportNumbers) -> Lines:
+    if report.experimental:
+        yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
+    yield "attention", report.attention
+    if report.isolation is not None:
+        if report.isolation.repaired:
+            repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
+            yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
+        yield "isolation", _isolation_text(report.isolation)
+
+
+LINES = (_of_table, _of_stream, _cuts, _model)
+
+
+def _trained_and_images(report: ReportNumbers) -> Lines:
+    if report.trained is not None:
+        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
+    if report.images is not None:
+        yield "images", report.images.line()
+
+
+def _micro_batch_text(report: ReportNumbers) -> str:
+    if report.sharing is not None:
+        return report.sharing.micro_batch(report.max_length)
+    settings = f"per_device_train_batch_size {report.batch_size} x max_length {report.max_length:,}"
+    return f"{report.capacity:,} tokens at most: {settings}"
+
+
+def _degrees_text(groups: Groups) -> str:
+    return f"micro-steps by degree (ranks that share a pack): {groups.histogram}"
 
 
 def prefixes_text(report: ReportNumbers) -> str | None:
@@ -124,11 +183,6 @@ def _families_text(report: ReportNumbers, prefixes: PrefixSavings, families: str
     return text
 
 
-def _against_unpacked(report: ReportNumbers) -> Lines:
-    """What packing changes in the optimisation, and what to do about it."""
-    yield "against unpacked", _unpacked_text(report)
-
-
 def _unpacked_text(report: ReportNumbers) -> str:
     documents = report.batch_size * report.accumulation * report.world_size
     steps = -(-report.num_documents // documents)
@@ -158,120 +212,6 @@ def _unpacked_text(report: ReportNumbers) -> str:
     )
 
 
-def _unpacked_loss(report: ReportNumbers) -> Lines:
-    if report.unpacked_loss != 1:
-        yield (
-            "unpacked loss",
-            f"{report.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also counts "
-            "the first label of each document in the divisor, although it is not a target; with SGD or max_grad_norm "
-            "its steps are smaller",
-        )
-
-
-def _shared_packs(report: ReportNumbers) -> Lines:
-    shared = report.shared
-    if shared is None:
-        return
-    yield (
-        "sequence parallelism",
-        f"micro-steps by degree (ranks that share a pack): {shared.histogram}; the largest part of a rank has "
-        f"{shared.largest_part:,} tokens",
-    )
-    yield (
-        "modelled time",
-        f"{shared.exchange_share:.1%} of it in the exchange, imbalance {report.imbalance:.3f}",
-    )
-
-
-def _imbalance(report: ReportNumbers) -> Lines:
-    if report.shared is not None or report.world_size == 1:
-        return
-    parts = ""
-    if report.images is not None and report.images.tower_imbalance is not None:
-        parts = (
-            f"; of the language model alone {report.images.language_imbalance:.3f}, of the vision tower alone "
-            f"{report.images.tower_imbalance:.3f}"
-        )
-    yield (
-        "imbalance",
-        f"{report.imbalance:.3f} modelled (1 is perfect){parts}",
-    )
-
-
-# Streams
-
-
-def _stream(report: ReportNumbers) -> Lines:
-    yield "documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"
-
-
-def _steps_of_stream(report: ReportNumbers) -> Lines:
-    degree = 1 if report.groups is None else report.groups.smallest_degree
-    yield (
-        "steps",
-        f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
-        f"(accumulation {report.accumulation}, ranks {report.world_size})",
-    )
-
-
-def _groups(report: ReportNumbers) -> Lines:
-    if report.groups is not None and report.groups.micro_steps:
-        yield (
-            "sequence parallelism",
-            f"micro-steps by degree (ranks that share a pack): {report.groups.histogram}",
-        )
-
-
-def _trained_so_far(report: ReportNumbers) -> Lines:
-    if not report.num_packs:
-        return
-    read = report.ledger.given
-    yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
-    yield (
-        "trained",
-        f"{report.num_documents:,} documents, {report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained) in "
-        f"{report.num_packs:,} packs",
-    )
-    yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
-
-
-# Both
-
-
-def _lost(report: ReportNumbers) -> Lines:
-    ledger, truncated = report.ledger, report.ledger.truncated
-    if truncated.documents:
-        tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
-        yield "truncated", f"{truncated.documents:,} documents lost {tokens}"
-    if ledger.split.documents:
-        yield "split", f"{ledger.split.documents:,} documents into {ledger.fragments:,}"
-    for reason, count in ledger.dropped.items():
-        yield f"dropped, {reason}", f"{count.documents:,} documents, {count.tokens:,} tokens"
-    if report.documents_not_reached:
-        lost = f"{report.documents_not_reached:,} documents, {report.tokens_not_reached:,} tokens"
-        yield "not reached", f"{lost} per epoch (dataloader_drop_last)"
-    if report.warning is not None:
-        yield "warning", report.warning
-
-
-def _attention(report: ReportNumbers) -> Lines:
-    yield "attention", report.attention
-
-
-def _experimental(report: ReportNumbers) -> Lines:
-    if report.experimental:
-        yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
-
-
-def _isolation(report: ReportNumbers) -> Lines:
-    if report.isolation is None:
-        return
-    if report.isolation.repaired:
-        repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
-        yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
-    yield "isolation", _isolation_text(report.isolation)
-
-
 def _isolation_text(isolation: IsolationReport) -> str:
     if isolation.error is not None:
         return f"NOT POSSIBLE: {isolation.summary()}"
@@ -287,31 +227,3 @@ def _isolation_text(isolation: IsolationReport) -> str:
     if isolation.unreachable:
         text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
     return text
-
-
-OF_TABLE: tuple[Callable[[ReportNumbers], Lines], ...] = (
-    _line_of("conversations", "turns"),
-    _documents,
-    _micro_batch,
-    _tokens,
-    _trained,
-    _line_of("images", "images"),
-    _line_of("lengths", "lengths"),
-    _efficiency,
-    _steps,
-    _common_prefixes,
-    _against_unpacked,
-    _unpacked_loss,
-    _shared_packs,
-    _imbalance,
-)
-OF_STREAM = (
-    _stream,
-    _trained,
-    _line_of("images", "images"),
-    _micro_batch,
-    _steps_of_stream,
-    _groups,
-    _trained_so_far,
-)
-LINES = (_lost, _experimental, _attention, _isolation)  # of both

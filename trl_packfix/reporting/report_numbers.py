@@ -150,6 +150,23 @@ class ReportNumbers:
         return self.prefixes if shares else None
 
     @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch; None for a stream."""
+        return None if self.num_rows is None else self.num_steps
+
+    @property
+    def num_cut(self) -> int:
+        """Documents that are truncated, split or dropped."""
+        ledger = self.ledger
+        return sum(count.documents for count in (ledger.truncated, ledger.split, *ledger.dropped.values()))
+
+    @property
+    def too_long(self) -> int | None:
+        """Documents that are dropped because they do not fit; None without images."""
+        count = self.ledger.dropped.get("overlong")
+        return None if self.images is None else 0 if count is None else count.documents
+
+    @property
     def lost_trained_share(self) -> float | None:
         """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
         lost, of_all = self.ledger.lost_trained_tokens, self.ledger.given.trained_tokens
