@@ -289,50 +289,70 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
 
 
 def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsys):
-    """The same packs, steps and loss, with accumulation and on two ranks: weights are apart by rounding only. With a
-    loss that is a mean of each micro-batch they are apart by 0.1."""
+    """The same packs, steps, losses and evaluation, with accumulation, on two ranks and after a restart: weights are
+    apart by rounding only. With a loss that is a mean of each micro-batch they are apart by 0.1."""
     monkeypatch.syspath_prepend(EXAMPLES)
     path = EXAMPLES / "own_loop.py"
     assert len(path.read_text().splitlines()) <= 150
     own = runpy.run_path(str(path))
     tokenizer, start = build_tokenizer(), build_tiny_model()
-    table = own["tokenise"](own["orders"](24), tokenizer)
-    settings = {"max_length": 512, "seed": 3, "learning_rate": 1e-2}
+    table, held_out = (own["tokenise"](rows, tokenizer) for rows in own["orders"](30).train_test_split(6).values())
+    settings = {"max_length": 512, "seed": 3, "learning_rate": 1e-2, "save_steps": 3}
 
     def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([x.flatten() for x in state.values()])
 
-    def train(accumulation: int) -> dict[str, torch.Tensor]:
-        args = Namespace(batch_size=1, accumulation=accumulation, epochs=2, cuda=False, **settings)
-        return runpy.run_path(str(path))["train"](deepcopy(start), table, args).state_dict()
+    def train(accumulation: int, resume: Path | None = None) -> tuple[dict[str, torch.Tensor], str]:
+        args = Namespace(batch_size=1, accumulation=accumulation, epochs=2, output_dir=tmp_path, **settings)
+        args.device, args.precision, args.resume = torch.device("cpu"), None, resume
+        model = runpy.run_path(str(path))["train"](deepcopy(start), table, held_out, args)
+        return model.state_dict(), capsys.readouterr().out
 
     def one_rank() -> None:
         torch.distributed.init_process_group("gloo")
         found = train(accumulation=2)
         if torch.distributed.get_rank() == 0:
-            torch.save((found, capsys.readouterr().out), tmp_path / "two.pt")
+            torch.save(found, tmp_path / "two.pt")
 
-    found = {"one": (train(accumulation=4), capsys.readouterr().out)}
+    found = {"one": train(accumulation=4)}
+    checkpoints = {int(file.stem.split("-")[1]): file for file in tmp_path.glob("checkpoint-*.pt")}
+    assert sorted(checkpoints) == [3, 6, 8]
+    for step, file in checkpoints.items():  # within an epoch, and behind the first; from the last nothing is trained
+        weights, printed = train(accumulation=4, resume=file)
+        assert torch.equal(flat(weights), flat(found["one"][0])) and printed.count("gradient") == 8 - step
     assert fork_ranks(2, one_rank), capsys.readouterr().err
     found["two"] = torch.load(tmp_path / "two.pt")
     counts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
     trainer = SFTTrainer(
         deepcopy(start),
         SFTConfig(
-            tmp_path, packing=True, use_cpu=True, bf16=False, report_to="none", logging_steps=1, **counts, **settings
+            tmp_path,
+            packing=True,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no",
+            **counts,
+            **{name: value for name, value in settings.items() if name != "save_steps"},
         ),
         train_dataset=table,
+        eval_dataset=held_out,
         processing_class=tokenizer,
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-    assert len(logs) == 8
+    evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert len(logs) == 8 and len(evaluated) == 2
     before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
     for name, (weights, printed) in found.items():
-        assert "24 documents -> 16 micro-batches" in printed and "proved on this model" in printed
+        assert "24 documents in 16 micro-batches" in printed and "proved on this model" in printed
         steps = re.findall(r"loss (\S+), gradient (\S+)", printed)
         wanted = [(log["loss"], log["grad_norm"]) for log in logs]
         assert [tuple(map(float, step)) for step in steps] == [pytest.approx(log, rel=2e-4) for log in wanted], name
+        losses = [float(loss) for loss in re.findall(r"held-out loss (\S+)", printed)]
+        assert losses == pytest.approx(evaluated, abs=1e-4), name
         assert (flat(weights) - expected).norm() / (expected - before).norm() < 1e-5, name
 
 
