@@ -26,6 +26,7 @@ from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_par
 from datasets import Dataset, IterableDataset
 
 from trl_packfix.data.stream import PackedStream
+from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.strategies import plan_packs
 
 CAPACITIES = (2048, 8192)
@@ -44,14 +45,14 @@ def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
 def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -> int:
     """Number of random points at which a restart continued with packs that differ from these."""
     points = set(np.random.default_rng(0).choice(np.arange(1, len(packs) - 1), NUM_RESTARTS, replace=False).tolist())
-    stream, different = PackedStream(dataset, batch_size=1, max_length=capacity), 0
+    stream, different = PackedStream(dataset, Packing(max_length=capacity)), 0
     for step, _ in enumerate(islice(stream, len(packs) - 1), start=1):
         if step in points:
             file = io.BytesIO()
             torch.save(stream.state_dict(step), file)
             file.seek(0)
             # Two readings at the same time need two objects: a dataset has the state of one reading only.
-            resumed = PackedStream(dataset.shard(1, 0), batch_size=1, max_length=capacity)
+            resumed = PackedStream(dataset.shard(1, 0), Packing(max_length=capacity))
             resumed.load_state_dict(torch.load(file, weights_only=True))
             rest = packs[step:]
             got = list(islice(one_pass(resumed), len(rest)))
@@ -68,7 +69,7 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
         arriving = lengths[order]
         rows = {"input_ids": [np.full(length, number, np.int32) for number, length in enumerate(arriving)]}
         dataset = Dataset.from_dict(rows).to_iterable_dataset()
-        stream = PackedStream(dataset, batch_size=1, max_length=capacity)
+        stream = PackedStream(dataset, Packing(max_length=capacity))
         cpu_s, packs = cpu_seconds(lambda stream=stream: list(one_pass(stream)))
         seconds.append(cpu_s)
         trained = np.concatenate(packs)
@@ -102,7 +103,7 @@ def memory(num: int, capacity: int = 8192) -> Iterator[Row]:
         for _ in range(num):
             yield {"input_ids": tokens[: min(int(rng.lognormal(5.04, 1.0)) + 2, capacity)]}
 
-    stream = PackedStream(IterableDataset.from_generator(generate), batch_size=1, max_length=capacity)
+    stream = PackedStream(IterableDataset.from_generator(generate), Packing(max_length=capacity))
     seen, shown, start = 0, 0, time.process_time()
     for pack in stream:
         if stream.num_passes:

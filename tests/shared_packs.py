@@ -37,6 +37,7 @@ from support import engine_state, zoo
 from support.double import in_double
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
+from support.planners import make_stream
 from support.prefixes import forest
 from support.versions import run_deepspeed_on_cpus
 from support.vision import build_model as build_image_model
@@ -63,7 +64,6 @@ from trl_packfix.data import loaders, pack_collator, parts, stream
 from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.row_values import SOURCES, WEIGHTS, RowValuesCollator
-from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_isolation, check_prefixes
 from trl_packfix.isolation.image_probe import ImageProbe
@@ -540,7 +540,7 @@ class Whole(Shared):
         """What the streams of all ranks yield, each pack once, with nothing for the other ranks of its group."""
         streams = [
             iter(
-                PackedStream(
+                make_stream(
                     self.train_dataset.to_iterable_dataset(self.shards),
                     batch_size=1,
                     max_length=self.args.max_length,

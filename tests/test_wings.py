@@ -86,7 +86,7 @@ def test_there_are_seven_wings_and_each_says_what_it_owns():
 
 def test_arrows_are_found():
     assert len(ARROWS) > 150
-    assert ("data.epochs", "planning.costs") in ARROWS
+    assert ("data.epochs", "planning.packing") in ARROWS
     assert ("training.evaluation", "data.collator") in ARROWS
 
 

@@ -236,9 +236,9 @@ def test_every_trained_token_is_drawn(run):
 
 
 def test_a_stream_has_no_picture(run):
-    from trl_packfix.data.stream import PackedStream
+    from support.planners import make_stream
 
-    stream = PackedStream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
+    stream = make_stream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
     with pytest.raises(ValueError, match="The packs of a stream are not known"):
         make_stream_report(stream, 3).plot()
 

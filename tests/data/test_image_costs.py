@@ -23,8 +23,9 @@ from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequen
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
-from trl_packfix.planning.degrees import Speeds, modelled_time
+from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.imbalance import imbalance
+from trl_packfix.planning.parallel import Speeds
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training import trainer as trainer_module
 from trl_packfix.training.objective import Objective
@@ -151,8 +152,9 @@ def test_degrees_are_chosen_by_text_and_images():
     for name, plan in (("both", ours), ("tokens", by_tokens)):
         schedule = plan.schedule(0)
         assert sorted(schedule.order) == list(range(len(documents)))
-        time = modelled_time(schedule, units, ours.parallel)
-        assert time_bound(schedule, units, ours.bins, parallel=ours.parallel) <= time.seconds.sum() * (1 + 1e-9)
+        bins, parallel = ours.packing.bins, ours.packing.parallel
+        time = modelled_time(schedule, units, parallel)
+        assert time_bound(schedule, units, bins, parallel=parallel) <= time.seconds.sum() * (1 + 1e-9)
         taken[name] = (time.seconds.sum(), schedule.degrees.mean())
     assert taken["both"][0] < 0.85 * taken["tokens"][0] and taken["both"][1] > taken["tokens"][1], taken
 

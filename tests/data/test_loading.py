@@ -249,4 +249,4 @@ def test_costs_follow_from_the_config_of_the_model():
     dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3]})
     config = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=9)
     loader = packed_dataloader(dataset, max_length=8, cost_model=config)
-    assert loader.batch_sampler.planner.cost_model == make_cost_model(config) != LLAMA_7B
+    assert loader.batch_sampler.planner.packing.cost_model == make_cost_model(config) != LLAMA_7B

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.launch import Launch
 from support.models import build_tiny_model
+from support.planners import make_stream
 from support.rounding import tolerance, weight_difference
 from support.runs import ANSWER, PROMPT, documents_of, start_weights, texts, trainer, weights
 from support.versions import continues_streams
@@ -35,6 +36,7 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream import PackedStream, resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK
 from trl_packfix.planning.exact_fill import pack_arrivals
+from trl_packfix.planning.packing import NAMES
 from trl_packfix.planning.packs import plan_stream
 
 pytestmark = pytest.mark.slow
@@ -72,7 +74,7 @@ def one_pass(stream: PackedStream) -> list[list[list[int]]]:
     """[step][micro-batch][document] of the first pass."""
     batches, steps = iter(stream), []
     while True:
-        step = list(islice(batches, stream.accumulation))
+        step = list(islice(batches, stream.packing.accumulation))
         if stream.num_passes:
             return steps
         steps.append([numbers(micro_batch) for micro_batch in step])
@@ -95,7 +97,7 @@ def test_every_document_once_per_pass_over_all_ranks(lengths, num_shards, accumu
     ranks = []
     for rank in range(world_size):
         dataset = table.to_iterable_dataset(num_shards)
-        stream = PackedStream(
+        stream = make_stream(
             dataset,
             batch_size=2,
             max_length=30,
@@ -125,7 +127,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
     lengths = np.concatenate([drawn(150, 12), drawn(50, 64)])[np.random.default_rng(1).permutation(200)]
     dataset, seen, used, steps = numbered(lengths).to_iterable_dataset(num_shards), Counter(), set(), []
     streams = [
-        PackedStream(
+        make_stream(
             dataset,
             batch_size=1,
             max_length=64,
@@ -139,7 +141,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
     ]
     passes = [list(one_pass_of_parts(stream)) for stream in streams]
     for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
-        assert stream.degrees == degrees
+        assert stream.packing.degrees == degrees
         for number, pack in enumerate(packs):
             degree, index = (pack.degree, pack.index) if isinstance(pack, PartOf) else (1, 0)
             assert index == rank % degree
@@ -160,7 +162,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
 @pytest.mark.parametrize("buffer_size", [1, 20, 1000])
 def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
     lengths = drawn(700)
-    stream = PackedStream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
+    stream = make_stream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
     plan = plan_stream(lengths, np.arange(700), 200, buffer_size=buffer_size)
     packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
     assert [step[0] for step in one_pass(stream)] == packs
@@ -168,7 +170,7 @@ def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
 
 def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
     streams = [
-        PackedStream(
+        make_stream(
             numbered([5, 6]).to_iterable_dataset(), batch_size=1, max_length=64, accumulation=2, rank=rank, world_size=2
         )
         for rank in range(2)
@@ -182,7 +184,7 @@ def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
 @pytest.mark.processes
 def test_workers_share_the_shards_and_duplicate_nothing():
     for num_shards, used in ((1, 1), (3, 2)):
-        stream = PackedStream(
+        stream = make_stream(
             numbered(drawn(600)).to_iterable_dataset(num_shards),
             batch_size=2,
             max_length=40,
@@ -204,7 +206,7 @@ def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
 
     stream = IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(6))})
     opened.clear()
-    steps = one_pass(PackedStream(stream, batch_size=2, max_length=10, rank=1, world_size=3))
+    steps = one_pass(make_stream(stream, batch_size=2, max_length=10, rank=1, world_size=3))
     assert set(opened) == {1, 4}
     assert sorted(chain.from_iterable(chain.from_iterable(steps))) == [*range(10, 20), *range(40, 50)]
 
@@ -212,9 +214,9 @@ def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
 def test_what_would_lose_documents_is_refused(caplog):
     dataset = numbered(drawn(50)).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"(?s)split by node already.*2 nodes.*be lost.*whole dataset"):
-        PackedStream(split_dataset_by_node(dataset, 0, 2), batch_size=2, max_length=40, rank=0, world_size=2)
+        make_stream(split_dataset_by_node(dataset, 0, 2), batch_size=2, max_length=40, rank=0, world_size=2)
     assert not caplog.records
-    PackedStream(dataset, batch_size=2, max_length=40, rank=0, world_size=9)
+    make_stream(dataset, batch_size=2, max_length=40, rank=0, world_size=9)
     assert "1 shards, which 9 ranks cannot share evenly" in caplog.text
 
 
@@ -264,7 +266,7 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
 
 
 def test_no_more_than_the_buffer_and_a_chunk_waits():
-    stream = PackedStream(numbered(drawn(1500)).to_iterable_dataset(), batch_size=2, max_length=40, buffer_size=100)
+    stream = make_stream(numbered(drawn(1500)).to_iterable_dataset(), batch_size=2, max_length=40, buffer_size=100)
     for _ in islice(stream, 100):
         state = stream.state_dict(stream.num_steps)
         assert 100 <= len(state["lengths"]) <= 100 + CHUNK
@@ -285,7 +287,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     spans = make_documents(reader, 25, overlong, truncation_mode=mode)
     expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     dataset = table.to_iterable_dataset(2)
-    stream = PackedStream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
+    stream = make_stream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
     got = []
     for batch in stream:
         if stream.num_passes:
@@ -314,7 +316,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
 def test_bad_documents_are_refused_when_they_come(columns, settings, message):
     dataset = Dataset.from_dict(columns).to_iterable_dataset()
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        list(islice(PackedStream(dataset, batch_size=1, max_length=20, **settings), 3))
+        list(islice(make_stream(dataset, batch_size=1, max_length=20, **settings), 3))
 
 
 # Restart of the packer
@@ -370,7 +372,7 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     parallel = {"rank": 3, "world_size": 4, "batch_size": 1, "tokens_per_rank": 32} if shared else {"batch_size": 2}
 
     def stream():
-        return PackedStream(
+        return make_stream(
             SOURCES[source](), max_length=64, accumulation=2, buffer_size=60, num_workers=workers, **parallel
         )
 
@@ -402,12 +404,12 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     def source():
         return TABLE.to_iterable_dataset().map(lambda row: read.append(row["input_ids"][0]) or row)
 
-    cut = PackedStream(source(), batch_size=2, max_length=64, buffer_size=60)
+    cut = make_stream(source(), batch_size=2, max_length=64, buffer_size=60)
     list(islice(cut, 30))
     state = cut.state_dict(30)
     assert len(read) >= 200
     read.clear()
-    resumed = PackedStream(source(), batch_size=2, max_length=64, buffer_size=60)
+    resumed = make_stream(source(), batch_size=2, max_length=64, buffer_size=60)
     resumed.load_state_dict(state)
     next(iter(resumed))
     assert FIRST_ID not in read and len(read) <= 2 * CHUNK
@@ -422,10 +424,10 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
 def test_a_restart_under_other_settings_is_refused(changed):
     given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
     state, now = (
-        PackedStream(SOURCES["table"](), **given).state_dict(0),
-        PackedStream(SOURCES["table"](), **given | changed),
+        make_stream(SOURCES["table"](), **given).state_dict(0),
+        make_stream(SOURCES["table"](), **given | changed),
     )
-    message = r"(?s)other settings: .* is now .*Set them back.*`ignore_data_skip=True`"
+    message = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
     assert not now.continues(state)
     with pytest.raises(ValueError, match=message):
         now.load_state_dict(state)
@@ -435,11 +437,14 @@ def test_a_restart_under_other_settings_is_refused(changed):
 
 def test_ranks_of_a_checkpoint_of_an_earlier_version_cannot_be_changed():
     given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
-    state = PackedStream(SOURCES["table"](), **given).state_dict(0)
+    state = make_stream(SOURCES["table"](), **given).state_dict(0)
     earlier = {name: value for name, value in state.items() if name not in ("parts", "share", "rest", "count")}
-    PackedStream(SOURCES["table"](), **given).load_state_dict(earlier)
-    with pytest.raises(ValueError, match="world_size 1 is now 2"):
-        PackedStream(SOURCES["table"](), rank=1, world_size=2, **given).merged([earlier])
+    fields = {name: field for field, name in NAMES.items()}
+    earlier["settings"] = {fields.get(name, name): value for name, value in state["settings"].items()}
+    del earlier["settings"]["strategy"]
+    make_stream(SOURCES["table"](), **given).load_state_dict(earlier)
+    with pytest.raises(ValueError, match="`world_size` was 1 and is 2"):
+        make_stream(SOURCES["table"](), rank=1, world_size=2, **given).merged([earlier])
 
 
 LAUNCH = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 25))  # ranks, accumulation, steps
@@ -467,7 +472,7 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
         size = {"batch_size": 2} if tokens_per_rank is None else {"batch_size": 1, "tokens_per_rank": tokens_per_rank}
         size |= {"max_length": 30, "buffer_size": 20, "accumulation": accumulation}
         world_size = num_ranks * (1 if tokens_per_rank is None else 2)
-        ranks = [PackedStream(dataset, rank=i, world_size=world_size, **size) for i in range(world_size)]
+        ranks = [make_stream(dataset, rank=i, world_size=world_size, **size) for i in range(world_size)]
         if states is not None:
             for rank in ranks:
                 rank.load_state_dict(rank.merged(states))
@@ -500,7 +505,7 @@ def test_documents_that_wait_are_divided_between_more_ranks(before, after):
 
     def streams(num):
         size = {"batch_size": 1, "max_length": 64, "accumulation": 4 // num}
-        return [PackedStream(dataset, rank=rank, world_size=num, **size) for rank in range(num)]
+        return [make_stream(dataset, rank=rank, world_size=num, **size) for rank in range(num)]
 
     run(old := streams(before), first)
     states = [saved_and_loaded(rank.state_dict(first)) for rank in old]
@@ -514,10 +519,10 @@ def test_documents_that_wait_are_divided_between_more_ranks(before, after):
 @pytest.mark.processes
 def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     dataset, size = TABLE.to_iterable_dataset(4), {"batch_size": 2, "max_length": 64, "buffer_size": 60}
-    ranks = [PackedStream(dataset, rank=rank, world_size=2, num_workers=2, **size) for rank in range(2)]
+    ranks = [make_stream(dataset, rank=rank, world_size=2, num_workers=2, **size) for rank in range(2)]
     seen = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
     states = [saved_and_loaded(rank.state_dict(5)) for rank in ranks]
-    one = PackedStream(dataset, num_workers=2, **size)
+    one = make_stream(dataset, num_workers=2, **size)
     one.load_state_dict(one.merged(states))
     batches, expected = iter(one), []
     for batch in batches:
@@ -529,7 +534,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     assert len(state["parts"]) == 4 and len(expected) > 10
     seen.update(chain.from_iterable(expected))
     assert seen == dict.fromkeys(range(len(TABLE)), 1)
-    again = PackedStream(dataset, num_workers=2, **size)
+    again = make_stream(dataset, num_workers=2, **size)
     assert again.continues(state)
     again.load_state_dict(state)
     assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
@@ -540,7 +545,7 @@ def test_the_processes_of_a_stream_end_when_it_is_closed():
     """Without the garbage collector, which ends a loader's processes in any order, after seconds for each."""
     before = set(multiprocessing.active_children())
     batches = iter(
-        PackedStream(TABLE.to_iterable_dataset(4), num_workers=2, batch_size=2, max_length=64, buffer_size=60)
+        make_stream(TABLE.to_iterable_dataset(4), num_workers=2, batch_size=2, max_length=64, buffer_size=60)
     )
     gc.disable()
     try:
@@ -557,10 +562,10 @@ def test_documents_keep_their_sources_and_weights_on_other_ranks():
     table = Dataset.from_dict({"input_ids": TABLE["input_ids"]} | values)
     size = {"batch_size": 2, "max_length": 64, "buffer_size": 60, "source_column": "source", "weight_column": "share"}
     dataset = table.to_iterable_dataset(2)
-    ranks = [PackedStream(dataset, rank=rank, world_size=2, **size) for rank in range(2)]
+    ranks = [make_stream(dataset, rank=rank, world_size=2, **size) for rank in range(2)]
     for rank in ranks:
         list(islice(rank, 3))
-    one = PackedStream(dataset, **size)
+    one = make_stream(dataset, **size)
     one.load_state_dict(one.merged([saved_and_loaded(rank.state_dict(3)) for rank in ranks]))
     documents = list(chain.from_iterable(islice(one, 20)))
     assert len(documents) > 60
@@ -666,7 +671,7 @@ def test_a_damaged_checkpoint_of_a_stream_is_reported_and_not_loaded(tmp_path):
 
 def test_other_ranks_need_the_positions_of_all(tmp_path):
     trainer(tmp_path, texts().to_iterable_dataset(), max_steps=1, save_strategy="steps", save_steps=1).train()
-    stream = PackedStream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
+    stream = make_stream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     stream_file(tmp_path / "checkpoint-1", 0).unlink()
     with pytest.raises(ValueError, match=r"on 2 ranks and has no `packed_stream_0.pt`.* of rank 0\. .*Copy all of it"):
         resume(stream, str(tmp_path / "checkpoint-1"), 1, num_skipped=1, ignore_data_skip=False)

@@ -9,9 +9,10 @@ from support.bounds import imbalance_bound
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.exchanges import Slots
 from trl_packfix.planning.imbalance import imbalance, rank_costs
-from trl_packfix.planning.schedule import Schedule, num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.packing import Bins, num_optimizer_steps
+from trl_packfix.planning.schedule import Schedule, schedule_minibatches, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
-from trl_packfix.planning.units import Bins, Units
+from trl_packfix.planning.units import Units
 
 ACCUMULATION = 4
 

@@ -28,20 +28,13 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, with_scans
-from trl_packfix.planning.degrees import (
-    GroupTimes,
-    SequenceParallel,
-    Speeds,
-    Step,
-    divide_step,
-    modelled_time,
-    possible_degrees,
-    smallest_degree,
-)
+from trl_packfix.planning.degrees import GroupTimes, Step, divide_step, modelled_time
 from trl_packfix.planning.imbalance import rank_costs
+from trl_packfix.planning.packing import Bins
+from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees, smallest_degree
 from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.planning.strategies import STRATEGIES
-from trl_packfix.planning.units import Bins, Units
+from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
 from trl_packfix.training.planner import make_planner
@@ -79,7 +72,7 @@ def problems(ranks, epoch, tokens_per_rank) -> list[str]:
     for sampler in samplers:
         sampler.set_epoch(epoch)
     batches = [list(sampler) for sampler in samplers]
-    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].bins.accumulation}:
+    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].packing.accumulation}:
         return ["another number of micro-batches"]
     for step in zip(*batches, strict=True):
         whole = [each if isinstance(each, PartOf) else PartOf(each, 1, 0) for each in step]
@@ -135,7 +128,7 @@ def test_every_document_once_and_all_ranks_agree(
     ranks = [planner(lengths, world_size, tokens, **run) for _ in range(world_size)]
     assert problems(ranks, epoch, tokens) == []
     schedule = ranks[0].schedule(epoch)
-    assert set(schedule.degrees.tolist()) <= set(ranks[0].degrees), "a degree at which the model is not proved"
+    assert set(schedule.degrees.tolist()) <= set(ranks[0].packing.degrees), "a degree at which the model is not proved"
     assert all(len(schedule.step_documents(step)) for step in range(schedule.num_steps)), "a step without a document"
 
 
@@ -170,12 +163,12 @@ def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, 
     world_size, tokens = world
     run = planner(lengths, world_size, tokens, accumulation=accumulation, speeds=speeds, cost_model=costs)
     schedule = run.schedule(epoch)
-    time = modelled_time(schedule, run.units(), run.parallel)
+    time = modelled_time(schedule, run.units(), run.packing.parallel)
     seconds = time.seconds.sum()
-    assert time_bound(schedule, run.units(), run.bins, parallel=run.parallel) <= seconds * (1 + 1e-9)
+    assert time_bound(schedule, run.units(), run.packing.bins, parallel=run.packing.parallel) <= seconds * (1 + 1e-9)
     documents = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [Step(each, run.units(), run.bins, parallel=run.parallel) for each in documents]
-    possible = possible_degrees(64, tokens, world_size, num_heads=8) if epoch == 0 else run.degrees
+    steps = [Step(each, run.units(), run.packing.bins, parallel=run.packing.parallel) for each in documents]
+    possible = possible_degrees(64, tokens, world_size, num_heads=8) if epoch == 0 else run.packing.degrees
     for degree in possible:
         divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
@@ -188,7 +181,7 @@ def test_faster_than_any_one_degree_where_lengths_differ():
     seconds = {}
     for degrees in (None, (1,), (2,), (4,)):
         run = planner(lengths, 4, 16, accumulation=4, degrees=degrees)
-        time = modelled_time(run.schedule(0), run.units(), run.parallel)
+        time = modelled_time(run.schedule(0), run.units(), run.packing.parallel)
         seconds[degrees] = time.seconds.sum()
     assert set(run.schedule(0).degrees.tolist()) == {4}
     assert seconds[None] < 0.9 * seconds[(4,)]
@@ -352,12 +345,12 @@ def test_the_cache_holds_the_degrees(documents):
             assert np.array_equal(got.degrees, expected.degrees) and np.array_equal(got.order, expected.order)
             assert np.array_equal(got.offsets, expected.offsets)
         assert is_mapped(second.schedule(epoch).degrees)
-    assert first.degrees == second.degrees == alone.degrees
+    assert first.packing.degrees == second.packing.degrees == alone.packing.degrees
 
 
 def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):
     unset = make_epochs(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
-    assert unset.parallel is None and unset.degrees == ()
+    assert unset.packing.parallel is None and unset.packing.degrees == ()
     unset.schedule(0)
     whole = planner(documents, max_length=40, tokens_per_rank=32)
     whole.schedule(0)
@@ -440,8 +433,7 @@ def test_a_loader_goes_on_after_skipped_batches(table):
 
 
 def state_of(run) -> dict:
-    args = SimpleNamespace(effective_overlong="truncate", truncation_mode="keep_start", share_prefixes="off")
-    settings_of_run = settings_of(args, run, range(len(run.documents)))
+    settings_of_run = settings_of(run, range(len(run.documents)))
     return {"settings": settings_of_run, "engine": "none", "epoch": 1, "step_hash": step_hash(run, 1), "global_step": 5}
 
 

@@ -21,7 +21,6 @@ from trl_packfix.training.checkpoints import read_trained, save_trained
 from trl_packfix.training.restart import continued, progress
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 150).tolist()
-NAMES = {"batch_size": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps"}
 EPOCHS = 3
 
 
@@ -53,18 +52,19 @@ class Saved:
         for kept, found in zip(trained, read, strict=True):
             assert np.array_equal(kept, found)
         self.step, self.launch = step, launch
-        self.state = epoch | {"settings": named(launch), "engine": "none", "global_step": step, "trained": read}
-
-
-def named(launch):
-    return {NAMES.get(name, name): value for name, value in launch.items()}
+        self.state = epoch | {
+            "settings": run.packing.settings("table"),
+            "engine": "none",
+            "global_step": step,
+            "trained": read,
+        }
 
 
 def resumed(plan, launch, saved):
     documents, how = PLANS[plan]
     run = make_epochs(documents, **how, **launch)
     if saved is not None:
-        continued("there", saved.state, named(launch), planner=run)
+        continued("there", saved.state, run.packing.settings("table"), planner=run)
     return run
 
 
@@ -72,10 +72,10 @@ def documents_of(run, step):
     """The documents of an optimizer step of the run, from the micro-batches of all ranks."""
     epoch, inside = run.position(step)
     schedule, found = run.schedule(epoch), []
-    first = inside * run.bins.accumulation
-    for rank in range(run.bins.world_size):
-        batches = list(schedule.micro_batches(rank))[first : first + run.bins.accumulation]
-        parts = list(schedule.parts(rank))[first : first + run.bins.accumulation]
+    first = inside * run.packing.accumulation
+    for rank in range(run.packing.world_size):
+        batches = list(schedule.micro_batches(rank))[first : first + run.packing.accumulation]
+        parts = list(schedule.parts(rank))[first : first + run.packing.accumulation]
         for batch, (_, index) in zip(batches, parts, strict=True):
             found += [i for i in batch.tolist() if i != EMPTY and not index]
     return epoch, found

@@ -27,6 +27,8 @@ from trl_packfix.data.cache_files import CODE, SUFFIX, Cached, read_arrays, read
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
+from trl_packfix.planning.packing import Packing
+from trl_packfix.planning.parallel import Speeds
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*"
@@ -222,20 +224,26 @@ def test_every_setting_has_its_own_file(tmp_path):
         "drop_last": True,
         "synchronisation": "step",
         "cost_model": CostModel(1.0, 2.0),
+        "overlong": "drop",
+        "truncation_mode": "keep_end",
+        "share_prefixes": "pack",
+        "buffer_size": 100,
+        "tokens_per_rank": 512,
+        "speeds": Speeds(ranks_per_node=4),
+        "degrees": (1,),
     }
-    of_bins = {"accumulation", "world_size", "balance", "drop_last", "synchronisation"}
-    records = {field.name for record in (whole.plans, whole.bins) for field in fields(record)}
-    assert set(other) == records - {"bins", "capacity", "degree", "parallel", "block"} | {"cost_model"}
+    assert set(other) == {field.name for field in fields(Packing)}
     start = {"strategy": "stream", "batch_size": 4, "max_length": 512, "accumulation": 2, "world_size": 2}
     files = {}
     for name, value in other.items():
         changed = make_epochs(documents, **start | {name: value})
-        assert name not in of_bins or getattr(changed.bins, name) == value
         files[name] = [changed.file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
-    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other) + 2
+    assert files.pop("share_prefixes") == [whole.file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
+    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other) + 1
     plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}
-    assert plans == {"strategy", "batch_size", "max_length", "seed", "shuffle"}
+    places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model"}
+    assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}
 
 
 @pytest.mark.processes

@@ -31,7 +31,7 @@ from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.degrees import BESIDE, modelled_time, smallest_degree
+from trl_packfix.planning.degrees import BESIDE, modelled_time
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
@@ -43,6 +43,7 @@ from trl_packfix.planning.families import (
     sort_key,
 )
 from trl_packfix.planning.imbalance import imbalance
+from trl_packfix.planning.parallel import smallest_degree
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.restart import continued, settings_of, step_hash
@@ -405,7 +406,7 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         found = make_report(plan, "truncate", reader).shared
         units, schedule = plan.units(), plan.schedule(0)
         order, offsets = units.of(schedule.order, schedule.offsets)
-        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.parallel)
+        time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.packing.parallel)
         assert found.exchange_share == pytest.approx(time.exchange.sum() / time.seconds.sum())
         assert found.largest_part <= 64
         seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
@@ -448,7 +449,6 @@ def test_the_plan_of_pack_is_that_of_off_to_the_byte(tmp_path, monkeypatch):
         off, pack, family = (
             make_epochs(documents, strategy, 2, 256, 2, 2, share_prefixes=name) for name in ("off", "pack", "family")
         )
-        assert off.settings() == pack.settings() != family.settings()
         for kind in ("plan", "schedule"):
             assert off.file(kind, 1) == pack.file(kind, 1) != family.file(kind, 1)
         ours, theirs = (replace(each, documents=replace(documents, file=None)).schedule(1) for each in (off, pack))
@@ -487,7 +487,7 @@ def test_balance_knows_the_cost_of_pieces():
         assert imbalance(units, pieces.costs(), "micro") - 1 == pytest.approx(waiting[name])
         by_document = pieces.costs_of_documents()
         assert imbalance(schedule, by_document, "micro") - 1 == pytest.approx(waiting[name])
-        bound = imbalance_bound(units, pieces, plan.bins.capacity, synchronisation="micro")
+        bound = imbalance_bound(units, pieces, plan.packing.capacity, synchronisation="micro")
         assert 0 <= bound - 1 <= waiting[name] + 1e-9
     assert waiting["costs"] < 0.5 * waiting["rows"] < 0.5 * waiting["not balanced"]
 
@@ -640,12 +640,11 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     "before, now, refused",
     [("off", "pack", False), ("pack", "off", False), ("off", "family", True), ("family", "pack", True)],
 )
-def test_a_restart_with_other_families_is_refused(before, now, refused, tmp_path, caplog):
+def test_a_restart_with_other_families_is_refused(before, now, refused, caplog):
     plans = {name: report(name)[1] for name in (before, now)}
-    common = {"packing": True, "max_length": 256, "use_cpu": True, "bf16": False, "report_to": []}
 
     def settings_with(name):
-        return settings_of(SFTConfig(tmp_path, share_prefixes=name, **common), plans[name], READER)
+        return settings_of(plans[name], READER)
 
     state = {
         "settings": settings_with(before),

@@ -12,9 +12,10 @@ from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
+from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.schedule import EMPTY, schedule_minibatches
 from trl_packfix.planning.strategies import STRATEGIES
-from trl_packfix.planning.units import Bins, Units
+from trl_packfix.planning.units import Units
 
 ATTENTION_DOMINATES = CostModel(per_token=1, per_pair=1 / 6)
 
@@ -67,7 +68,7 @@ def test_every_document_once_per_epoch_over_all_ranks(
             assert batch, "an empty batch cannot be collated"
             assert EMPTY not in batch or batch == [EMPTY]
             real = [i for i in batch if i != EMPTY]
-            assert documents.lengths[real].sum() <= plan.bins.capacity
+            assert documents.lengths[real].sum() <= plan.packing.capacity
             seen += real
     assert sorted(seen) == list(range(len(documents)))
     assert len(steps) == 1
@@ -167,8 +168,9 @@ def test_balance_pairs_packs_of_similar_cost():
     lengths = np.random.default_rng(0).choice([12, 3], 400).tolist()
     ratio = {}
     for balance in ("step", "none"):
-        run = planner(lengths, "wrapped", max_length=12, batch_size=3, accumulation=8, world_size=4, balance=balance)
-        run.cost_model = ATTENTION_DOMINATES  # so packs of equal tokens cost differently
+        sizes = {"max_length": 12, "batch_size": 3, "accumulation": 8, "world_size": 4}
+        # so packs of equal tokens cost differently
+        run = planner(lengths, "wrapped", **sizes, balance=balance, cost_model=ATTENTION_DOMINATES)
         schedule = run.schedule(0)
         cost = ATTENTION_DOMINATES(run.documents.lengths)
         slots = [cost[schedule.order[a:b]].sum() for a, b in zip(schedule.offsets, schedule.offsets[1:], strict=False)]

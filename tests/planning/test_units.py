@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from support.bounds import time_bound
 
 from trl_packfix.planning.costs import CostModel, Heads
-from trl_packfix.planning.degrees import FILL, SequenceParallel, Step, modelled_time, schedule_groups
+from trl_packfix.planning.degrees import Step, modelled_time, schedule_groups
 from trl_packfix.planning.families import TokenOrder, make_pieces, shared_by_neighbours, sort_by_tokens
 from trl_packfix.planning.imbalance import rank_costs
+from trl_packfix.planning.packing import Bins, Packing, num_optimizer_steps
 from trl_packfix.planning.packs import plan_bfd
-from trl_packfix.planning.plans import RunPlans
-from trl_packfix.planning.schedule import num_optimizer_steps, schedule_minibatches, schedule_packs
+from trl_packfix.planning.parallel import FILL, SequenceParallel
+from trl_packfix.planning.plans import schedule_epoch, schedule_kept_steps
+from trl_packfix.planning.schedule import schedule_minibatches, schedule_packs
 from trl_packfix.planning.strategies import STRATEGIES
-from trl_packfix.planning.units import Bins, Units
+from trl_packfix.planning.units import Units
 
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 6, 2, 64, 64),))  # 6 heads: uneven on 4 ranks
 KINDS = ("documents", "images", "families")
@@ -137,25 +139,29 @@ def test_a_run_is_planned_from_units_and_settings_alone(
     kind, num, seed, strategy, accumulation, world_size, on_groups, epoch
 ):
     units, traits, order = units_of(kind, tokens_of(num, seed)), STRATEGIES[strategy], np.arange(num)
-    parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4))
     on_groups = on_groups and world_size == 4 and not traits.keeps_steps
-    bins = Bins(capacity=64, accumulation=accumulation, world_size=world_size)
-    plans = RunPlans(
-        strategy=strategy, bins=bins, max_length=64, seed=seed % 100, parallel=parallel if on_groups else None
+    packing = Packing(
+        strategy=strategy,
+        max_length=64,
+        accumulation=accumulation,
+        world_size=world_size,
+        seed=seed % 100,
+        tokens_per_rank=16 if on_groups else None,
+        cost_model=MODEL,
     )
     if traits.keeps_steps:
         if kind == "families":
             return  # those of its steps: `test_families.py`
-        schedule = plans.schedule_kept_steps(units, order)
-        assert schedule.num_steps == plans.num_kept_steps(num)
+        schedule = schedule_kept_steps(packing, units, order)
+        assert schedule.num_steps == packing.num_kept_steps(num)
         steps = [sorted(schedule.step_documents(step).tolist()) for step in range(schedule.num_steps)]
-        assert steps == [np.flatnonzero(plans.kept_steps(order) == step).tolist() for step in range(len(steps))]
+        assert steps == [np.flatnonzero(packing.kept_steps(order) == step).tolist() for step in range(len(steps))]
     else:
-        first = plans.plan(units, 0)
-        schedule = plans.schedule(units, epoch, first, num_steps=plans.num_steps(first.num_packs))
-        again = plans.schedule(units, epoch, plans.plan(units, 0), num_steps=schedule.num_steps)
+        first = packing.plan(units, 0)
+        schedule = schedule_epoch(packing, units, epoch, first=first, num_steps=packing.num_steps(first.num_packs))
+        again = schedule_epoch(packing, units, epoch, first=packing.plan(units, 0), num_steps=schedule.num_steps)
         assert again.order.tolist() == schedule.order.tolist() and schedule.num_steps == -(
-            -first.num_packs // plans.num_bins
+            -first.num_packs // packing.num_bins
         )
     degrees = np.ones(schedule.num_steps * accumulation, np.int64) if schedule.degrees is None else schedule.degrees
     check(schedule, units, num, 16 if on_groups else 64, degrees)

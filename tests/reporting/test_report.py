@@ -9,13 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_tiny_model
-from support.planners import make_epochs
+from support.planners import make_epochs, make_stream
 from support.runs import texts, trainer, weights
 
 from trl_packfix.attention.choice import backward_bytes
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
-from trl_packfix.data.stream import PackedStream
 from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.report import metrics
 from trl_packfix.training.callbacks import backward_note
@@ -177,7 +176,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
 
 def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     rows = Dataset.from_dict({"input_ids": [[1] * 60, [2] * 10, [3] * 20] * 20}).to_iterable_dataset()
-    stream = PackedStream(rows, batch_size=1, max_length=64, accumulation=2, world_size=4, tokens_per_rank=32)
+    stream = make_stream(rows, batch_size=1, max_length=64, accumulation=2, world_size=4, tokens_per_rank=32)
     made = make_stream_report(stream, 9)
     lines = dict(made.lines())
     assert (

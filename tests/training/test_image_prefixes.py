@@ -307,7 +307,7 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     run = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
     run.get_train_dataloader()
     rows = computed_rows(run)
-    capacity = run.data.planner.bins.capacity
+    capacity = run.data.planner.packing.capacity
     if compares == "placeholders":
         assert max(computed - planned for computed, planned, _ in rows) > 20
         return

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, Image, IterableDataset, List
+from support.planners import make_stream
 from support.rounding import tolerance, weight_difference
 from support.vision import MESSAGES, QUESTIONS, SGD, build_model, build_processor, conversations, make, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -116,7 +117,7 @@ def streams_of(source: str, num_shards: int = 2) -> IterableDataset:
 
 def stream(dataset, process=PROCESS, most_bytes=ROOM, **settings) -> PackedStream:
     settings = {"batch_size": 1, "max_length": 200, "images": StreamImages(process)} | settings
-    return PackedStream(dataset, most_bytes=most_bytes, **settings)
+    return make_stream(dataset, most_bytes=most_bytes, **settings)
 
 
 def content(document) -> tuple:
@@ -261,7 +262,7 @@ def test_a_restart_with_another_processor_is_refused():
     processor = build_processor("llava")
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]
     other = stream(streams_of("table"), RowProcessor(DataCollatorForVisionLanguageModeling(processor)))
-    with pytest.raises(ValueError, match=r"(?s)other settings: image processor .*Set them back"):
+    with pytest.raises(ValueError, match=r"(?s)other settings: `image processor` was .*Set them back"):
         other.load_state_dict(state)
 
 

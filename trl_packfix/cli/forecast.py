@@ -15,8 +15,8 @@ from ..data.reader import Rows, TokenReader
 from ..data.spans import make_documents
 from ..data.token_order import token_order
 from ..planning.costs import CostModel
+from ..planning.packing import Synchronisation
 from ..planning.strategies import STRATEGIES
-from ..planning.units import Synchronisation
 from ..reporting.build import make_report
 from ..reporting.lines import prefixes_text
 from ..reporting.report import PackingReport
@@ -97,7 +97,7 @@ def forecasts(
             documents, made_for = _documents(reader, config), policy
         planner = _planner(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
         report = make_report(planner, config.effective_overlong, reader)
-        if not planner.shares_families:  # of families the report knows it from the plan
+        if not planner.packing.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
         # only of the documents that the epoch reaches, like the imbalance
         costs = cost_model(documents.lengths) + (0 if planner.image_costs is None else planner.image_costs)

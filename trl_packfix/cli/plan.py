@@ -125,7 +125,7 @@ def _configs(args: argparse.Namespace, lengths: "Sequence[int]") -> "list[SFTCon
 
 def _most_tokens(args: argparse.Namespace, positions: int | None, cost_model: "CostModel") -> int | None:
     """The longest document that the model and, with `--tokens-per-rank`, every number of ranks can train."""
-    from ..planning.degrees import possible_degrees
+    from ..planning.parallel import possible_degrees
 
     most = [] if positions is None else [positions]
     if args.tokens_per_rank is not None:

@@ -5,24 +5,24 @@ file name is a hash of everything its content depends on. One process of a node 
 wait for it, and all map the file.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from ..planning.arrays import BoolArray, Float64Array, Int64Array
-from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.degrees import SequenceParallel, room_of_families
-from ..planning.families import Pieces, SharePrefixes, TokenOrder, make_pieces
+from ..planning.degrees import room_of_families
+from ..planning.families import Pieces, TokenOrder, make_pieces
+from ..planning.packing import Packing
 from ..planning.packs import PackPlan
-from ..planning.plans import RunPlans
+from ..planning.plans import schedule_epoch, schedule_kept_steps
 from ..planning.schedule import Schedule
-from ..planning.units import Bins, Units
+from ..planning.units import Units
 from .cache_files import CODE, PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 
@@ -61,11 +61,8 @@ class EpochPlanner:
     before the first step.
 
     Args:
-        documents: what to pack.
-        plans: how they are packed and scheduled.
-        cost_model: FLOPs of a document on the model, from its linear layers and its attention.
-        share_prefixes: "family" plans documents that begin alike as one; they must be sorted by their tokens. Plans are
-            the same for "off" and "pack".
+        documents: what to pack; sorted by their tokens if the packing shares families.
+        packing: how. Its degrees become those that the first epoch uses.
         may_be_empty: allow an epoch of zero steps.
 
     Attributes:
@@ -75,58 +72,58 @@ class EpochPlanner:
     """
 
     documents: Documents
-    plans: RunPlans
-    cost_model: CostModel = LLAMA_7B
-    share_prefixes: SharePrefixes = "off"
+    packing: Packing
     may_be_empty: bool = False
     num_steps: int = field(init=False)
     start: Start = field(init=False, default=Start(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)
-    _first_plans: RunPlans = field(init=False, repr=False)
+    _first_packing: Packing = field(init=False, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
     _rest: "EpochPlanner | None" = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._latest = None
-        plans = self.plans = self._first_plans = replace(self.plans, block=self.documents.block)
-        if self.shares_families:
-            assert not plans.traits.cuts_blocks, "the config refuses it"
+        packing = self._first_packing = self.packing
+        if packing.shares_families:
+            assert not packing.traits.cuts_blocks, "the config refuses it"
             assert self.documents.tokens is not None, "documents are not sorted by their tokens"
-        if plans.traits.keeps_steps:
-            self.num_steps = plans.num_kept_steps(len(self.documents))
+        if packing.traits.keeps_steps:
+            self.num_steps = packing.num_kept_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
             units = self.units()
 
             def plan_of(arrays: Arrays) -> PackPlan:
                 _check_number(len(arrays["order"]), len(units))
-                return PackPlan(arrays["order"], arrays["offsets"], units.rows, plans.bins.capacity)
+                return PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
 
-            self.first_plan = _cached(self.file("plan", 0), lambda: plans.plan(units, 0), plan_of)
-            self.num_steps = plans.num_steps(self.first_plan.num_packs)
+            block = self.documents.block
+            self.first_plan = _cached(self.file("plan", 0), lambda: packing.plan(units, 0, block), plan_of)
+            self.num_steps = packing.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
             if self.may_be_empty:
                 return
             raise ValueError(
-                f"The epoch has {unit}, and one optimizer step needs more of them ({plans.bins.accumulation} "
-                f"accumulation steps x {plans.bins.world_size} ranks). With `dataloader_drop_last=True` the only step "
+                f"The epoch has {unit}, and one optimizer step needs more of them ({packing.accumulation} "
+                f"accumulation steps x {packing.world_size} ranks). With `dataloader_drop_last=True` the only step "
                 "is incomplete and is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
-        if plans.parallel is not None:
+        if packing.parallel is not None:
             used = self.schedule(0).degrees
             assert used is not None
-            degrees = tuple(sorted({plans.parallel.smallest, *used.tolist()}))
-            self.plans = replace(plans, parallel=replace(plans.parallel, degrees=degrees))
+            degrees = tuple(sorted({packing.parallel.smallest, *used.tolist()}))
+            self.packing = replace(packing, degrees=degrees)
 
     @cached_property
     def image_costs(self) -> Float64Array | None:
         """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
         values, squares = self.documents.image_values, self.documents.image_squares
-        if self.cost_model.tower is None or values is None or squares is None:
+        tower = self.packing.cost_model.tower
+        if tower is None or values is None or squares is None:
             return None
-        return self.cost_model.tower(values, squares)
+        return tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
         """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
@@ -136,29 +133,9 @@ class EpochPlanner:
         start, stop = start[documents], stop[documents]
         return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
 
-    @property
-    def bins(self) -> Bins:
-        """The slots of every optimizer step."""
-        return self.plans.bins
-
-    @property
-    def parallel(self) -> SequenceParallel | None:
-        """Sequence parallelism, with the degrees that epochs use; None: one rank holds a pack."""
-        return self.plans.parallel
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """How many ranks share packs; () without sequence parallelism."""
-        return () if self.parallel is None else self.parallel.degrees
-
-    @property
-    def shares_families(self) -> bool:
-        """Whether documents that begin alike are planned as one."""
-        return self.share_prefixes == "family"
-
     @cached_property
     def _documents_alone(self) -> Units:
-        return Units(self.documents.lengths, self.cost_model, self.image_costs)
+        return Units(self.documents.lengths, self.packing.cost_model, self.image_costs)
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -170,12 +147,12 @@ class EpochPlanner:
 
         With `minibatch` these are families of the documents of each step, so every epoch has others.
         """
-        if not self.shares_families:
+        if not self.packing.shares_families:
             return self._documents_alone
-        if not self.plans.traits.keeps_steps:
+        if not self.packing.traits.keeps_steps:
             return self._pieces
         assert self.documents.tokens is not None
-        of_steps = self.documents.tokens.within(self.plans.kept_steps(self._unpacked_order(epoch)))
+        of_steps = self.documents.tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
         return self.pieces(of_steps, splits_copies=False)
 
     # The steps of a run
@@ -189,9 +166,7 @@ class EpochPlanner:
         if remaining.any():
             self._rest = EpochPlanner(
                 self.documents.taken(remaining),
-                replace(self.plans, seed=self.plans.seed + start.epoch),
-                self.cost_model,
-                self.share_prefixes,
+                replace(self.packing, seed=self.packing.seed + start.epoch),
                 may_be_empty=True,
             )
         if self._rest is None or not self._rest.num_steps:
@@ -235,7 +210,7 @@ class EpochPlanner:
         before = self.start.trained if epoch == self.start.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()
         schedule = self.schedule(epoch)
-        trained[schedule.order[: schedule.offsets[num_steps * self.bins.num_slots]]] = True
+        trained[schedule.order[: schedule.offsets[num_steps * self.packing.bins.num_slots]]] = True
         return trained
 
     # Epochs
@@ -249,57 +224,47 @@ class EpochPlanner:
             if self._latest is None or self._latest[0] != REST:
                 self._latest = (REST, self._schedule_rest(self._rest))
             return self._latest[1]
-        if not self.plans.shuffle:
+        if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            bins, num = self.bins, len(self.documents)
+            num = len(self.documents)
 
             def schedule_of(arrays: Arrays) -> Schedule:
                 skipped = int(arrays["num_skipped"][0])
                 _check_number(len(arrays["order"]) + skipped, num)
-                of_run = (bins.accumulation, bins.world_size, skipped)
+                of_run = (self.packing.accumulation, self.packing.world_size, skipped)
                 return Schedule(arrays["order"], arrays["offsets"], *of_run, arrays.get("degrees"))
 
             cached = _cached(self.file("schedule", epoch), lambda: self._schedule(epoch), schedule_of)
             self._latest = (epoch, cached)
         return self._latest[1]
 
-    def settings(self, epoch: int = 1) -> dict[str, Any]:
-        """All that decides which documents are in which batch of an epoch, except the documents themselves."""
-        return {
-            "plans": self._first_plans if epoch == 0 else self.plans,
-            "cost_model": self.cost_model,
-            "shares_families": self.shares_families,  # "pack" has the plans of "off"
-        }
-
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
         """The cache file of an epoch's plan or schedule, whether or not it exists; None if it is not cached."""
         if self.documents.file is None or len(self.documents) < MANY:
             return None
-        settings = self.settings(epoch)
-        if kind == "plan":  # where its packs are trained, and with whom, does not change them
-            bins, parallel = Bins(capacity=self.bins.capacity), self.parallel
-            shared = None if parallel is None else (parallel.tokens_per_rank, parallel.smallest)
-            settings |= {"plans": (replace(self.plans, bins=bins, parallel=None), shared), "cost_model": None}
+        packing = self._first_packing if epoch == 0 else self.packing
+        settings = packing.fingerprint("packs" if kind == "plan" else "schedule")
         key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
-        return self.documents.file.with_name(f"{PACKS}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
+        return self.documents.file.with_name(f"{PACKS}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
     def _schedule(self, epoch: int) -> Schedule:
-        units, plans = self.units(epoch), self._first_plans if epoch == 0 else self.plans
-        if plans.traits.keeps_steps:
-            schedule = plans.schedule_kept_steps(units, self._unpacked_order(epoch))
+        units, packing = self.units(epoch), self._first_packing if epoch == 0 else self.packing
+        if packing.traits.keeps_steps:
+            schedule = schedule_kept_steps(packing, units, self._unpacked_order(epoch))
         else:
             assert self.first_plan is not None
-            schedule = plans.schedule(units, epoch, self.first_plan, num_steps=self.num_steps)
-        order, offsets = units.documents(schedule.order, schedule.offsets, plans.rng(epoch, len(units)))
+            first, block = self.first_plan, self.documents.block
+            schedule = schedule_epoch(packing, units, epoch, first=first, num_steps=self.num_steps, block=block)
+        order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
 
     def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
         schedule, trained = rest.schedule(0), self.start.trained
         assert trained is not None
-        empty, degrees = np.zeros(self.start.num_steps * self.bins.num_slots, np.int64), schedule.degrees
+        empty, degrees = np.zeros(self.start.num_steps * self.packing.bins.num_slots, np.int64), schedule.degrees
         if degrees is not None:
-            degrees = np.concatenate([np.ones(self.start.num_steps * self.bins.accumulation, np.int64), degrees])
+            degrees = np.concatenate([np.ones(self.start.num_steps * self.packing.accumulation, np.int64), degrees])
         return replace(
             schedule,
             order=np.flatnonzero(~trained)[schedule.order],
@@ -309,15 +274,15 @@ class EpochPlanner:
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         """Families of these documents as units of this plan."""
-        documents = self.documents
-        room: int | Int64Array = self.bins.capacity
-        if self.parallel is not None:
-            room = room_of_families(documents.lengths, self.parallel.tokens_per_rank, self.parallel.smallest)
+        documents, packing = self.documents, self.packing
+        room: int | Int64Array = packing.capacity
+        if packing.parallel is not None:
+            room = room_of_families(documents.lengths, packing.parallel.tokens_per_rank, packing.parallel.smallest)
         return make_pieces(
             tokens,
             documents.lengths,
             documents.trained,
-            cost_model=self.cost_model,
+            cost_model=packing.cost_model,
             room=room,
             splits_copies=splits_copies,
             image_costs=self.image_costs_behind,
@@ -325,7 +290,7 @@ class EpochPlanner:
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:
         num = len(self.documents)
-        return unpacked_order(num, self.plans.seed, epoch) if self.plans.shuffle else np.arange(num)
+        return unpacked_order(num, self.packing.seed, epoch) if self.packing.shuffle else np.arange(num)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:

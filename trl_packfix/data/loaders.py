@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.plans import RunPlans
+from ..planning.packing import Packing, Synchronisation
 from ..planning.schedule import EMPTY, Schedule
 from ..planning.strategies import STRATEGIES, Strategy
-from ..planning.units import Bins, Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .dataset_checks import (
@@ -102,13 +101,13 @@ class PackedBatchSampler:
 
     def __len__(self) -> int:
         planner = self.planner
-        accumulation = planner.accumulation if isinstance(planner, Schedule) else planner.bins.accumulation
+        accumulation = planner.accumulation if isinstance(planner, Schedule) else planner.packing.accumulation
         return planner.num_steps * accumulation
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """How many ranks may share a pack; () without sequence parallelism."""
-        degrees = self.planner.degrees
+        degrees = self.planner.degrees if isinstance(self.planner, Schedule) else self.planner.packing.degrees
         return () if degrees is None else tuple(np.unique(degrees).tolist())
 
     def __iter__(self) -> Iterator[Any]:
@@ -255,20 +254,20 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     documents = cached_documents(
         reader, max_length, overlong or STRATEGIES[strategy].overlong, wrapped=STRATEGIES[strategy].cuts_blocks
     )
-    bins = Bins(
-        capacity=batch_size * max_length,
+    packing = Packing(
+        strategy=strategy,
+        batch_size=batch_size,
+        max_length=max_length,
         accumulation=gradient_accumulation_steps,
         world_size=world_size,
+        seed=seed,
+        shuffle=shuffle,
         synchronisation=synchronisation,
+        cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
     )
-    plans = RunPlans(
-        strategy=strategy, bins=bins, batch_size=batch_size, max_length=max_length, seed=seed, shuffle=shuffle
-    )
-    costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
-    planner = EpochPlanner(documents, plans, costs)
     return document_loader(
         DocumentDataset(reader, documents),
-        PackedBatchSampler(planner, rank),
+        PackedBatchSampler(EpochPlanner(documents, packing), rank),
         collate or PackedDataCollator(),
         device=None,  # the caller moves batches
         **dataloader_kwargs,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +22,28 @@ from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.degrees import FILL, SequenceParallel, Speeds, schedule_groups
-from ..planning.exact_fill import pack_arrivals
+from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
-from ..planning.schedule import EMPTY, schedule_packs
-from ..planning.units import Balance, Bins, Synchronisation, Units
+from ..planning.plans import schedule_plan
+from ..planning.schedule import EMPTY
+from ..planning.units import Units
 from .collator import IGNORE_INDEX
 from .documents import Ledger
 from .encoded_images import packed_images, undecoded, unpacked_images
 from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
 from .row_values import SOURCES, WEIGHTS
-from .spans import Overlong, refuse_no_documents
+from .spans import refuse_no_documents
 from .stream_images import ENCODED, EncodedRow, ProcessedPacks, StreamImages
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
-BUFFER_SIZE = 1000  # documents
 MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
 STATE_VERSION = 3  # raise it when the contents of the state change
-# With other values of these, the rest of a pass is divided anew. `num_shards` is that of a rank.
-ELASTIC = ("batch_size", "accumulation", "rank", "world_size", "num_workers", "num_shards")
+# With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
+READ = ("rank", "num_workers", "num_shards")
 Pack = list[DocumentTokens]
 
 
@@ -86,27 +84,19 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     Args:
         dataset: see `StreamReader`.
-        batch_size, max_length: their product is the capacity of a pack in tokens.
-        accumulation: micro-batches per optimizer step.
-        rank, world_size: this data-parallel rank, and the number of data-parallel ranks.
-        overlong, truncation_mode: the policy for documents longer than `max_length`, see `make_documents`.
-        balance, cost_model, synchronisation: see `schedule_packs`.
-        buffer_size: largest number of documents that wait for a pack; 128 more are read at a time.
+        packing: how documents become packs. At most `buffer_size` of them wait; 128 more are read at a time.
+        rank: this data-parallel rank.
         num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
         weight_column, source_column: see `StreamReader`.
-        tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank.
-        speeds: with sequence parallelism, of devices and links.
         images: how rows with images become documents; None: they have tokens.
         most_bytes: with images, of the rows of waiting documents; when they have so many, no other is read.
 
     Attributes:
-        parallel: the settings of sequence parallelism; None without.
         num_ahead: micro-batches that a loader with processes takes before they are trained.
 
     Raises:
-        ValueError: a pass over the stream has no document to train on; what `StreamReader` and `possible_degrees`
-            refuse.
+        ValueError: a pass over the stream has no document to train on; what `StreamReader` refuses.
 
     A run that resumes with other ranks, see `merged`, first reads the rest of the pass: the parts of the stream that
     the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
@@ -124,26 +114,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def __init__(  # noqa: PLR0913 - settings, by keyword
         self,
         dataset: IterableDataset,
+        packing: Packing,
         *,
-        batch_size: int,
-        max_length: int,
-        accumulation: int = 1,
         rank: int = 0,
-        world_size: int = 1,
-        overlong: Overlong = "truncate",
-        truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
-        balance: Balance = "step",
-        cost_model: CostModel = LLAMA_7B,
-        synchronisation: Synchronisation = "micro",
-        buffer_size: int = BUFFER_SIZE,
         vocab_size: int | None = None,
         pad_token_id: int = 0,
         num_workers: int = 0,
         worker_kwargs: dict[str, Any] | None = None,
         weight_column: str | None = None,
         source_column: str | None = None,
-        tokens_per_rank: int | None = None,
-        speeds: Speeds | None = None,
         images: StreamImages | None = None,
         most_bytes: int = MOST_BYTES,
     ):
@@ -151,22 +130,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             dataset, mode = undecoded(dataset)
             images = replace(images, mode=mode)
         self.dataset, self.images, self.most_bytes, self.num_ahead = dataset, images, most_bytes, 0
-        self.parallel: SequenceParallel | None = None
-        if tokens_per_rank is None:
-            self.share = share_of_rank(dataset, rank, world_size)
-        else:
-            parallel = SequenceParallel.of_run(
-                tokens_per_rank, max_length, world_size, heads=cost_model.heads, speeds=speeds
-            )
-            self.share = share_of_rank(dataset, rank, world_size, degree=parallel.smallest)
-            if self.share.count != world_size:  # a group knows nothing of the documents of the others
-                parallel = replace(parallel, degrees=(parallel.smallest,))
-            self.parallel = parallel
-        self.batch_size, self.max_length, self.buffer_size = batch_size, max_length, buffer_size
-        self.accumulation, self.rank, self.world_size = accumulation, rank, world_size
-        self.overlong, self.truncation_mode, self.vocab_size = overlong, truncation_mode, vocab_size
-        self.balance, self.cost_model, self.synchronisation = balance, cost_model, synchronisation
-        self.pad_token_id = pad_token_id
+        smallest = 1 if packing.parallel is None else packing.parallel.smallest
+        self.share = share_of_rank(dataset, rank, packing.world_size, degree=smallest)
+        if packing.parallel is not None and self.share.count != packing.world_size:
+            packing = replace(packing, degrees=(smallest,))  # a group knows nothing of the documents of the others
+        self.packing, self.rank = packing, rank
+        self.vocab_size, self.pad_token_id = vocab_size, pad_token_id
         self.weight_column, self.source_column = weight_column, source_column
         self.num_workers = min(num_workers, self.share.dataset.num_shards)
         if self.num_workers < num_workers and rank == 0:
@@ -179,30 +148,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.begin()
 
     @property
-    def capacity(self) -> int:
-        """Largest number of tokens of a pack; with sequence parallelism, of one on the fewest ranks that it needs."""
-        if self.parallel is not None:
-            return self.parallel.capacity
-        return self.batch_size * self.max_length
-
-    @property
-    def _planned_capacity(self) -> int:
-        """Tokens to which packs are filled. Where degrees are chosen, some room is needed to deal them anew."""
-        return max(int(FILL * self.capacity), 1) if len(self.degrees) > 1 else self.capacity
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack; () without sequence parallelism."""
-        return () if self.parallel is None else self.parallel.degrees
-
-    @property
-    def _packs_per_step(self) -> int:
-        return self.accumulation * self._count // (1 if self.parallel is None else self.parallel.smallest)
-
-    @property
     def _count(self) -> int:
         """Ranks that read the same in the current pass."""
-        return self.world_size if self._rest is not None and self._rest["is_shared"] else self.share.count
+        return self.packing.world_size if self._rest is not None and self._rest["is_shared"] else self.share.count
+
+    @property
+    def _packing_of_pass(self) -> Packing:
+        """The packing of the ranks that read the same."""
+        return replace(self.packing, world_size=self._count)
 
     def counts(self, num_steps: int) -> "StreamCounts":
         """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it.
@@ -222,13 +175,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
-        names = "batch_size max_length buffer_size accumulation rank world_size num_workers overlong truncation_mode"
-        names += " weight_column source_column"
-        return {name: getattr(self, name) for name in names.split()} | {
-            "num_shards": self.share.dataset.num_shards,
-            "tokens_per_rank": None if self.parallel is None else self.parallel.tokens_per_rank,
-            "image processor": None if self.images is None else self.images.process.settings.decode(),
-        }
+        names = ("rank", "num_workers", "weight_column", "source_column")
+        return (
+            self.packing.settings("stream")
+            | {name: getattr(self, name) for name in names}
+            | {
+                "num_shards": self.share.dataset.num_shards,
+                "image processor": None if self.images is None else self.images.process.settings.decode(),
+            }
+        )
 
     def __iter__(self) -> Iterator[Pack | PartOf]:
         self._restore(self._start)
@@ -238,12 +193,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 self.num_steps += 1
                 self._snapshots[self.num_steps] = self._snapshot()
                 # The loader takes micro-batches ahead, at least one, so the latest trained step may be an earlier one.
-                oldest = self.num_steps - -(-(1 + self.num_ahead) // self.accumulation)
+                oldest = self.num_steps - -(-(1 + self.num_ahead) // self.packing.accumulation)
                 self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
                 yield from step
             if not self._num_arrived and self._rest is None:
                 refuse_no_documents(
-                    self._counts.ledger, f"Rank {self.rank} read the stream to its end", self.max_length
+                    self._counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
             self.num_passes += 1
             self._num_arrived = 0
@@ -254,14 +209,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
-        slots, capacity = self._packs_per_step, self._planned_capacity
-        # A longer document is alone in its pack, which may be full
-        arriving = (min(length, capacity) for length in self._arrivals())
-        packs = pack_arrivals(
-            arriving,
-            capacity,
-            self.buffer_size,
-            longest=min(self.max_length, capacity),
+        slots = self._packing_of_pass.num_bins
+        packs = self.packing.pack_stream(
+            self._arrivals(),
             bytes_of=None if self.images is None else lambda position: self._waiting[position][ENCODED].num_bytes,
             most_bytes=self.most_bytes,
         )
@@ -293,15 +243,16 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             with_images=sum(count > 0 for pack in counts for count in pack),
             most_images=max(map(sum, counts)),
             tower_flops=0.0 if tower is None else float(tower.sum()),
-            language_flops=float(self.cost_model(lengths).sum()),
+            language_flops=float(self.packing.cost_model(lengths).sum()),
         )
 
     def _image_costs(self, documents: list[DocumentTokens]) -> np.ndarray | None:
         """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
-        if self.images is None or self.cost_model.tower is None:
+        tower = self.packing.cost_model.tower
+        if self.images is None or tower is None:
             return None
         _, values, squares = np.array([document[ENCODED].counts for document in documents]).T
-        return self.cost_model.tower(values, squares)
+        return tower(values, squares)
 
     def _arrivals(self) -> Iterator[int]:
         """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
@@ -327,9 +278,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         reader = StreamReader(
             parts,
             list(self._readers),
-            self.max_length,
-            self.overlong,
-            self.truncation_mode,
+            self.packing.max_length,
+            self.packing.overlong,
+            self.packing.truncation_mode,
             self.vocab_size,
             self.weight_column,
             self.source_column,
@@ -358,22 +309,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.capacity)
-        units, bins = (
-            Units(lengths, self.cost_model, self._image_costs(documents)),
-            Bins(
-                capacity=self.capacity,
-                accumulation=self.accumulation,
-                world_size=self._count,
-                balance=self.balance,
-                synchronisation=self.synchronisation,
-            ),
-        )
-        if self.parallel is None:
-            schedule = schedule_packs(plan, units, 1, bins=bins)
-        else:
-            schedule = schedule_groups(plan, units, 1, bins=bins, parallel=self.parallel)
-            assert schedule.degrees is not None
+        plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.packing.capacity)
+        units = Units(lengths, self.packing.cost_model, self._image_costs(documents))
+        schedule = schedule_plan(plan, units, 1, packing=self._packing_of_pass)
+        if schedule.degrees is not None:
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
         rank, micro_batches = self.rank % self._count, []
@@ -463,10 +402,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             }
         )
 
-    def _changed(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """The settings that differ from those that the state was saved with, with the values before and now."""
-        settings, before = self.settings | {"version": STATE_VERSION}, state["settings"] | {"version": state["version"]}
-        return {name: (before.get(name), now) for name, now in settings.items() if now != before.get(name)}
+    def _changed(self, state: dict[str, Any]) -> Changes:
+        """The settings that differ from those that the state was saved with."""
+        return changes(state["settings"] | {"version": state["version"]}, self.settings | {"version": STATE_VERSION})
 
     def continues(self, state: dict[str, Any]) -> bool:
         """Whether this rank goes on from `state` alone: it was saved by the same rank with the same settings."""
@@ -486,7 +424,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """
         first = states[0]
         changed, num_shards = self._changed(first), _all_shards(self.share.dataset.num_shards, self.share.path)
-        fixed = {name: values for name, values in changed.items() if name not in ELASTIC}
+        fixed = {name: values for name, values in changed.items() if name not in ELASTIC and name not in READ}
         if "parts" not in first:
             fixed = changed  # saved by an earlier version
         elif _all_shards(first["settings"]["num_shards"], first["share"]) != num_shards:
@@ -500,7 +438,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             parts += [(part, reader | {"chunks": 0}) for part, reader in unread if not reader["done"]]
             passes = range(state["num_passes"] + 1, last + 1)
             parts += [(([*state["share"]], epoch), asdict(ReaderState())) for epoch in passes]
-        num_groups = self.world_size // self.share.count
+        num_groups = self.packing.world_size // self.share.count
         is_shared = num_groups > 1 and len(parts) % num_groups > 0
         own, counted = slice(None), readers  # of the documents that wait, and of what has been counted
         if num_groups > 1 and not is_shared:
@@ -525,7 +463,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "closed": [],
             "readers": [reader for _, reader in parts],
             "rest": {"parts": [part for part, _ in parts], "is_shared": is_shared},
-            "count": self.world_size if is_shared else self.share.count,
+            "count": self.packing.world_size if is_shared else self.share.count,
             "counts": asdict(sum(totals, StreamCounts())),
             "num_passes": last,
             "num_arrived": 0,
@@ -569,12 +507,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._restore(self._start)
 
 
-def _refuse_other_settings(changed: dict[str, tuple[Any, Any]]) -> None:
-    listed = ", ".join(f"{name} {before!r} is now {now!r}" for name, (before, now) in changed.items())
+def _refuse_other_settings(changed: Changes) -> None:
     raise ValueError(
-        f"The checkpoint's stream was packed with other settings: {listed}. The new settings give other packs, so the "
-        "documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to start the stream from "
-        "its beginning."
+        f"The checkpoint's stream was packed with other settings: {listed(changed)}. The new settings give other "
+        "packs, so the documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to start "
+        "the stream from its beginning."
     )
 
 
@@ -644,9 +581,9 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped
             waiting = sum(len(one["lengths"]) for one in states[:: first["count"]])
             how = "every rank reads all of it" if state["rest"]["is_shared"] else "divided between the ranks"
             logger.warning(
-                f"Resuming a stream of {len(states)} ranks on {stream.world_size}: {waiting:,} documents that wait for "
-                f"a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random numbers "
-                "(dropout) differ."
+                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
+                f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "
+                "numbers (dropout) differ."
             )
     stream.load_state_dict(state, num_skipped)
 
@@ -655,9 +592,9 @@ def _saved(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
     file = stream_file(checkpoint, rank)
     if not file.is_file():
         raise ValueError(
-            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.world_size} ranks and has no `{file.name}`, "
-            f"the position in the stream of rank {rank}. It is on another node, and another number of ranks needs "
-            "the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start the "
-            "stream from its beginning."
+            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.packing.world_size} ranks and has no "
+            f"`{file.name}`, the position in the stream of rank {rank}. It is on another node, and another number of "
+            "ranks needs the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start "
+            "the stream from its beginning."
         )
     return torch.load(file, weights_only=True)

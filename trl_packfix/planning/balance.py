@@ -13,7 +13,8 @@ import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .dealing import Deal
-from .units import Bins, Units
+from .packing import Bins
+from .units import Units
 
 FEW = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
 GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are

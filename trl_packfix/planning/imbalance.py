@@ -9,8 +9,8 @@ Letters: S steps, G micro-batches per step, W ranks.
 import numpy as np
 
 from .arrays import Float64Array
+from .packing import Synchronisation
 from .schedule import Schedule
-from .units import Synchronisation
 
 
 def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:

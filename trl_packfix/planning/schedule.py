@@ -18,8 +18,9 @@ import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .balance import balanced
+from .packing import Bins, num_optimizer_steps
 from .packs import PackPlan, plan_bfd
-from .units import Bins, Units
+from .units import Units
 
 EMPTY = -1
 """Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
@@ -76,12 +77,6 @@ class Schedule:
         """Document indices of one optimizer step over all its micro-batches and ranks."""
         slots = self.accumulation * self.world_size
         return self.order[self.offsets[step * slots] : self.offsets[(step + 1) * slots]]
-
-
-def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, *, drop_last: bool) -> int:
-    """Optimizer steps of an epoch of `num_packs` packs; with `drop_last` the last incomplete step does not count."""
-    slots = accumulation * world_size
-    return num_packs // slots if drop_last else -(-num_packs // slots)
 
 
 def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) -> Schedule:

@@ -1,22 +1,16 @@
-"""What planning packs, and what into: units into bins. numpy only.
+"""What planning packs: units. numpy only.
 
 A *unit* is planned as one: a document, a document with images, or documents that begin alike (`Pieces`). It has a
 number of rows, by which it fits a bin, and a cost, by which bins are balanced. The cost depends on the ranks that share
 the bin. After planning, units are expanded to their documents.
-
-The *bins* are the slots of one optimizer step: S = G * W, for G micro-steps on W ranks or groups of ranks.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .costs import CostModel
-
-Balance = Literal["step", "none"]
-Synchronisation = Literal["micro", "step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,31 +71,3 @@ class Units:
     def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The inverse of `documents`: the units that these documents are, and `offsets` into the units."""
         return documents, offsets
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bins:
-    """The slots of every optimizer step, and how they are filled.
-
-    Attributes:
-        capacity: most rows of a bin.
-        accumulation: G, micro-batches per optimizer step and rank.
-        world_size: W, data-parallel ranks, or groups of ranks that share a bin.
-        degree: ranks of a group.
-        balance: "step" deals the units of a step by cost, so that ranks finish together; "none" keeps the packs.
-        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
-        drop_last: leave out the last incomplete step.
-    """
-
-    capacity: int
-    accumulation: int = 1
-    world_size: int = 1
-    degree: int = 1
-    balance: Balance = "step"
-    synchronisation: Synchronisation = "micro"
-    drop_last: bool = False
-
-    @property
-    def num_slots(self) -> int:
-        """S, bins of an optimizer step."""
-        return self.accumulation * self.world_size

@@ -8,8 +8,9 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
 from ..data.turns import TurnCounts
-from ..planning.degrees import SequenceParallel, modelled_time
+from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance
+from ..planning.parallel import SequenceParallel
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from .report import PackingReport
@@ -37,7 +38,7 @@ def make_report(
     """
     documents, lengths = planner.documents, planner.documents.lengths
     schedule = planner.schedule(0)
-    units, bins = planner.units(), planner.bins
+    units, bins = planner.units(), planner.packing
     order, offsets = units.of(schedule.order, schedule.offsets)
     of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
     plan = planner.first_plan
@@ -45,7 +46,11 @@ def make_report(
     lengths_given = reader.lengths if packed_rows is None else packed_rows[1]
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    shared = None if planner.parallel is None else _shared_packs(planner, planner.parallel, units, schedule=of_units)
+    shared = (
+        None
+        if planner.packing.parallel is None
+        else _shared_packs(planner, planner.packing.parallel, units, schedule=of_units)
+    )
     # Ranks that share packs wait for each other in every layer.
     synchronisation = "micro" if shared else bins.synchronisation
     trained = int(documents.trained.sum())
@@ -53,10 +58,10 @@ def make_report(
     if unpacked_counts_first:
         divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
     return PackingReport(
-        strategy=planner.plans.strategy,
+        strategy=planner.packing.strategy,
         overlong=overlong,
-        max_length=planner.plans.max_length,
-        batch_size=planner.plans.batch_size,
+        max_length=planner.packing.max_length,
+        batch_size=planner.packing.batch_size,
         accumulation=bins.accumulation,
         world_size=bins.world_size,
         capacity=bins.capacity,
@@ -68,7 +73,7 @@ def make_report(
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
         efficiency=plan.efficiency if plan else None,
-        padding_efficiency=_padding_efficiency(lengths, planner.plans.batch_size),
+        padding_efficiency=_padding_efficiency(lengths, planner.packing.batch_size),
         num_steps=planner.num_steps,
         documents_per_step=(len(documents) - schedule.num_skipped) / planner.num_steps,
         documents_not_reached=schedule.num_skipped,
@@ -92,7 +97,7 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> ImageNumbers | None:
     if counts is None:
         return None
     schedule, costs = planner.schedule(0), planner.image_costs
-    language = planner.cost_model(planner.documents.lengths)
+    language = planner.packing.cost_model(planner.documents.lengths)
     total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
     packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
     images = ImageNumbers(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
@@ -102,8 +107,8 @@ def _packed_images(planner: EpochPlanner, reader: Rows) -> ImageNumbers | None:
     return replace(
         images,
         tower_share=float(share),
-        tower_imbalance=imbalance(schedule, costs, planner.bins.synchronisation),
-        language_imbalance=imbalance(schedule, language, planner.bins.synchronisation),
+        tower_imbalance=imbalance(schedule, costs, planner.packing.synchronisation),
+        language_imbalance=imbalance(schedule, language, planner.packing.synchronisation),
     )
 
 
@@ -114,7 +119,7 @@ def _shared_packs(
     assert schedule.degrees is not None
     time = modelled_time(schedule, units, parallel)
     total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
-    packs = np.diff(total[schedule.offsets]).reshape(-1, planner.bins.world_size)
+    packs = np.diff(total[schedule.offsets]).reshape(-1, planner.packing.world_size)
     degrees, counts = np.unique(schedule.degrees, return_counts=True)
     return SharedPacks(
         tokens_per_rank=parallel.tokens_per_rank,
@@ -134,8 +139,8 @@ def make_stream_report(
 ) -> PackingReport:
     """The report of a run on a stream; `counts` are the totals of all ranks, `micro_steps` numbers by degree."""
     counts, groups = counts or StreamCounts(), None
-    if stream.parallel is not None:
-        groups = Groups(stream.parallel.tokens_per_rank, stream.parallel.smallest, micro_steps or {})
+    if stream.packing.parallel is not None:
+        groups = Groups(stream.packing.parallel.tokens_per_rank, stream.packing.parallel.smallest, micro_steps or {})
     images = None
     if stream.images is not None:
         flops = counts.tower_flops + counts.language_flops
@@ -145,23 +150,23 @@ def make_stream_report(
             counts.images / max(counts.packs, 1),
             counts.most_images,
             tower_share=counts.tower_flops / flops if counts.tower_flops else None,
-            most_waiting=(stream.buffer_size, stream.most_bytes),
+            most_waiting=(stream.packing.buffer_size, stream.most_bytes),
         )
     return PackingReport(
         strategy="stream",
-        overlong=stream.overlong,
-        max_length=stream.max_length,
-        batch_size=stream.batch_size,
-        accumulation=stream.accumulation,
-        world_size=stream.world_size,
-        capacity=stream.capacity,
+        overlong=stream.packing.overlong,
+        max_length=stream.packing.max_length,
+        batch_size=stream.packing.batch_size,
+        accumulation=stream.packing.accumulation,
+        world_size=stream.packing.world_size,
+        capacity=stream.packing.capacity,
         num_rows=None,
         num_documents=counts.documents,
         num_tokens=counts.tokens,
         num_trained_tokens=counts.trained_tokens,
         num_packs=counts.packs,
         lower_bound=None,
-        efficiency=counts.tokens / (counts.packs * stream.capacity) if counts.packs else None,
+        efficiency=counts.tokens / (counts.packs * stream.packing.capacity) if counts.packs else None,
         padding_efficiency=None,
         num_steps=max_steps,
         documents_per_step=None,

@@ -157,7 +157,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     most expensive packs come first.
     """
     documents, schedule = planner.documents, planner.schedule(0)
-    accumulation, world_size = planner.bins.accumulation, planner.bins.world_size
+    accumulation, world_size = planner.packing.accumulation, planner.packing.world_size
     filled = np.flatnonzero(np.diff(schedule.offsets))
     of_step = accumulation * world_size
     if schedule.degrees is not None:  # the first rank of each group has its documents
@@ -166,7 +166,7 @@ def plan_sample(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     filled = filled[np.arange(min(num_packs, len(filled))) * len(filled) // min(num_packs, len(filled))]
     packs = [schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]] for slot in filled]
     shared: list[list[int]] = [[] for _ in packs]
-    if planner.share_prefixes != "off":
+    if planner.packing.share_prefixes != "off":
         packs, shared = _sorted_packs(packs, documents, reader)
     offsets = schedule.offsets[: -(-NUM_MICRO_STEPS // accumulation) * accumulation * world_size + 1]
     degrees = None if schedule.degrees is None else schedule.degrees[: (len(offsets) - 1) // world_size]

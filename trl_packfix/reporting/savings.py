@@ -57,9 +57,9 @@ class PrefixSavings:
 
 def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     """What is known of a run with this planner without reading a token; None if it shares nothing."""
-    if planner.share_prefixes == "off":
+    if planner.packing.share_prefixes == "off":
         return None
-    return _of_families(planner) if planner.shares_families else PrefixSavings("pack")
+    return _of_families(planner) if planner.packing.shares_families else PrefixSavings("pack")
 
 
 def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
@@ -67,7 +67,7 @@ def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | Non
 
     Also None for documents with images and "off": to know what sharing would save, images would be processed.
     """
-    if isinstance(reader, ImageRows) and planner.share_prefixes == "pack":
+    if isinstance(reader, ImageRows) and planner.packing.share_prefixes == "pack":
         return _estimated_with_images(planner, reader)
     if not isinstance(reader, TokenReader):
         return None
@@ -85,9 +85,9 @@ def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | Non
         pieces = planner.pieces(tokens)
         in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
         num_families = pieces.num_families
-    shares = planner.share_prefixes == "pack"
+    shares = planner.packing.share_prefixes == "pack"
     return PrefixSavings(
-        setting=planner.share_prefixes,
+        setting=planner.packing.share_prefixes,
         rows=rows if shares else 1.0,
         flops=flops if shares else 1.0,
         in_packs=rows,
@@ -115,7 +115,7 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
         own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run
         for run in runs:
             own[run.document] = 1 - run.images_before / max(run.num_images, 1)
-        costs, saved = planner.cost_model(lengths), planner.cost_model(shared)
+        costs, saved = planner.packing.cost_model(lengths), planner.packing.cost_model(shared)
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
     rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
@@ -138,7 +138,7 @@ def _of_families(planner: EpochPlanner) -> PrefixSavings:
     pieces = planner.units()
     assert isinstance(pieces, Pieces)
     # a family is counted in each step that has documents of it
-    step = slot[schedule.order] // planner.bins.num_slots
+    step = slot[schedule.order] // planner.packing.bins.num_slots
     families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
     return PrefixSavings(
         setting="family",
@@ -151,7 +151,7 @@ def _of_families(planner: EpochPlanner) -> PrefixSavings:
 
 def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     """Rows and FLOPs over those of whole documents, where documents next to each other share what they can."""
-    lengths, cost = planner.documents.lengths[tokens.order], planner.cost_model
+    lengths, cost = planner.documents.lengths[tokens.order], planner.packing.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
     images, own_images = (
         planner.image_costs_behind(tokens.order, rows).sum() for rows in (np.zeros_like(shared), shared)

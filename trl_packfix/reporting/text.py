@@ -124,7 +124,7 @@ class ShownPack:
 
 def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator[ShownPack]:
     """The first packs of a run that trains with this planner, each read back from a batch of the collator."""
-    documents, parallel = planner.documents, planner.parallel
+    documents, parallel = planner.documents, planner.packing.parallel
     dataset, collate = DocumentDataset(reader, documents), PackedDataCollator()
     counts = documents.image_count
     for pack in plan_sample(planner, reader, num_packs).packs:
@@ -151,8 +151,8 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
         if pack.shared:
             runs = PrefixCollator(compare=reader.compare)(read)
             bounds, keys = runs["cu_seq_lens_q"].tolist(), runs["cu_seq_lens_k"].tolist()
-        capacity = planner.bins.capacity if parallel is None else pack.degree * parallel.tokens_per_rank
-        place = pack.place(planner.bins.accumulation, planner.bins.world_size)
+        capacity = planner.packing.capacity if parallel is None else pack.degree * parallel.tokens_per_rank
+        place = pack.place(planner.packing.accumulation, planner.packing.world_size)
         yield ShownPack(place, capacity, bounds, shown, pack.rank, pack.parts(bounds[-1]), keys)
 
 

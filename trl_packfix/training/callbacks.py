@@ -219,7 +219,7 @@ class StreamCallback(TrainerCallback):
         """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
         counts, before = stream.counts(num_steps), self.trainer.packing_report
         alike = stream.readers_alike(num_steps)
-        if alike < stream.world_size:  # each group has counted its own shards only
+        if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self.trainer.data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
         self.trainer.packing_report = replace(

@@ -18,8 +18,8 @@ from ..compat import DDP
 from ..data.dataset_checks import check_rows, check_tokenised
 from ..data.image_rows import columns_of, has_images
 from ..data.row_values import read_row_values
-from ..planning.degrees import possible_degrees
-from ..planning.units import Synchronisation
+from ..planning.packing import Synchronisation, changes, listed
+from ..planning.parallel import possible_degrees
 from .assistant_only import check_messages
 from .choices import Setup, text_config
 from .config import SFTConfig
@@ -166,14 +166,10 @@ class Constructed:
             ValueError: a setting of packing was changed, or the model was replaced.
         """
         names = FIXED_WITH_PACKING if trains and self._settings["packing"] else FIXED
-        changed = [
-            f"`{name}` was {self._settings[name]!r} and is {getattr(args, name)!r}"
-            for name in names
-            if getattr(args, name) != self._settings[name]
-        ]
+        changed = changes(self._settings, {name: getattr(args, name) for name in names})
         if changed:
             raise ValueError(
-                f"`trainer.args` was changed after the trainer was constructed: {', '.join(changed)}. Documents are "
+                f"`trainer.args` was changed after the trainer was constructed: {listed(changed)}. Documents are "
                 "cut and the model is prepared by these settings when the trainer is constructed, so the change would "
                 "not be honoured. Construct the trainer with the new settings."
             )

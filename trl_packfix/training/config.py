@@ -17,8 +17,8 @@ from ..data.masks import AssistantTurns
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
+from ..planning.packing import Balance
 from ..planning.strategies import STRATEGIES, Strategy
-from ..planning.units import Balance
 from .choices import Setup
 from .features import EXPERIMENTAL, refuse
 from .foreign_keys import with_hints

@@ -34,14 +34,11 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
-from ..planning.degrees import SequenceParallel
-from ..planning.plans import RunPlans
-from ..planning.units import Bins
 from .checks import check_prepared
 from .config import SFTConfig
 from .images import check_padded_images
 from .loading import TrainingData
-from .planner import speeds
+from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
 from .totals import source_metrics, sum_dtype, sums_by_source
 
@@ -345,28 +342,20 @@ class Evaluation:
         )
 
     def _evaluation_planner(self, documents: Documents) -> EpochPlanner:
-        args, num_ranks = self.args, self._data.ranks.count
-        max_length = args.max_length or int(documents.lengths.max())
-        capacity, parallel = args.eval_batch_size * max_length, None
-        if args.tokens_per_rank is not None:
-            parallel = SequenceParallel.of_run(
-                args.tokens_per_rank,
-                max_length,
-                num_ranks,
-                heads=self._data.cost_model.heads,
-                degrees=self._data.degrees,  # at which the model is proved
-                speeds=speeds(args),
-            )
-            capacity = parallel.capacity
-        plans = RunPlans(
+        return make_planner(
+            self.args,
+            documents,
+            self._data.cost_model,
+            world_size=self._data.ranks.count,
             strategy="bfd",
-            bins=Bins(capacity=capacity, world_size=num_ranks),
-            batch_size=args.eval_batch_size,
-            max_length=max_length,
+            batch_size=self.args.eval_batch_size,
+            accumulation=1,
+            balance="step",
+            drop_last=False,
             shuffle=False,
-            parallel=parallel,
+            degrees=self._data.degrees,  # at which the model is proved
+            share_prefixes="family" if self._brings_together else "off",
         )
-        return EpochPlanner(documents, plans, self._data.cost_model, "family" if self._brings_together else "off")
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column

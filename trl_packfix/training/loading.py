@@ -42,7 +42,7 @@ from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, packs_images
 from .noise import DocumentNoise
-from .planner import make_planner, speeds
+from .planner import make_planner, packing_of
 from .progress import shown
 
 
@@ -242,7 +242,7 @@ class TrainingData:
     def degrees(self) -> tuple[int, ...]:
         """How many ranks may share a pack in training; () without sequence parallelism."""
         packs = self.planner or self.stream
-        return () if packs is None else packs.degrees or ()
+        return () if packs is None else packs.packing.degrees
 
     def make_planner(self) -> EpochPlanner:
         return make_planner(
@@ -250,9 +250,16 @@ class TrainingData:
             self.documents,
             self.cost_model,
             world_size=self.ranks.count,
-            synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
-            batch_size=self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
+            **self._settings_of_run,
         )
+
+    @property
+    def _settings_of_run(self) -> dict[str, Any]:
+        """What the engine and the run decide of the packing."""
+        return {
+            "synchronisation": checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
+            "batch_size": self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
+        }
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -344,27 +351,16 @@ class TrainingData:
 
     def _make_stream_loader(self) -> DataLoader[Any]:
         args = self.args
-        assert args.max_length is not None  # `SFTConfig` refuses packing without it
         stream = self.stream = PackedStream(
             self.trainer.train_dataset,
-            batch_size=self.trainer._train_batch_size,
-            max_length=args.max_length,
-            accumulation=args.gradient_accumulation_steps,
+            packing_of(args, self.cost_model, self.ranks.count, **self._settings_of_run),
             rank=self.ranks.rank,
-            world_size=self.ranks.count,
-            overlong=args.effective_overlong,
-            truncation_mode=args.truncation_mode,
-            balance=args.balance,
-            cost_model=self.cost_model,
-            synchronisation=checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
             vocab_size=self.vocab_size,
             pad_token_id=self.trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
             source_column=args.source_column,
-            tokens_per_rank=args.tokens_per_rank,
-            speeds=speeds(args),
             images=None if self.images is None else self.images.of_stream(args),
         )
         self.trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)

@@ -25,6 +25,7 @@ from ..data.epochs import EpochPlanner, Start
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream import resume, stream_file
+from ..planning.packing import ELASTIC, Changes, changes, listed
 from ..version import __version__
 from . import checkpoints
 from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
@@ -33,11 +34,7 @@ from .config import SFTConfig
 logger = logging.getLogger(__name__)
 
 # Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
-ADJUSTABLE = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "share_prefixes")
-# For other values of these, the rest of the epoch can be planned anew.
-ELASTIC = set(ADJUSTABLE) - {"share_prefixes"}
-# Settings that checkpoints of earlier versions do not have, with what those did
-EARLIER = {"share_prefixes": "off"}
+ADJUSTABLE = ELASTIC | {"share_prefixes"}
 WEIGHTS = "weights of the rows"
 
 
@@ -68,48 +65,34 @@ def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Tr
     return state, (planner.trained(epoch, done), planner.start.trained if is_start else None)
 
 
-def settings_of(args: SFTConfig, planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
-    """All settings that decide which documents are in which batch, under the names that a user sets."""
-    documents, plans = planner.documents, planner.plans
+def settings_of(planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
+    """All that decides which documents are in which optimizer step, under the names that a user sets."""
+    documents = planner.documents
     return {
         "rows of the dataset": len(reader),
         "documents": len(documents),
         "tokens": int(documents.lengths.sum()),
         "fingerprint of the documents": documents.fingerprint,
-        "max_length": plans.max_length,
-        "packing_strategy": plans.strategy,
-        "overlong": args.effective_overlong,
-        "truncation_mode": args.truncation_mode,
-        "seed": plans.seed,
-        "shuffle": plans.shuffle,
-        "dataloader_drop_last": plans.bins.drop_last,
-        "per_device_train_batch_size": plans.batch_size,
-        "gradient_accumulation_steps": plans.bins.accumulation,
-        "world_size": plans.bins.world_size,
-        "tokens_per_rank": None if plans.parallel is None else plans.parallel.tokens_per_rank,
-        "share_prefixes": args.share_prefixes,
+        **planner.packing.settings("table"),
     }
 
 
 # What is compared
 
 
-def continued(
-    checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner
-) -> dict[str, tuple[Any, Any]]:
+def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner) -> Changes:
     """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
 
     Args:
         state: what `read_state` returns, with `trained`, what `read_trained` returns.
 
     Returns:
-        The settings for which the rest of the epoch is planned anew, with their values before and now.
+        The settings for which the rest of the epoch is planned anew.
 
     Raises:
         ValueError: documents would be repeated or left out; the message names the settings that changed.
     """
-    before = EARLIER | state["settings"]
-    changed = {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}
+    before, changed = state["settings"], changes(state["settings"], settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
     if not fixed:
@@ -118,7 +101,7 @@ def continued(
         if step_hash(planner, epoch) == state["step_hash"]:
             if changed:
                 logger.warning(
-                    f"Resuming with {_listed(changed)}. Every optimizer step has the same documents as before; "
+                    f"Resuming with {listed(changed)}. Every optimizer step has the same documents as before; "
                     "random numbers (dropout) and rounding differ."
                 )
             return {}
@@ -140,7 +123,7 @@ def continued(
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(
-        f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: {_listed(changed)}. "
+        f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: {listed(changed)}. "
         f"After step {state['global_step']} documents of the epoch would be repeated and others left out. {remedy}, "
         "or set `ignore_data_skip=True` to start the epoch's documents anew on purpose."
     )
@@ -151,14 +134,6 @@ def _read(checkpoint: Path) -> dict[str, Any] | None:
     if state is not None and "settings" in state:
         state["trained"] = checkpoints.read_trained(checkpoint, state["settings"]["documents"])
     return state
-
-
-def _listed(changed: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"`{name}` was {_short(before)} and is {_short(now)}" for name, (before, now) in changed.items())
-
-
-def _short(value: Any) -> str:
-    return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 class Restart:
@@ -175,7 +150,7 @@ class Restart:
 
     resumed: tuple[str, dict[str, Any]] | None = None
     settings: dict[str, Any]
-    replanned_for: dict[str, tuple[Any, Any]]
+    replanned_for: Changes
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -275,16 +250,14 @@ class Restart:
         }
 
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
-        # Checkpoints of earlier versions do not have all entries.
-        changed = {
-            name: (state[name], now) for name, now in self._loss_settings().items() if state.get(name, now) != now
-        }
+        settings = self._loss_settings()
+        changed = changes(settings | state, settings)  # checkpoints of earlier versions do not have all entries
         if changed:
-            settings = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS]
-            remedy = f"Set {', '.join(settings)}" if settings else "Give the rows the weights that they had"
+            names = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS]
+            remedy = f"Set {', '.join(names)}" if names else "Give the rows the weights that they had"
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with another loss: "
-                f"{_listed(changed)}. From step {state['global_step']} on, the new loss would be minimised with the "
+                f"{listed(changed)}. From step {state['global_step']} on, the new loss would be minimised with the "
                 f"optimizer state and the schedule of the old one. {remedy}, or pass the checkpoint as `model` to "
                 "start a new run with its weights."
             )
@@ -315,7 +288,7 @@ class Restart:
         if self.resumed is not None:
             self._check_shards(*self.resumed)
         if self._planner is not None:
-            self.settings = settings_of(self.args, self._planner, self.trainer.data.reader)
+            self.settings = settings_of(self._planner, self.trainer.data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
                 self.replanned_for = continued(*self.resumed, self.settings, planner=self._planner)
@@ -354,7 +327,7 @@ class Restart:
         step, total, before = self.trainer.state.global_step, self.trainer.state.max_steps, self.resumed[1]["max_steps"]
         rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
         logger.warning(
-            f"Resuming with {_listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
+            f"Resuming with {listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
             f"trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
             f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
             f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."

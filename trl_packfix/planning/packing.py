@@ -1,0 +1,265 @@
+"""How the documents of a run become packs, and what is the same in all of its epochs. numpy only.
+
+`Packing` is made once from the config. Tables and streams, training, evaluation and forecasts plan by it; restarts
+compare it; plans are cached by it. A new option of planning begins with a field here, named as in `SFTConfig`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from .arrays import Int64Array
+from .costs import LLAMA_7B, CostModel
+from .exact_fill import pack_arrivals
+from .families import SharePrefixes
+from .packs import PackPlan, plan_blocks
+from .parallel import FILL, SequenceParallel, Speeds
+from .strategies import STRATEGIES, Strategy, StrategyTraits
+from .units import Units
+
+Balance = Literal["step", "none"]
+Synchronisation = Literal["micro", "step"]
+Changes = dict[str, tuple[Any, Any]]
+"""Settings that differ, with their values before and now."""
+
+# What a field of `Packing` says about itself, beside `name`, that in `SFTConfig` if it is another. A field that says
+# nothing decides everything: no restart may change it, and plans of other values are others.
+OF_TABLES = {"restart": "tables"}  # streams do not use it
+ADAPTED = {"restart": "adapted"}  # for other values, the rest of an epoch or of a pass is planned anew
+PLACES = {"places": True}  # it decides where packs are trained, and not which packs the first epoch has
+FREE = {"restart": "free"} | PLACES  # nor which documents an optimizer step has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bins:
+    """The slots of every optimizer step, S = G * W, and how they are filled.
+
+    Attributes:
+        capacity: most rows of a bin.
+        accumulation: G, micro-batches per optimizer step and rank.
+        world_size: W, data-parallel ranks, or groups of ranks that share a bin.
+        degree: ranks of a group.
+        balance: "step" deals the units of a step by cost, so that ranks finish together; "none" keeps the packs.
+        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
+        drop_last: leave out the last incomplete step.
+    """
+
+    capacity: int
+    accumulation: int = 1
+    world_size: int = 1
+    degree: int = 1
+    balance: Balance = "step"
+    synchronisation: Synchronisation = "micro"
+    drop_last: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        """S, bins of an optimizer step."""
+        return self.accumulation * self.world_size
+
+
+def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, *, drop_last: bool) -> int:
+    """Optimizer steps of an epoch of `num_packs` packs; with `drop_last` the last incomplete step does not count."""
+    slots = accumulation * world_size
+    return num_packs // slots if drop_last else -(-num_packs // slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """All settings of planning.
+
+    Attributes:
+        strategy: a key of `STRATEGIES`.
+        max_length: most tokens of a document.
+        batch_size: documents per micro-batch of the unpacked run.
+        overlong, truncation_mode: what happens to documents longer than `max_length`, see `make_documents`.
+        seed: draws the order of an epoch.
+        shuffle: False keeps the order of the units (curricula, upsampled mixes).
+        drop_last, accumulation, world_size, balance, synchronisation: see `Bins`.
+        tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank; None: one rank holds a pack.
+        share_prefixes: "family" plans documents that begin alike as one; plans are the same for "off" and "pack".
+        buffer_size: of a stream, most documents that wait for a pack.
+        degrees: with sequence parallelism, ranks that may share a pack; given as (): all that are possible.
+        speeds: with sequence parallelism, of devices and links; None: the defaults.
+        cost_model: FLOPs of a document on the model.
+
+    Raises:
+        ValueError: what `possible_degrees` refuses.
+    """
+
+    max_length: int
+    strategy: Strategy = field(default="stream", metadata={"name": "packing_strategy"})
+    overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    seed: int = field(default=0, metadata=OF_TABLES)
+    shuffle: bool = field(default=True, metadata=OF_TABLES)
+    drop_last: bool = field(default=False, metadata=OF_TABLES | PLACES | {"name": "dataloader_drop_last"})
+    batch_size: int = field(default=1, metadata=ADAPTED | {"name": "per_device_train_batch_size"})
+    accumulation: int = field(default=1, metadata=ADAPTED | PLACES | {"name": "gradient_accumulation_steps"})
+    world_size: int = field(default=1, metadata=ADAPTED | PLACES)
+    tokens_per_rank: int | None = None
+    share_prefixes: SharePrefixes = field(default="off", metadata=OF_TABLES)
+    buffer_size: int = 1000
+    balance: Balance = field(default="step", metadata=FREE)
+    synchronisation: Synchronisation = field(default="micro", metadata=FREE)
+    degrees: tuple[int, ...] = field(default=(), metadata=FREE)
+    speeds: Speeds | None = field(default=None, metadata=FREE | {"name": "exchange_speeds"})
+    cost_model: CostModel = field(default=LLAMA_7B, metadata=FREE)
+
+    def __post_init__(self) -> None:
+        if self.parallel is not None:
+            object.__setattr__(self, "degrees", self.parallel.degrees)
+
+    @property
+    def traits(self) -> StrategyTraits:
+        """The record of the strategy."""
+        traits = STRATEGIES.get(self.strategy)
+        assert traits is not None, f"no strategy is named {self.strategy!r}"
+        return traits
+
+    @cached_property
+    def parallel(self) -> SequenceParallel | None:
+        """Sequence parallelism; None: one rank holds a pack."""
+        if self.tokens_per_rank is None:
+            return None
+        return SequenceParallel.of_run(
+            self.tokens_per_rank,
+            self.max_length,
+            self.world_size,
+            heads=self.cost_model.heads,
+            degrees=self.degrees,
+            speeds=self.speeds,
+        )
+
+    @property
+    def shares_families(self) -> bool:
+        """Whether documents that begin alike are planned as one."""
+        return self.share_prefixes == "family"
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a pack; with sequence parallelism, of one on the fewest ranks that hold any document."""
+        return self.batch_size * self.max_length if self.parallel is None else self.parallel.capacity
+
+    @property
+    def planned_capacity(self) -> int:
+        """Rows to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
+        return self.capacity if self.parallel is None else max(int(FILL * self.capacity), 1)
+
+    @cached_property
+    def bins(self) -> Bins:
+        """The slots of every optimizer step."""
+        names = [setting.name for setting in fields(Bins) if setting.name != "degree"]
+        return Bins(**{name: getattr(self, name) for name in names})
+
+    @property
+    def num_bins(self) -> int:
+        """Packs of an optimizer step: one for each micro-step and group of the fewest ranks that hold any document."""
+        return self.bins.num_slots // (1 if self.parallel is None else self.parallel.smallest)
+
+    # Packs
+
+    def rng(self, *seed: int) -> np.random.Generator | None:
+        """Draws what the epoch `seed` draws; None without shuffling."""
+        return np.random.default_rng((self.seed, *seed)) if self.shuffle else None
+
+    def plan(self, units: Units, epoch: int, block: Int64Array | None = None) -> PackPlan:
+        """The packs of an epoch; not for a strategy that keeps steps.
+
+        Args:
+            block: of each unit, shape (U,), for a strategy that cuts blocks.
+        """
+        rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
+        if self.traits.plan is None:
+            assert block is not None, "documents are not cut into blocks"
+            return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.rng(epoch))
+        draws_order = self.rng(epoch)
+        order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
+        return self.traits.plan(rows, self.planned_capacity, order=order, rng=self.rng(epoch))
+
+    def pack_stream(self, lengths: Iterable[int], **of_bytes: Any) -> Iterator[list[int]]:
+        """Packs of documents that arrive with these lengths, by their positions.
+
+        Args:
+            of_bytes: `bytes_of` and `most_bytes` of `pack_arrivals`.
+        """
+        is_dealt_anew = self.parallel is not None and len(self.parallel.degrees) > 1
+        capacity = self.planned_capacity if is_dealt_anew else self.capacity
+        arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
+        longest = min(self.max_length, capacity)
+        return pack_arrivals(arriving, capacity, self.buffer_size, longest=longest, **of_bytes)
+
+    # Steps
+
+    def num_steps(self, num_packs: int) -> int:
+        """Optimizer steps of an epoch of so many packs."""
+        return num_optimizer_steps(num_packs, self.num_bins, 1, drop_last=self.drop_last)
+
+    def num_kept_steps(self, num_documents: int) -> int:
+        """Optimizer steps of an unpacked epoch of so many documents."""
+        return num_optimizer_steps(num_documents, self.batch_size, self.bins.num_slots, drop_last=self.drop_last)
+
+    def kept_steps(self, order: Int64Array) -> Int64Array:
+        """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it.
+
+        Args:
+            order: in which the unpacked run visits the documents, shape (N,).
+        """
+        per_step = self.batch_size * self.bins.num_slots
+        reached = order[: self.num_kept_steps(len(order)) * per_step]
+        step = np.full(len(order), -1)
+        step[reached] = np.arange(len(reached)) // per_step
+        return step
+
+    # Comparison
+
+    def settings(self, of: Literal["table", "stream"]) -> dict[str, Any]:
+        """The settings that decide which documents an optimizer step has, by the names that a user sets."""
+        ignored = ("free", "tables") if of == "stream" else ("free",)
+        chosen = [setting for setting in fields(self) if setting.metadata.get("restart") not in ignored]
+        return {_name(setting): getattr(self, setting.name) for setting in chosen}
+
+    def fingerprint(self, of: Literal["packs", "schedule"]) -> str:
+        """Hash of all settings that decide the packs of the first epoch, or the schedule of any."""
+        chosen = [setting.name for setting in fields(self) if of == "schedule" or "places" not in setting.metadata]
+        values = {name: getattr(self, name) for name in chosen} | {"share_prefixes": self.shares_families}
+        return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _name(setting: Any) -> str:
+    """The name of a field of `Packing` in `SFTConfig`."""
+    return setting.metadata.get("name") or setting.name
+
+
+NAMES = {setting.name: _name(setting) for setting in fields(Packing)}
+ELASTIC = frozenset(_name(setting) for setting in fields(Packing) if setting.metadata.get("restart") == "adapted")
+"""Settings for other values of which the rest of an epoch, or of a pass, can be planned anew."""
+DEFAULTS = {_name(setting): setting.default for setting in fields(Packing) if setting.default is not MISSING}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """What differs of the settings `now`. Where an earlier version has not saved one, it had the default.
+
+    >>> changes({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
+    {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
+    """
+    before = DEFAULTS | {NAMES.get(name, name): value for name, value in before.items()}
+    return {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+
+
+def listed(changed: Changes) -> str:
+    """The differences in words.
+
+    >>> listed({"seed": (0, 1)})
+    '`seed` was 0 and is 1'
+    """
+    return ", ".join(f"`{name}` was {_short(before)} and is {_short(now)}" for name, (before, now) in changed.items())
+
+
+def _short(value: Any) -> str:
+    is_hash = isinstance(value, str) and len(value) == 64
+    return f"{value[:8]}..." if is_hash else repr(value)

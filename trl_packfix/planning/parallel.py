@@ -1,0 +1,121 @@
+"""The settings of sequence parallelism: which degrees a run may use, and what its devices and links reach."""
+
+from dataclasses import dataclass, field
+
+FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a device and its links reach; defaults are those of GPUs of the H100 class. Only ratios decide.
+
+    Attributes:
+        flops: operations per second of one device in training.
+        within, between: bytes per second that a device sends in an all-to-all to devices of its own node, to others.
+        latency_within, latency_between: seconds that an all-to-all takes whatever it sends.
+        ranks_per_node: devices of a node; ranks are numbered node after node.
+        passes: FLOPs of a training step over those of a forward pass: forward, recomputed forward, and two backward.
+        exchanging_passes: passes through attention in which tokens are exchanged: forward, recomputed, backward.
+        bytes_per_value: 2 for bf16 and fp16.
+    """
+
+    flops: float = 400e12
+    within: float = 300e9
+    between: float = 50e9
+    latency_within: float = 20e-6
+    latency_between: float = 60e-6
+    ranks_per_node: int = 8
+    passes: float = 4.0
+    exchanging_passes: int = 3
+    bytes_per_value: int = 2
+
+    def all_to_all(self, degree: int) -> tuple[float, float]:
+        """Seconds of an all-to-all: (for each byte of a rank, which keeps its share of them, whatever the bytes)."""
+        inside = min(degree, self.ranks_per_node)
+        seconds = (inside - 1) / degree / self.within + (degree - inside) / degree / self.between
+        return seconds, self.latency_within if degree <= self.ranks_per_node else self.latency_between
+
+
+def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
+    """The smallest power of two with room for a document of `max_length` tokens.
+
+    >>> smallest_degree(131072, 16384), smallest_degree(100_000, 16384), smallest_degree(8192, 16384)
+    (8, 8, 1)
+    """
+    return 1 << (-(-max_length // tokens_per_rank) - 1).bit_length()
+
+
+def possible_degrees(
+    max_length: int, tokens_per_rank: int, world_size: int, *, num_heads: int | None = None
+) -> tuple[int, ...]:
+    """The degrees that a run may use: powers of two that divide the ranks and do not exceed the attention heads.
+
+    Raises:
+        ValueError: none of them holds a document of `max_length`.
+
+    >>> possible_degrees(131072, 16384, 24)
+    (1, 2, 4, 8)
+    """
+    heads = num_heads or world_size
+    divisor = world_size & -world_size
+    degrees = tuple(1 << i for i in range(divisor.bit_length()) if 1 << i <= heads)
+    needed = smallest_degree(max_length, tokens_per_rank)
+    if needed > degrees[-1]:
+        why = f"the model has {heads} attention heads" if divisor > heads else f"there are {world_size} ranks"
+        raise ValueError(
+            f"`max_length={max_length}` was given with `tokens_per_rank={tokens_per_rank}` on {world_size} ranks. A "
+            f"document of that length needs a group of {needed} ranks, and {why}, so groups have at most "
+            f"{degrees[-1]}: their size is a power of two that divides the number of ranks, with a head for each rank. "
+            f"Set `max_length` to {degrees[-1] * tokens_per_rank} or less, raise `tokens_per_rank`, or train on a "
+            f"multiple of {needed} ranks."
+        )
+    return degrees
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel:
+    """The settings of sequence parallelism of a run.
+
+    Attributes:
+        tokens_per_rank: C, most tokens of a pack on one rank.
+        smallest: S, the smallest degree that holds a document of `max_length`. Packs are planned for groups of it.
+        degrees: those that may be chosen, ascending; S is one of them.
+        speeds: of devices and links.
+    """
+
+    tokens_per_rank: int
+    smallest: int
+    degrees: tuple[int, ...]
+    speeds: Speeds = field(default_factory=Speeds)
+
+    @classmethod
+    def of_run(
+        cls,
+        tokens_per_rank: int,
+        max_length: int,
+        world_size: int,
+        *,
+        heads: int | None,
+        degrees: tuple[int, ...] = (),
+        speeds: Speeds | None = None,
+    ) -> "SequenceParallel":
+        """The settings of a run on `world_size` ranks, of a model with so many attention heads.
+
+        Args:
+            degrees: at which the model is proved already; (): all that are possible.
+
+        Raises:
+            ValueError: no possible degree holds a document of `max_length`.
+        """
+        possible = possible_degrees(max_length, tokens_per_rank, world_size, num_heads=heads)
+        return cls(
+            tokens_per_rank=tokens_per_rank,
+            smallest=smallest_degree(max_length, tokens_per_rank),
+            degrees=degrees or possible,
+            speeds=speeds or Speeds(),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a pack on the fewest ranks that hold any document."""
+        return self.smallest * self.tokens_per_rank
