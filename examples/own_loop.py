@@ -1,9 +1,9 @@
 """An own training loop on packs, without a trainer: torch, transformers and the public functions of trl_packfix.
 
-    python examples/own_loop.py                                      # SmolLM2-135M-Instruct, 120 conversations
+    python examples/own_loop.py                                      # SmolLM2-135M-Instruct, 40 conversations
     python examples/own_loop.py --tiny                               # a tiny random model, in seconds
     torchrun --nproc_per_node 2 examples/own_loop.py --tiny          # the same on two ranks
-    python examples/own_loop.py --resume own_loop_output/checkpoint-10.pt
+    python examples/own_loop.py --resume own_loop_output/checkpoint-5.pt
 
 `packed_dataloader` gives each rank its packs, with their boundaries; `prepare_for_packing` sets attention that reads
 them, and proves on this model that documents do not reach each other; `plan_packs` says how few packs are possible.
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny random model and 24 conversations")
     parser.add_argument("--resume", help="a checkpoint of a run with the same settings")
     defaults = {"output_dir": "own_loop_output", "max_length": 256, "batch_size": 2, "accumulation": 2, "epochs": 2}
-    for name, default in (defaults | {"seed": 42, "learning_rate": 1e-4, "save_steps": 10}).items():
+    for name, default in (defaults | {"seed": 42, "learning_rate": 1e-4, "save_steps": 5}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     args = parser.parse_args()
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def main() -> None:
         atexit.register(dist.destroy_process_group)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    rows = tokenise(orders(30 if args.tiny else 132), tokenizer).train_test_split(1 / 11, seed=0)
+    rows = tokenise(orders(30 if args.tiny else 44), tokenizer).train_test_split(1 / 11, seed=0)
     model = train(model, rows["train"], rows["test"], args)
     model.save_pretrained(args.output_dir, is_main_process=RANK == 0)
 
