@@ -2,9 +2,9 @@
 
 `choose_attention` applies this precedence. On CUDA:
 
-    the user's flash attention -> packfix_varlen on FlashAttention-3, if it is installed and the GPU is Hopper
+    the user's flash attention
         -> flash_attention_2, if flash-attn works here and the model supports it
-        -> packfix_varlen on the FlashAttention-2 kernels built into torch
+        -> packfix_varlen on the FlashAttention-2 kernels built into torch, or what the user activated in their place
         -> packfix_varlen document by document, with a warning: not flash, and still without a (T, T) mask
 
 On every other device: packfix_varlen, document by document. `enforce_flash_attention=False` keeps the user's choice and
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .hopper import FA3, activated_by_user, fa3_problem
 from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .masked import own_in_packs
 from .models import base_model, head_counts, layer_configs, text_config
@@ -44,14 +44,12 @@ class AttentionChoice:
         is_flash: whether it runs on flash attention kernels.
         previous: the implementation that the model had before.
         reason: why this one was chosen.
-        activates: what is activated in torch while the model takes packs: "FA3", or None.
     """
 
     name: str
     is_flash: bool
     previous: str
     reason: str
-    activates: str | None = None
 
 
 def select_attention(
@@ -138,6 +136,15 @@ def own_attention(model: nn.Module) -> str:
 def default_attention(model: nn.Module) -> str:
     """The implementation that transformers gives the model if none is named."""
     return "sdpa" if base_model(model)._supports_sdpa else "eager"
+
+
+def activated_in_torch() -> str | None:
+    """What the user put in the place of torch's FlashAttention-2 kernels, such as "FA3"; None if nothing.
+
+    `kernels.CudaKernel` calls the same operators and runs on it. torch 2.10 has no such switch.
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -243,9 +250,7 @@ def _choose_on_cuda(
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
     obstacles, remedies = _obstacles(config, widest)
-    active = activated_by_user()
-    activates = FA3 if active is None and not obstacles and FA3 not in refusals and fa3_problem() is None else None
-    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None and activates is None:
+    if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
         problem = _setting_problem(model, "flash_attention_2", previous)
         if problem is None:
             reason = "flash-attn is installed and the model supports it"
@@ -253,13 +258,10 @@ def _choose_on_cuda(
         refused = f"; flash_attention_2 cannot be used: {problem}"
 
     if not obstacles:
-        if active is not None:
-            kernels = f"{active}, which is activated in torch"
-        elif activates is not None:
-            kernels = "FlashAttention-3 (flash-attn-3 is installed and the GPU is Hopper)"
-        else:
-            kernels = "the FlashAttention-2 kernels built into torch"
-        return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused, activates)
+        active = activated_in_torch()
+        kernels = "the FlashAttention-2 kernels built into torch"
+        kernels = kernels if active is None else f"{active}, which is activated in torch"
+        return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused)
     reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
     flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
     warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{flash}", stacklevel=3)

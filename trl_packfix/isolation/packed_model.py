@@ -1,17 +1,15 @@
 """Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention import hopper
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.kernels import KernelError, OwnAttentionError
@@ -36,7 +34,6 @@ from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
 
 OnLeak = Literal["repair", "raise", "unpack"]
-Proof = Callable[[], IsolationReport]
 # What other implementations of attention do not do
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
 LOOKS_UP = "does not look up the keys that documents share"
@@ -170,7 +167,7 @@ class PackedModel:
         if self._head is None:  # the engine may have sharded the model since `attend`
             self._head = unshard_lm_head(base_model(self.model))
         before = self.attention
-        self.isolation = report = self._judged(partial(self._check, wrapped))
+        self.isolation = report = self._judged(wrapped)
         if self.attention is not before:
             self._forget()
         if not report.runs_unpacked:
@@ -184,80 +181,37 @@ class PackedModel:
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
-    def _judged(self, proof: Proof, *, of_packs: bool = True) -> IsolationReport:
-        """Run a proof. Where a kernel refuses the model or computes it wrongly, do without that kernel.
-
-        Args:
-            of_packs: False where packs have passed: then no other implementation of attention is tried.
-        """
-        report = self._on_kernels(proof, of_packs)
+    def _judged(self, wrapped: nn.Module) -> IsolationReport:
+        """Probe packs. Where a kernel refuses the model or computes it wrongly, do without that kernel."""
+        report = self._on_kernels(wrapped)
         name = self.attention.name
         flash_attn = name if "flash" in name and name != self.attention.previous else None
-        for kernel in (self.attention.activates, flash_attn, TOWER_ATTENTION if self._has_own_towers else None):
+        for kernel in (flash_attn, TOWER_ATTENTION if self._has_own_towers else None):
             if kernel is None or _is_right(report):
                 continue
             self._use(kernel, refusal=report.summary())
-            without = self._on_kernels(proof, of_packs)
+            without = self._on_kernels(wrapped)
             if _is_right(without):
                 return without
             self._use(kernel)  # the defect is elsewhere
         return report
 
-    def _on_kernels(self, proof: Proof, of_packs: bool) -> IsolationReport:
-        """Run a proof on the first kernels that do not refuse the model."""
+    def _on_kernels(self, wrapped: nn.Module) -> IsolationReport:
+        """Probe packs on the first kernels that do not refuse the model."""
         while True:
             try:
-                return proof()
+                return self._check(wrapped)
+            except TowerAttentionError as error:
+                self._use(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
             except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
-                reason = " ".join(str(error).split())
-                if isinstance(error, TowerAttentionError):
-                    self._use(TOWER_ATTENTION, refusal=reason)
-                elif self.attention.activates is not None:
-                    self._use(self.attention.activates, refusal=reason)
-                elif of_packs:
-                    self._choose_another(error)
-                else:
-                    raise
-
-    def _judged_after(self, wrapped: nn.Module, proof: Proof) -> IsolationReport:
-        """`_judged` for a proof after that of packs. Without a kernel, all that has passed must pass again.
-
-        If it does not, the attention stays as it was.
-        """
-        refusals, isolation, kernel = dict(self._refusals), self.isolation, self.attention.activates
-        try:
-            report = self._judged(partial(self._with_others, wrapped, proof), of_packs=False)
-        finally:
-            if self.isolation is None:
-                self.rest()
-                self._refusals = refusals
-                self._choose()
-                self.attend()
-                self.isolation = isolation
-        if self.attention.activates != kernel:
-            warnings.warn(f"packs run on {self.attention.reason}", stacklevel=3)
-        return report
-
-    def _with_others(self, wrapped: nn.Module, proof: Proof) -> IsolationReport:
-        """The report of a proof; with other attention than before, of all that have passed, up to one that fails."""
-        if self.isolation is not None:
-            return proof()
-        packs = self._check(wrapped)
-        passed: list[Proof] = [partial(self._check_parts, wrapped, degree) for degree in self._proved_degrees]
-        if self.prefixes_are_proved:
-            passed += [partial(self._check_prefixes, wrapped, degree) for degree in (1, *self._proved_degrees)]
-        for prove in (lambda: packs, *passed, proof):
-            if not _is_right(report := prove()):
-                return report
-        self.isolation = packs
-        return report
+                self._choose_another(error)
 
     @property
     def _has_own_towers(self) -> bool:
         return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(base_model(self.model)))
 
     def _use(self, kernel: str, refusal: str | None = None) -> None:
-        """Use FlashAttention-3, flash-attn, or our attention in vision towers; with `refusal`, why, do without it."""
+        """Use flash-attn, or our attention in vision towers; with `refusal`, why, do without it."""
         self.rest()
         if refusal is None:
             del self._refusals[kernel]
@@ -311,10 +265,10 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
-        report = self._judged_after(wrapped, partial(self._check_parts, wrapped, degree))
+        report = self._check_parts(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved:
-            shared = self._judged_after(wrapped, partial(self._check_prefixes, wrapped, degree))
+            shared = self._check_prefixes(wrapped, degree)
             if not _is_right(shared):
                 raise PackingLeakError(
                     f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
@@ -343,7 +297,7 @@ class PackedModel:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
-                report = self._judged_after(wrapped, partial(self._check_prefixes, wrapped))
+                report = self._check_prefixes(wrapped)
                 reason = None if _is_right(report) else f"where documents share prefixes, {report.summary()}"
             except KernelError as error:
                 reason = f"where documents share prefixes, {' '.join(str(error).split())}"
@@ -436,12 +390,6 @@ class PackedModel:
             set_attention(self.model, self.attention.name)
         if self._takes_towers:
             set_tower_attention(base_model(self.model), TOWER_ATTENTION)
-        if self.attention.activates is not None:
-            try:
-                hopper.activate()
-            except (ImportError, OSError, RuntimeError) as error:  # built for another torch; without a backward
-                self._use(self.attention.activates, refusal=" ".join(str(error).split()))
-                return
         for hooks in self._hooks:
             hooks.install()
         self._head = unshard_lm_head(base_model(self.model))
@@ -451,8 +399,6 @@ class PackedModel:
         if not self.attends:
             return
         self.attends = False
-        if self.attention.activates is not None:
-            hopper.deactivate()
         set_tower_attention(base_model(self.model), REPLACED)
         for hooks in self._hooks:
             hooks.remove()

@@ -1,0 +1,156 @@
+"""FlashAttention-3 that the user activated in torch: what our calls give it, and that the probe judges it.
+
+Calls on the CPU are sent to the functions with which torch replaces the operators on CUDA, and these call a strict
+stand-in for the kernels (`support/flash_attn_3_site`).
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import support
+import torch
+import torch.nn.attention
+from support.models import build_tiny_model
+from support.strict_varlen import ATEN, StrictVarlen
+from torch.nn.attention import _fa3
+
+from trl_packfix.attention import choice, varlen
+from trl_packfix.attention.choice import activated_in_torch, choose_attention
+from trl_packfix.attention.kernels import CudaKernel, KernelError, attend_on_cuda, flash_on_cuda
+from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
+from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = [1, 70, 17, 129, 0, 64, 1]
+BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+
+
+class Dispatched(StrictVarlen):
+    """FlashAttention-2 as it is, and FlashAttention-3 while it is active."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if activated_in_torch() == "FA3" and func is ATEN._flash_attention_forward.default:
+            return _fa3._fa3_flash_attention_forward_impl_default(*args, **kwargs)
+        if activated_in_torch() == "FA3" and func is ATEN._flash_attention_backward.default:
+            return _fa3._fa3_flash_attention_backward_impl(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def fa3(monkeypatch):
+    """The stand-in, activated on a machine with a Hopper GPU."""
+    monkeypatch.syspath_prepend(str(Path(support.__file__).parent / "flash_attn_3_site"))
+    monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    checked = _fa3._fa3_common_support_error
+
+    def on_this_device(query, tensors, dropout_p, cum_seq_q, *descale):
+        """All that torch checks, but that tensors are on a GPU of compute capability 9."""
+        error = checked(query, (), dropout_p, cum_seq_q, *descale)
+        return None if error in ("inputs must share device", "CUDA not available") and query.dim() == 3 else error
+
+    monkeypatch.setattr(_fa3, "_fa3_common_support_error", on_this_device)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 0)
+    import flash_attn_interface
+
+    strict = flash_attn_interface.Strict
+    strict.calls.clear()
+    strict.fault = ""
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    yield strict
+    torch.nn.attention.restore_flash_attention_impl()
+    assert activated_in_torch() is None
+    sys.path_importer_cache.clear()
+
+
+def tensors(num_tokens, heads=4, kv_heads=2, dim=64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, h, num_tokens, dim, generator=generator).bfloat16() for h in (heads, kv_heads, kv_heads)]
+
+
+def outcome(function, given):
+    given = [x.clone().requires_grad_() for x in given]
+    out = function(*given)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out, *torch.autograd.grad(out, given, grad)]
+
+
+def shared_runs():
+    documents = [{"input_ids": [*range(1, 9 * n), *([100 + n] * 5)]} for n in range(1, 7)]
+    batch = PrefixCollator()(documents)
+    layout = batch["layout"]
+    bounds, longest = ((batch[f"{name}_q"], batch[f"{name}_k"]) for name in ("cu_seq_lens", "max_length"))
+    return batch["input_ids"].shape[1], SharedRuns(bounds, longest, layout.kv_index, layout.run_lengths)
+
+
+def documents(window=None, sinks=None):
+    return lambda q, k, v: attend_on_cuda(
+        q, k, v, (BOUNDS, BOUNDS), (129, 129), scale=0.125, window=window, sinks=sinks
+    )
+
+
+def images(q, k, v):
+    return flash_on_cuda(q, k, v, None, CudaKernel((BOUNDS, BOUNDS), (129, 129), None, 0.125, is_causal=False))
+
+
+ROWS, RUNS = shared_runs()
+CALLS = {
+    "plain": (sum(LENGTHS), documents()),
+    "window": (sum(LENGTHS), documents(50)),
+    "sinks": (sum(LENGTHS), documents(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))),
+    "window, sinks": (sum(LENGTHS), documents(50, torch.tensor([0.5, -1.0, 2.0, 0.0]))),
+    "tower": (sum(LENGTHS), images),
+    "prefixes": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125)),
+    "prefixes, window": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125, window=20)),
+    "prefixes, chunk": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_our_calls_fit_its_functions(name, fa3):
+    num_tokens, function = CALLS[name]
+    with StrictVarlen() as fa2:
+        wanted = outcome(function, tensors(num_tokens))
+    with Dispatched() as mode:
+        found = outcome(function, tensors(num_tokens))
+    on_fa2 = len(fa2.forwards), len(fa2.backwards)
+    assert (fa3.calls["forward"], fa3.calls["backward"]) == on_fa2 and min(on_fa2) > 0 and not mode.forwards
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.abs().sum() > 0 and torch.equal(mine, theirs)
+
+
+def test_the_report_names_it(fa3):
+    model = build_tiny_model("llama")
+    found = choose_attention(model, dtype=torch.bfloat16, device_type="cuda")
+    assert (found.name, found.reason) == ("packfix_varlen", "FA3, which is activated in torch")
+    model.config._attn_implementation_internal = "flash_attention_3"
+    assert choose_attention(model, dtype=torch.bfloat16, device_type="cuda").name == "flash_attention_3"
+    shares = choose_attention(model, dtype=torch.bfloat16, device_type="cuda", needs_varlen=LOOKS_UP)
+    assert shares.reason == f"FA3, which is activated in torch; flash_attention_3 {LOOKS_UP}"
+
+
+@pytest.mark.parametrize("fault", ["", "wrong"])
+def test_the_probe_judges_it(fault, fa3):
+    fa3.fault = fault
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, on_leak="raise", shares_prefixes=True)
+    with Dispatched() as mode:
+        report = packed.prove(model)
+        assert (report.isolated and report.equal) is not bool(fault)
+        if not fault:
+            assert packed.prove_prefixes(model) is None
+    assert activated_in_torch() == "FA3" and not mode.forwards
+    assert fa3.calls["forward"] > 10 and fa3.calls["backward"] > 1
+    packed.rest()
+    assert activated_in_torch() == "FA3" and model.config._attn_implementation == "sdpa"
+
+
+def test_a_refusal_is_raised(fa3):
+    """No other kernel is chosen in the place of what the user activated."""
+    fa3.fault = "forward"
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    with Dispatched(), pytest.raises(KernelError, match="only supports Hopper GPUs"):
+        PackedModel(model, torch.bfloat16, "cuda", 64).prove(model)
