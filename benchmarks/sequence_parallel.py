@@ -1,16 +1,14 @@
-"""Sequence parallelism on four real CPU ranks (gloo): exactness under every engine, and which types.
+"""Trainings on real CPU ranks (gloo): exactness under every engine, and which types can share packs.
 
-    python benchmarks/sequence_parallel.py                       # all kinds of training under all engines
-    python benchmarks/sequence_parallel.py --engines ddp zero3   # under some
-    python benchmarks/sequence_parallel.py --ranks 2             # on two ranks instead of four
+    python benchmarks/sequence_parallel.py                       # the table of equivalences, under all engines
+    python benchmarks/sequence_parallel.py --engines ddp4 zero3  # under some
     python benchmarks/sequence_parallel.py --types               # which model types two ranks can share
     python benchmarks/sequence_parallel.py --csv FILE
 
-Exactness: three optimizer steps of SGD in three micro-steps each, on documents of 3 to 110 tokens with 32 tokens per
-rank, so that packs are shared by 1, 2 and 4 ranks (`tests/shared_packs.py`); with `--ranks 2` 64 tokens per rank. The
-figure is the norm of the difference of the weights from one process that trains on the same packs, over the norm of
-their change; `rounding` is the same for that process with its micro-batches in the opposite order. `faults` are planted
-in DDP, to see that the figure finds them.
+Exactness: three optimizer steps of SGD of each row of `tests/ranks/table.py`, on documents of 3 to 90 tokens, of which
+ranks share packs. The figure is the norm of the difference of the weights from TRL's unpacked training, over the norm
+of their change; `rounding` is the same for that training with each step in two micro-batches. A name after a dash is a
+planted fault, to see that the figure finds it.
 
 Types: each causal model type of transformers, tiny and random. `proved` says whether isolation is proved on one rank
 without a repair, and `shared` whether it is proved on two ranks that share each pack, which training needs.
@@ -21,7 +19,6 @@ import os
 import sys
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,10 @@ from common import Row, describe, make_parser, table_of, write_csv
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import shared_packs
+from ranks import training
+from ranks.__main__ import equivalence, planted
+from ranks.engines import LAUNCHES, run_all
+from ranks.table import ROWS
 from support import zoo
 from sweep import page
 
@@ -47,39 +47,26 @@ from trl_packfix.data.parts import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
 
 
-def difference(found: Row, expected: Row) -> float:
-    return ((found["end"] - expected["end"]).norm() / (expected["end"] - expected["start"]).norm()).item()
-
-
 def exactness(folder: Path, engines: list[str]) -> list[Row]:
-    """One row per kind of training: the difference under each engine, and that of rounding alone."""
-    kinds = list(shared_packs.KINDS)
-    shared_packs.OF_ENGINES = {engine: kinds * (engine in engines) for engine in shared_packs.OF_ENGINES}
-    shared_packs.ROUNDING = kinds
-    shared_packs.PLANTED = dict.fromkeys(shared_packs.FAULTS, "full") | shared_packs.PLANTED
-    faults = [f"ddp/faulty_{fault}" for fault in shared_packs.PLANTED] if "ddp" in engines else []
-    only = [f"{engine}/{kind}" for kind in shared_packs.KINDS for engine in ("one", *engines)]
-    shared_packs.main(folder, only + [f"one/{kind}_reversed" for kind in shared_packs.KINDS] + faults)
-
-    def load(name: str) -> Row | None:
-        file = folder / f"{name}.pt"
-        return torch.load(file) if file.is_file() else None
-
-    rows = []
-    for kind in shared_packs.KINDS:
-        expected, again = load(f"one/{kind}"), load(f"one/{kind}_reversed")
-        if expected is None or again is None:
+    """One row per row of the table: the difference under each engine, and that of rounding alone; then the faults."""
+    scenarios = {name: each for name, each in equivalence().items() if name.split("/")[1] in ROWS}
+    scenarios |= {name: each for name, each in planted().items() if "-" in name}
+    for row in ROWS.values():
+        training.save_model(folder, row.model)
+    run_all(folder, {name: each for name, each in scenarios.items() if name.split("/")[0] in engines})
+    found: dict[str, Row] = {}
+    for name in scenarios:
+        engine, name = name.split("/")
+        file, row = folder / engine / f"{name}.pt", ROWS[name.split("-")[0]]
+        if not file.is_file():
             continue
-        row: Row = {"training": kind, "rounding": difference(again, expected)}
-        for engine in engines:
-            found = load(f"{engine}/{kind}")
-            row[engine] = None if found is None else difference(found, expected)
-        rows.append(row)
-    for fault, kind in shared_packs.PLANTED.items() if faults else ():
-        found, expected = load(f"ddp/faulty_{fault}"), load(f"one/{kind}")
-        if found is not None and expected is not None:
-            rows.append({"training": f"{kind}, fault: {fault}", "ddp": difference(found, expected)})
-    return rows
+        expected = training.train_unpacked(folder, row)
+        change = (expected["end"] - expected["start"]).norm()
+        if name not in found:
+            again = training.train_unpacked(folder, row, halves=True)
+            found[name] = {"training": name, "rounding": ((again["end"] - expected["end"]).norm() / change).item()}
+        found[name][engine] = ((torch.load(file)["end"] - expected["end"]).norm() / change).item()
+    return list(found.values())
 
 
 def types(folder: Path) -> list[Row]:
@@ -143,8 +130,7 @@ def one_line(error: Exception) -> str:
 
 
 def types_on_ranks(folder: Path) -> list[Row]:
-    shared_packs.scenarios = lambda launch: {"ddp/types": partial(types)} if launch == "ddp" else {}
-    shared_packs.main(folder, ["ddp/types"])
+    run_all(folder, {"ddp/types": types})
     return torch.load(folder / "ddp" / "types.pt")
 
 
@@ -162,20 +148,14 @@ def fill_column(folder: Path, rows: list[Row]) -> None:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("--engines", nargs="*", default=list(shared_packs.OF_ENGINES), choices=shared_packs.OF_ENGINES)
-    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4))
+    engines = [engine for _, of_launch in LAUNCHES.values() for engine in of_launch]
+    parser.add_argument("--engines", nargs="*", default=engines, choices=engines)
     parser.add_argument("--types", action="store_true", help="which model types two ranks can share")
     parser.add_argument("--page", type=Path, help="with --types: the folder of compatibility.md, whose column to fill")
     given = parser.parse_args()
-    if given.ranks == 2:
-        shared_packs.NUM_RANKS, shared_packs.TOKENS_PER_RANK = 2, 64
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if given.types:
-            shared_packs.NUM_RANKS = 2
-            rows = types_on_ranks(folder)
-        else:
-            rows = exactness(folder, given.engines)
+        rows = types_on_ranks(folder) if given.types else exactness(folder, given.engines)
     print(describe())
     Console(width=140).print(table_of(rows, text=text))
     write_csv(given.csv, rows)

@@ -28,17 +28,17 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from support.models import build_tiny_model
+from ranks.engines import SHARDED, deepspeed_config
+from ranks.restarts import THREE_EPOCHS
+from ranks.scenarios import Numbered, document_ids, make
+from ranks.training import save_model
 from support.versions import run_deepspeed_on_cpus
-from two_ranks import LAUNCHES, Packed, deepspeed_config, document_ids, make_trainer
 
 from trl_packfix.training.checkpoints import newest_whole
 
 TESTS = Path(__file__).parent
-SETTINGS = {
-    "num_documents": 60,
-    "num_train_epochs": 3,
-    "learning_rate": 1e-2,
+SETTINGS = THREE_EPOCHS | {
+    "num": 60,
     "save_strategy": "steps",
     "save_steps": 2,
     "save_total_limit": 2,
@@ -47,7 +47,7 @@ SETTINGS = {
 SECONDS = 60  # in which the other ranks must have ended, too
 
 
-class Noting(Packed):
+class Noting(Numbered):
     """Writes the optimizer step and the documents of every micro-batch before it is trained."""
 
     notes = None
@@ -76,12 +76,12 @@ def rank_main(
     if ranks > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in (where | {"RANK": rank, "LOCAL_RANK": rank}).items()})
-    if engine in LAUNCHES["deepspeed"]:
+    if engine in SHARDED:
         run_deepspeed_on_cpus()
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; else workers inherit "forkserver"
     resume = newest_whole(folder / name)[0] is not None
     settings = SETTINGS | {"gradient_accumulation_steps": accumulation, "dataloader_num_workers": workers}
-    trainer = make_trainer(folder, name, Noting, engine, **settings)
+    trainer = make(folder, engine, Noting, output_dir=name, **settings)
     trainer.notes = notes_of(folder, name, attempt, rank).open("w")
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / name / "final"))
@@ -113,7 +113,7 @@ class Chaos:
         self.attempt = self.kills = self.unfinished = self.runs = self.mid_second = 0
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["chaos"])
-        build_tiny_model().save_pretrained(folder / "model")
+        save_model(folder, "llama")
         if engine is not None:
             (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
         self.start("alone")
@@ -247,7 +247,7 @@ class Elastic(Chaos):
                 self.steps.setdefault(step, []).extend(documents)
             self.ranks_of |= dict.fromkeys(range(first, max(self.steps) + 1), self.ranks)
         if finished:
-            num = SETTINGS["num_documents"]
+            num = SETTINGS["num"]
             trained = list(chain.from_iterable(documents for _, documents in sorted(self.steps.items())))
             epochs = [sorted(trained[i : i + num]) for i in range(0, len(trained), num)]
             if epochs != [list(range(num))] * SETTINGS["num_train_epochs"]:

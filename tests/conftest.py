@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # The files that take longest begin, so that no worker waits for one at the end
-LONGEST = """test_shared_packs test_distributed test_repair test_examples test_launch test_model_parallelism
+LONGEST = """test_on_ranks test_distributed test_repair test_examples test_launch
     test_gpu_tools test_pack_forward test_trainer test_mixers test_check test_reuse""".split()
 
 

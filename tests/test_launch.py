@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import two_ranks
+from ranks.engines import deepspeed_config
 from support.launch import TORCHRUN, environment, free_port, small
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import gathers_on_cpus
@@ -44,7 +44,7 @@ def workplace(tmp_path_factory) -> Path:
         for i in range(40)
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "zero3.json").write_text(json.dumps(two_ranks.deepspeed_config("zero3")))
+    (folder / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
     return folder
 
 
@@ -70,14 +70,14 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
 @needs_gloo
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=(needs_deepspeed, pytest.mark.sweep))])
 def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engine, workplace, tmp_path):
-    for name in ("model", "zero3.json"):
-        (tmp_path / name).symlink_to(workplace / name)
-    launcher, env, reason = TORCHRUN, {}, "Signal 9 (SIGKILL)"
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "llama").symlink_to(workplace / "model")
+    (tmp_path / "zero3.json").symlink_to(workplace / "zero3.json")
+    launcher, env, reason = [*TORCHRUN, "-m"], {}, "Signal 9 (SIGKILL)"
     if engine == "zero3":
-        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port(), "--module"]
         env, reason = {"ACCELERATE_USE_DEEPSPEED": "true"}, "exits with return code = -9"
-    script = str(ROOT / "tests" / "two_ranks.py")
-    code, log = launch([sys.executable, *launcher, script, f"die_{engine}", str(tmp_path)], tmp_path, **env)
+    code, log = launch([sys.executable, *launcher, "ranks", str(tmp_path), "die", engine], tmp_path, **env)
     seconds = time.time() - float((tmp_path / "killed").read_text())
     assert code != 0 and seconds < 60, log[-3000:]
     assert reason in log, log[-3000:]

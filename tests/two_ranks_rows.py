@@ -20,13 +20,13 @@ if __name__ == "__main__":
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
+from ranks.engines import deepspeed_config, engine_of, engine_settings, gathered
 from support.launch import fork_ranks
 from support.models import build_tiny_model
 from support.rows import build_trainer
 from support.versions import run_deepspeed_on_cpus
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from two_ranks import deepspeed_config, engine_of, engine_settings
-from two_ranks_vision import whole
 
 from trl_packfix import pack_forward
 
@@ -48,6 +48,17 @@ class Engine(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.name = engine_of(self.trainer.model_wrapped)
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """The trained weights by name, gathered from all ranks."""
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            with gathered(parameter):
+                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                found[name] = value.detach().double().clone()
+    return found
 
 
 def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: Any) -> dict[str, Any]:
@@ -78,8 +89,6 @@ def run_rank(engine: str, folder: Path) -> None:
     models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}
     for name, options in RUNS.items():
         settings = {} if engine == "ddp" else engine_settings(engine, folder)  # resets what the run before has set
-        if engine.startswith("zero"):
-            settings["use_cpu"] = False  # which would hide the ranks
         result = run(name, *models[name], **(options | settings))
         if os.environ["RANK"] == "0":
             torch.save(result, folder / engine / f"{name}.pt")

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from datasets import IterableDataset
+from ranks.scenarios import TOKENIZER, Numbered, documents
 from support.launch import fork_ranks
-from two_ranks import TOKENIZER, Packed, documents
 
 from trl_packfix import SFTConfig
 
@@ -26,9 +26,9 @@ def run(
     name: str,
     stream: int | IterableDataset,
     checkpoint: Path | None = None,
-    cls: type[Packed] = Packed,
+    cls: type[Numbered] = Numbered,
     **settings,
-) -> Packed:
+) -> Numbered:
     """A trainer that has trained on a stream, or on one of so many shards; `seen` is [micro-batch][document]."""
     if isinstance(stream, int):
         stream = documents(NUM_DOCUMENTS).to_iterable_dataset(stream)
@@ -57,7 +57,7 @@ def run(
     return trainer
 
 
-def outcome(trainer: Packed) -> dict:
+def outcome(trainer: Numbered) -> dict:
     return {
         "seen": gather_object([trainer.seen]),
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),

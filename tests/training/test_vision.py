@@ -1,7 +1,6 @@
 """Training on packs with images: against unpacked TRL, on one rank and two, with adapters, checkpointing, restarts."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 import trl
-import two_ranks_vision
 from accelerate.utils import DistributedType
 from peft import LoraConfig
-from support.launch import Launch
 from support.models import build_tokenizer
 from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config
@@ -331,83 +328,6 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
     answers = sum(max(len(images), 1) for images in dataset["images"])
     assert documents.ledger.kept.trained_tokens == answers + len(dataset), "each answer and its end are trained"
     assert 0 <= train_vision.accuracy(model, processor, dataset.select(range(3))) <= 1
-
-
-# Two ranks
-
-SCRIPT = Path(__file__).parents[1] / "two_ranks_vision.py"
-ENGINES = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine 3", "fsdp2": "FSDP2"}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Launch:
-    """Results of `two_ranks_vision.py`."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return Launch(folder, "log", [sys.executable, str(SCRIPT), str(folder)])
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
-    """The same five steps in one process, and with two micro-batches per step, which measures rounding."""
-    folder = tmp_path_factory.mktemp("alone")
-    return {
-        kind: (
-            two_ranks_vision.five(folder, kind),
-            two_ranks_vision.five(folder, kind, 2, gradient_accumulation_steps=2),
-        )
-        for kind in ("full", "frozen", "lora", "shared")
-    }
-
-
-def together(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([weights[name].flatten() for name in sorted(weights)])
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("engine, kind", [(e, k) for e in ENGINES for k in two_ranks_vision.KINDS[e]])
-def test_two_ranks_train_as_one(engine, kind, ranks, alone):
-    found, (wanted, again) = ranks[engine, kind], alone[kind]
-    assert found["engine"] == ENGINES[engine] and found["proved"]
-    assert found["weights"].keys() == wanted["weights"].keys()
-    assert any("visual" in name for name in found["weights"]) == (kind in ("full", "shared"))
-    assert len(found["computed"]) == (5 if kind == "shared" else 0) and not wanted["computed"]
-    assert max(found["computed"], default=0) < 0.9
-    start = together(wanted["start"])
-    change, rounding = (
-        weight_difference(together(run["weights"]), together(wanted["weights"]), start, 1e-3) for run in (found, again)
-    )
-    assert change <= tolerance(rounding)
-    assert loss_difference(found["losses"], wanted["losses"]) <= 1e-5
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_without_images_do_not_wait(engine, ranks):
-    """In some micro-batches one rank has images and the other none."""
-    uneven = ranks[engine, "uneven"]
-    assert any(len(set(has)) == 2 for has in zip(*uneven["has_images"], strict=True)), "images in every micro-batch"
-    assert uneven["steps"] > 0
-
-
-@pytest.mark.processes
-def test_a_restart_within_an_epoch_is_exact_on_two_ranks(ranks):
-    found = ranks["ddp", "restart"]
-    assert found["steps"] // 2 < found["stop"] < found["steps"], "not in the middle of the second epoch"
-    assert torch.equal(together(found["resumed"]), together(found["whole"]))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", two_ranks_vision.STREAMS)
-def test_two_ranks_train_on_a_stream_as_one(kind, ranks, tmp_path):
-    found, settings = ranks["ddp", kind], two_ranks_vision.STREAMS[kind][1]
-    wanted = two_ranks_vision.streamed(tmp_path, kind, **settings)
-    assert found["proved"] and found["counts"] == wanted["counts"]
-    start, *weights = (together(each) for each in (wanted["start"], found["weights"], wanted["weights"]))
-    change = weight_difference(*weights, start)
-    print(f"{kind}: {change:.1e} of the distance moved")
-    assert change <= 3e-6  # other micro-batches on one rank make 2.5e-7
-    for run in (found, wanted):
-        assert torch.equal(together(run["resumed"]), together(run["weights"]))
 
 
 # Weights and sources of rows

@@ -1,0 +1,134 @@
+"""Run scenarios on forked ranks: `python -m ranks FOLDER PART [ENGINE/NAME ...]`, PART is a function of this module.
+
+With names only these run. A launcher of two processes runs `python -m ranks FOLDER die ENGINE`.
+"""
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks the GPUs that the test has hidden
+
+import torch._inductor.compile_fx  # noqa: F401 # DeepSpeed and torch.compile would import it in each rank
+from support.versions import run_deepspeed_on_cpus
+
+from . import exchange, faults, restarts, scenarios, training
+from .engines import SHARDED, Scenarios, run_all
+from .scenarios import reversed_on_odd_ranks
+from .table import FAULTS, PAIRS, ROWS
+
+WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
+HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
+ALTERNATING = ("llama", "leaking", "mamba", "conv")
+STRATEGIES = ("stream", "minibatch", "bfd")
+RESTARTS = {
+    "parts": "ddp",
+    "parts_stream_shards": "ddp4",
+    "parts_llava": "ddp",
+    "images": "ddp",
+    "images_stream": "ddp",
+}
+
+
+def equivalence() -> Scenarios:
+    """The table, and what is compared without a trainer."""
+    rows = {f"{engine}/{name}": partial(training.train, row=ROWS[name], engine=engine) for engine, name in PAIRS}
+    return rows | {f"ddp4/{each.__name__}": each for each in (exchange.attention, exchange.mixers, exchange.proofs)}
+
+
+def planted() -> Scenarios:
+    """The rows of the table with their faults, behind the proofs; and faults that the proofs must find."""
+    found = {f"ddp/{each.__name__}": each for each in (exchange.faults_of_mixers, exchange.faults_of_proofs)}
+    for engine, name, fault in FAULTS:
+        found[f"{engine}/{name}-{fault}"] = partial(train_wrong, engine=engine, name=name, fault=fault)
+    return found
+
+
+def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
+    row, data = replace(ROWS[name], evaluates=False, finds=""), None
+    if fault == "other_texts":
+        data = reversed_on_odd_ranks(row.documents())
+    with faults.ALL[fault](), faults.unproved:
+        return training.train(folder, row, engine, data=data)
+
+
+def whole() -> Scenarios:
+    """What a comparison of weights does not show."""
+    s, found = scenarios, {}
+
+    def add(engine: str, scenario, name: str | None = None, **settings) -> None:
+        found[f"{engine}/{name or scenario.__name__}"] = partial(scenario, engine=engine, **settings)
+
+    for engine in WHOLE:
+        add(engine, s.epochs)
+        add(engine, s.probed)
+        add(engine, s.uneven_images)
+        add(engine, restarts.restart, f"restart_{engine}", output=f"restart_{engine}")
+        if engine != "ddp":
+            for model in ALTERNATING:
+                add(engine, s.alternating, f"alternating_{model}", model=model)
+        if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
+            add(engine, s.evaluation, "evaluate_first", trains=False)
+    for engine in HALF:
+        add(engine, s.epochs, "bf16", bf16=True)
+        add(engine, s.rounded)
+        add(engine, s.alternating, "leaking_bf16", model="leaking", bf16=True)
+    add("zero3", s.prefetches)
+    ddp = partial(add, "ddp")
+    ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
+    ddp(s.epochs, "epochs_stock", cls=s.Stock)
+    ddp(s.kept)
+    for strategy in STRATEGIES:
+        ddp(s.drop_last, f"drop_last_{strategy}", packing_strategy=strategy)
+        if strategy != "bfd":
+            ddp(s.epochs, f"few_{strategy}", num=3, gradient_accumulation_steps=4, packing_strategy=strategy)
+    ddp(restarts.restart, "restart_workers", output="restart_workers", dataloader_num_workers=2)
+    ddp(restarts.restart, "restart_minibatch", output="restart_minibatch", packing_strategy="minibatch")
+    ddp(restarts.elastic, leg="two", before="one")
+    for name, packing in (("packed", {}), ("padded", {"packing": False})):
+        for first in (False, True):
+            ddp(s.evaluation, f"{name}_{'evaluated' if first else 'trained'}", first=first, **packing)
+    for name, engine in RESTARTS.items():
+        add(engine, restarts.restart_steps, f"restart_{name}", output=f"restart_{name}", row=ROWS[name])
+    ddp(s.evaluation, "minibatch_trained", packing_strategy="minibatch")
+    parts = ROWS["parts"]
+    ddp(s.refused, "averaging", row=ROWS["full"], average_tokens_across_devices=False)
+    ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
+    ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
+    ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
+    add("ddp4", s.refused, "own_shards", row=ROWS["parts_stream_shards"], fault="own_shards")
+    of_row = partial(add, "tp", s.refused)
+    of_row("other_packs", row=ROWS["dividing"], data=lambda: reversed_on_odd_ranks(ROWS["dividing"].documents()))
+    of_row(
+        "tokens_per_rank",
+        row=ROWS["dividing"],
+        tokens_per_rank=64,
+        packing_strategy="stream",
+        per_device_train_batch_size=1,
+    )
+    of_row("odd", row=ROWS["dividing"], per_device_eval_batch_size=3)
+    of_row("inputs", row=ROWS["dividing"], include_for_metrics=["inputs"])
+    of_row("restart", row=ROWS["dividing"], save_strategy="steps")
+    for engine in ("tp", "tp_fsdp"):
+        add(engine, s.predicted)
+    return found
+
+
+def main(folder: str, part: str, *only: str) -> int:
+    warnings.simplefilter("ignore")
+    if part == "die":
+        if only[0] in SHARDED:
+            run_deepspeed_on_cpus()
+        restarts.die(Path(folder), only[0])
+        return 0
+    for row in ROWS.values():
+        training.save_model(Path(folder), row.model)
+    found = {"equivalence": equivalence, "planted": planted, "whole": whole}[part]()
+    return int(not run_all(Path(folder), {name: each for name, each in found.items() if not only or name in only}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(word for word in sys.argv[1:] if not word.startswith("--local_rank"))))  # DeepSpeed's launcher

@@ -1,0 +1,354 @@
+"""Attention, mixers and proofs on parts of packs, on four ranks without a trainer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from support import vision, zoo
+from support.double import in_double
+from support.models import build_tiny_model
+from sweep.image_families import make_examples
+from torch import nn
+from torch._dynamo.utils import counters
+
+import trl_packfix
+from trl_packfix import PackingLeakError
+from trl_packfix.attention import exchange
+from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
+from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.data import parts
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.image_probe import ImageProbe
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
+from trl_packfix.layout import layout_of
+
+from . import faults
+from .table import HYBRIDS
+
+# Turns of a chat: 47 rows and padding, and runs attend to rows in other parts
+CHAT = [[*range(20), 30 + n, *range(40, 45)] for n in range(4)]
+LENGTHS = [5, 1, 30, 2, 9, 1]  # 48 tokens: parts of 24 and of 12, and the third document lies in several
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 3), (6, 2), (5, 1), (28, 4), (9, 3), (10, 5)]
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 4},
+    "sinks": {"sinks": True},
+    "window and sinks": {"sliding_window": 4, "sinks": True},
+    "value dim": {"value_dim": 6},
+    "softcap": {"softcap": 2.0},
+    "prefixes": {"prefixes": True},
+    "window and prefixes": {"sliding_window": 4, "prefixes": True},
+}
+
+
+def start(*degrees: int) -> None:
+    """For scenarios without a trainer, which starts the process group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    exchange.make_groups(degrees)
+
+
+def on_all_ranks(found: Any) -> list:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+def largest_of_ranks(gaps: list[torch.Tensor]) -> float:
+    largest = torch.stack(gaps).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def attention(folder: Path) -> dict:
+    """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
+    start(2, 4)
+    degrees, found = (2, 4), {}
+    found["cases"] = {
+        f"{heads} {name} on {degree}": difference(*heads, degree, **features)
+        for heads, name, features in [
+            *((heads, "full", {}) for heads in HEADS),
+            *((heads, *feature) for heads in [(8, 2), (6, 3)] for feature in FEATURES.items()),
+        ]
+        for degree in degrees
+    }
+    found["faults"] = {}
+    for name, fault in faults.ATTENTION.items():
+        with fault():
+            found["faults"][name] = [difference(8, 2, degree, prefixes=name == "prefixes") for degree in degrees]
+    torch._dynamo.reset()
+    counters.clear()
+    shares = {"full": False, "prefixes": True}
+    found["compiled"] = {name: difference(8, 2, 2, compiled=True, prefixes=on) for name, on in shares.items()}
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()  # else the graphs of the right exchange run
+    with faults.ATTENTION["heads"]():
+        found["faults"]["compiled"] = [difference(8, 2, 2, compiled=True)]
+    return found | {"groups": {n: dist.get_process_group_ranks(exchange.group_of(n)) for n in degrees}}
+
+
+def pack_of_runs() -> PackedForward:
+    batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
+
+
+def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
+    """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
+    attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
+    generator = torch.Generator().manual_seed(heads)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    whole = pack_of_runs() if prefixes else PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    num_tokens = whole.num_tokens
+    shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
+    states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    logits = torch.randn(heads, generator=generator, dtype=torch.float64)
+    weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
+    tokens = num_tokens // degree
+    first = dist.get_rank() % degree * tokens
+    part = slice(first, first + tokens)
+
+    def run(attend, forward, own):
+        given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
+        with entered(forward):
+            out, _ = attend(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
+        grads = torch.autograd.grad(out, given, weights[:, own], allow_unused=True)
+        return out.detach(), grads
+
+    expected, expected_grads = run(varlen_attention, whole, slice(None))
+    out, grads = run(attend, replace(whole, degree=degree, part_tokens=tokens), part)
+    assert out.shape == (1, tokens, heads, value_dim)
+    gaps = [out - expected[:, part]]
+    gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
+    if sinks:  # each rank has the gradient of its own heads
+        total = grads[3].clone()
+        dist.all_reduce(total, group=exchange.group_of(degree))
+        gaps.append(total - expected_grads[3])
+    return largest_of_ranks([gap.abs().max() for gap in gaps])
+
+
+# Mixers of hybrid models
+
+# A type for each kind of scan; `benchmarks/sequence_parallel.py` runs all types
+MIXED = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "mamba2", "mamba"]
+OF_PREFIXES = ["qwen3_5_text", "falcon_h1", "lfm2", "kimi_linear"]
+# Three have a scan of their own, and all have one convolution
+PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2": ["no_halo", "no_gradient"]}
+
+
+def mixers(folder: Path) -> dict:
+    """Largest difference of parts from the whole pack, and where documents share prefixes from each alone; in fp64."""
+    start(2, 4)
+    with in_double():
+        return {
+            "whole": {kind: mixed_difference(kind, 4) for kind in MIXED},
+            "alone": {kind: shared_difference(kind, 4) for kind in OF_PREFIXES},
+        }
+
+
+def faults_of_mixers(folder: Path) -> dict:
+    """What the proof says of them."""
+    start(2)
+    verdicts = {}
+    model = zoo.build_model("qwen3_5_text")
+    trl_packfix.prepare_for_packing(model)
+    for name, fault in faults.MIXER_PREFIXES.items():
+        with fault():
+            report = check_prefixes(model, degree=2)
+        largest = max(report.max_change, report.max_difference, report.max_gradient or 0.0)
+        verdicts["shared", name] = report.isolated and report.equal, largest
+    for model_type, planted in PLANTED_IN_MIXERS.items():
+        model = zoo.build_model(model_type)
+        packed = PackedModel(model, torch.float32, "cpu", 64)
+        packed.prove(model)
+        for name in planted:
+            with faults.MIXERS[name]():
+                try:
+                    packed.prove_degree(model, 2)
+                    verdicts[model_type, name] = True, ""
+                except PackingLeakError as error:
+                    verdicts[model_type, name] = False, str(error)
+    return verdicts
+
+
+def double_model(kind: str) -> nn.Module:
+    model = zoo.build_model(kind).double().train()
+    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    return model
+
+
+def gradients(model: nn.Module, degree: int = 1) -> list[torch.Tensor]:
+    """Of all parameters, summed over the parts."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    for grad in grads if degree > 1 else ():
+        dist.all_reduce(grad, group=exchange.group_of(degree))
+    return grads
+
+
+def logits_of(model: nn.Module, batch: dict) -> torch.Tensor:
+    return model(**{name: x for name, x in batch.items() if "labels" not in name}).logits
+
+
+def shared_difference(kind: str, degree: int) -> float:
+    """Of documents that share prefixes from each of them alone, on the model as it was built; as `mixed_difference`."""
+    model, generator = double_model(kind), torch.Generator().manual_seed(2)
+
+    def words(num: int) -> torch.Tensor:
+        return torch.randint(16, 128, (num,), generator=generator)
+
+    trunk, other = words(9), words(6)
+    documents = [torch.cat([trunk[:4], words(3)]), *(torch.cat([trunk, words(n)]) for n in (5, 2)), words(7)]
+    documents += [torch.cat([documents[1][:11], words(4)]), *(torch.cat([other, words(n)]) for n in (1, 6))]
+    weights = [torch.randn(len(ids) - 1, 128, generator=generator, dtype=torch.float64) for ids in documents]
+    alone = [model(ids[None], use_cache=False).logits[0, :-1] for ids in documents]
+    sum((each * own).sum() for each, own in zip(alone, weights, strict=True)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    batch = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)([{"input_ids": ids} for ids in documents])
+    layout, num_rows = layout_of(batch), batch["input_ids"].shape[1]
+    assert layout.shares_rows and num_rows < sum(map(len, documents)) - 20
+    wanted, of_rows = torch.zeros(2, num_rows, 128, dtype=torch.float64)
+    for i, logits in enumerate(alone):
+        wanted[layout.predicting(i)] = logits.detach()
+        of_rows.index_add_(0, layout.predicting(i), weights[i])
+    index = dist.get_rank() % degree
+    part = slice(index * num_rows // degree, (index + 1) * num_rows // degree)
+    logits = logits_of(model, parts.cut_part(batch, degree, index))[0]
+    (logits * of_rows[part]).sum().backward()
+    guard.remove()
+    grads = gradients(model, degree)
+    is_predicting = wanted[part].any(-1)
+    gaps = [(logits.detach() - wanted[part])[is_predicting].abs().max() / wanted.abs().max()]
+    scale = max(x.abs().max() for x in expected)
+    gaps += [(x - y).abs().max() / scale for x, y in zip(grads, expected, strict=True)]
+    return largest_of_ranks(gaps)
+
+
+def mixed_difference(kind: str, degree: int) -> float:
+    """Of the logits, relative to the largest, and of the gradients of all parameters, summed over the parts."""
+    model = double_model(kind)
+    select_attention(model)
+    guard = mark_packed_forwards(model)
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
+    batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])
+    weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
+    tokens = sum(LENGTHS) // degree
+    first = dist.get_rank() % degree * tokens
+    found = []
+    for is_part in (False, True):
+        given = parts.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
+        own = slice(first, first + tokens) if is_part else slice(None)
+        model.zero_grad()
+        logits = logits_of(model, given)
+        (logits * weights[:, own]).sum().backward()
+        found.append([logits.detach(), *gradients(model, degree if is_part else 1)])
+    guard.remove()
+    whole = [found[0][0][:, first : first + tokens], *found[0][1:]]
+    scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
+    gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
+    return largest_of_ranks(gaps)
+
+
+# Proofs
+
+
+class TokenShift(nn.Module):
+    """Adds to each token the one before it in its document: right on whole packs, and blind on parts."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
+        if packed_forwards:
+            starts = packed_forwards[-1].cu_seq_lens_q[:-1].long()
+            before = before.index_fill(1, starts[starts < states.shape[1]], 0.0)
+        return self.inner(states + before)
+
+
+# The faults that a proof must find, by model: of documents that share nothing, and of shared prefixes
+PROOFS = {"llama": ["leak", "chunks", "heads"]}
+PREFIX_PROOFS = {"llama": ["leak", "prefixes"]}
+# By model with images: the fault, and what is proved
+IMAGE_PROOFS = {
+    "llava": [("cut_late", "images"), ("features_late", "images"), ("cut_late", "text")],
+    "qwen3_vl": [
+        *(("positions_of_the_first", "images"), ("features_of_the_first", "images"), ("other_images", "images")),
+    ],
+}
+CHECKS: dict[str, Callable] = {
+    "images": trl_packfix.check_isolation,
+    "text": trl_packfix.check_isolation,
+    "shared": check_prefixes,
+}
+
+
+def proofs(folder: Path) -> list:
+    """The verdicts of all ranks on models that are right, and on some that cannot be shared."""
+    start(2, 4)
+    found: dict[Any, Any] = {}
+    llama = build_tiny_model("llama")
+    trl_packfix.prepare_for_packing(llama)
+    for degree in (2, 4):
+        found["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
+        found["shared", degree] = verdict(check_prefixes(llama, degree=degree))
+    shifting = build_tiny_model("llama")
+    shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
+    bloom = build_tiny_model("bloom")
+    for model in (shifting, bloom):
+        select_attention(model)
+    for degree in (1, 2):
+        found["shift", degree] = verdict(trl_packfix.check_isolation(shifting, degree=degree))
+    found["bloom"] = trl_packfix.check_isolation(bloom, degree=2).error
+    for family in IMAGE_PROOFS:
+        model = vision.build_model(family)
+        select_attention(model)
+        for name, kind in (("images", ImageProbe), ("shared", ImagePrefixProbe)):
+            examples = make_examples(family, model)
+            found[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
+            probe = kind(model, examples, degree=2)
+            ids = probe._batch(probe.image_examples()[0])["input_ids"][0]
+            is_image = ids == probe.images.processor.image_token_id
+            found["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
+    return on_all_ranks(found)
+
+
+def verdict(report: Any) -> tuple[bool, float, list[str]]:
+    """Whether it passes, the largest change in tolerances, and the modules that are named."""
+    size = max(report.max_change, report.max_difference) / report.tolerance
+    return report.isolated and report.equal, size, [leak.module for leak in report.leaks]
+
+
+def faults_of_proofs(folder: Path) -> list:
+    start(2)
+    found = {}
+    for model_type, planted in PROOFS.items():
+        model = build_tiny_model(model_type)
+        trl_packfix.prepare_for_packing(model)
+        for name in planted:
+            with faults.ATTENTION[name]():
+                found["whole", name] = verdict(trl_packfix.check_isolation(model, degree=2))
+        for name in PREFIX_PROOFS[model_type]:
+            with faults.ATTENTION[name]():
+                found["shared", name] = verdict(check_prefixes(model, degree=2))
+                if name == "prefixes":
+                    found["unseen", name] = verdict(trl_packfix.check_isolation(model, degree=2))
+    for family, planted in IMAGE_PROOFS.items():
+        model = vision.build_model(family)
+        select_attention(model)
+        for name, of in planted:
+            images = None if of == "text" else make_examples(family, model)
+            with faults.IMAGES[name]():
+                found[of, name] = verdict(CHECKS[of](model, 512, 2, images=images))
+    return on_all_ranks(found)

@@ -1,0 +1,289 @@
+"""What the comparisons on ranks must find: each fault is a context in which the package is wrong.
+
+`make faults` plants those of the table, behind the proofs; a few are planted in every run of the tests.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trl_packfix import compat
+from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
+from trl_packfix.attention.exchange import HeadExchange
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.tower_division import TowerDivision
+from trl_packfix.data import pack_collator, stream
+from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.layout import Layout, Runs
+from trl_packfix.planning.families import Pieces
+from trl_packfix.training import objective
+from trl_packfix.training.groups import SamePackCheck
+from trl_packfix.training.objective import Objective
+from trl_packfix.training.totals import TrainingTotals
+
+Fault = Callable[[], AbstractContextManager]
+
+
+def changed(owner: Any, name: str, wrong: Callable, *also: Any) -> Fault:
+    """`wrong(right, *arguments)` in place of a function `name` of `owner`, and of modules that have imported it."""
+
+    @contextmanager
+    def fault():
+        right = getattr(owner, name)
+        with mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more)):
+            for module in also:
+                setattr(module, name, getattr(owner, name))
+            yield
+        for module in also:
+            setattr(module, name, right)
+
+    return fault
+
+
+# Attention and mixers on parts of packs
+
+
+def forgets_boundaries(right, kwargs, running, num_tokens):
+    lengths = right(kwargs, running, num_tokens)
+    return [num_tokens] if running is not None and running.degree > 1 else lengths
+
+
+def parts_in_wrong_order(right, self, *states):
+    return tuple(torch.cat(x.chunk(self.degree, dim=2)[::-1], dim=2) for x in right(self, *states))
+
+
+def heads_in_wrong_order(right, self, out):
+    heads = right(self, out)
+    return torch.cat(heads.split([r.stop - r.start for r, _ in self._ranges], dim=2)[::-1], dim=2)
+
+
+def without_prefixes():
+    """Attention on parts takes the runs of a pack for whole documents."""
+    right = PackedForward.shared.fget
+    return mock.patch.object(PackedForward, "shared", property(lambda self: None if self.degree > 1 else right(self)))
+
+
+def own_states_only(right, scan, running):
+    """A scan begins anew in each part, on all its heads."""
+    if running.degree > 1:
+        bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
+        running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens)
+    return right(scan, running)
+
+
+def gradients_of_one_rank_lost():
+    """What the second rank of a group sends back is lost. It moves no state."""
+    right = exchange._Exchange.backward
+
+    def wrong(ctx, grad):
+        found, *others = right(ctx, grad)
+        found.split(ctx.send)[1].zero_()
+        return found, *others
+
+    return mock.patch.object(exchange._Exchange, "backward", staticmethod(wrong))
+
+
+def rows_before_in_row_order(right, running, rows, run, *, back):
+    """The convolution of a run whose prefix lies in another part reads the rows before the run, as on parts alone."""
+    earlier, is_own = right(running, rows, run, back=back)
+    if running.degree == 1 or running.kv_index is None:
+        return earlier, is_own
+    is_away = earlier // running.part_tokens != rows // running.part_tokens
+    return torch.where(is_away, (rows - back).clamp(min=0), earlier), is_own
+
+
+def wrong_parent_on_one_rank(right, running):
+    """On the second rank of each group the pieces of a pack go on from the state of another piece, or from none."""
+    found = right(running)
+    if running.degree == 1 or running.index != 1:
+        return found
+    levels, num_before = [], 0
+    for level in found.levels:
+        others = (level.parents + 1) % num_before if num_before > 1 else None
+        levels.append(replace(level, parents=others))
+        num_before += sum(len(rows) for rows in level.batches)
+    return replace(found, levels=levels)
+
+
+ATTENTION: dict[str, Fault] = {
+    "leak": changed(varlen, "_document_lengths", forgets_boundaries),
+    "chunks": changed(HeadExchange, "to_heads", parts_in_wrong_order),
+    "heads": changed(HeadExchange, "to_tokens", heads_in_wrong_order),
+    "prefixes": without_prefixes,
+}
+MIXERS: dict[str, Fault] = {
+    "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, degree: torch.zeros_like(rows[:, :width])),
+    "no_states": changed(mixers, "run_scan", own_states_only),
+    # These two move no state
+    "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
+    "gradients_lost": gradients_of_one_rank_lost,
+}
+MIXER_PREFIXES: dict[str, Fault] = {
+    "halo_of_row_order": changed(mixer_prefixes, "rows_before", rows_before_in_row_order, mixers),
+    "lent_without_gradient": changed(mixer_prefixes.Lent, "exchange", lambda right, *given: right(*given).detach()),
+    "wrong_parent": changed(mixer_prefixes, "levels_of", wrong_parent_on_one_rank),
+}
+
+
+# Images on parts of packs
+
+
+def changed_inputs(change: Callable) -> Fault:
+    """What enters the decoder of an image-text model is changed by `change(part, inputs, rows)`."""
+
+    def wrong(right, inputs, part_tokens, index):
+        part = right(inputs, part_tokens, index)
+        if part is inputs:
+            return part
+        return part | change(part, inputs, slice(index * part_tokens, (index + 1) * part_tokens))
+
+    return changed(forwards, "cut_to_part", wrong)
+
+
+def first_features(part, inputs, rows):
+    """Every part has the deepstack features of the images at the beginning of the pack."""
+    name = "deepstack_visual_embeds"
+    if part.get(name) is None:
+        return {}
+    return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
+
+
+def images_in_other_order(right, batch, degree, index, **given):
+    """On odd ranks the images of a pack that ranks share are in another order."""
+    if index % 2 and "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].flip(0)
+    return right(batch, degree, index, **given)
+
+
+IMAGES: dict[str, Fault] = {
+    "cut_late": changed_inputs(
+        lambda part, inputs, rows: {"inputs_embeds": inputs["inputs_embeds"].roll(-1, 1)[:, rows]}
+    ),
+    "positions_of_the_first": changed_inputs(
+        lambda part, inputs, rows: {"position_ids": inputs["position_ids"][..., : rows.stop - rows.start]}
+    ),
+    "features_of_the_first": changed_inputs(first_features),
+    "features_late": changed(
+        TowerDivision,
+        "exchanged",
+        lambda right, *given: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*given)),
+    ),
+    "other_images": changed(pack_collator, "cut_part", images_in_other_order),
+}
+
+
+# The loss, the counts and the documents
+
+
+def late_shift(right, batch, degree, index, **given):
+    """Labels are shifted after the cut."""
+    part = right(batch, degree, index, **given)
+    if degree > 1:
+        own = part["labels"]
+        part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
+    return part
+
+
+def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, degree):
+    found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
+    return found / degree
+
+
+def changed_cut(change: Callable) -> Fault:
+    """What a part of a pack whose documents share rows trains is changed by `change(layout, number of its rows)`."""
+    return changed(Runs, "cut", lambda right, self, rows, mask: change(right(self, rows, mask), rows.stop - rows.start))
+
+
+def border_lost(layout, size):
+    """The targets of the last row of a part, whose labels lie in the next part, belong to no rank."""
+    stays = layout.target_rows < size
+    return replace(layout, target_rows=layout.target_rows[stays], target_documents=layout.target_documents[stays])
+
+
+def history_trained(layout, size):
+    """What one document trains in a part is trained in all documents that have it, as the history of a turn."""
+    times = layout.num_documents[layout.target_rows - 1]
+    return replace(
+        layout,
+        target_rows=layout.target_rows.repeat_interleave(times),
+        target_documents=layout.target_documents.repeat_interleave(times),
+    )
+
+
+def last_of_family_left_out(right, pieces, *given):
+    sizes = np.diff(pieces.offsets)
+    stays = np.ones(len(pieces.order), dtype=bool)
+    stays[pieces.offsets[1:][sizes > 1] - 1] = False
+    offsets = np.concatenate([[0], np.cumsum(sizes - (sizes > 1))])
+    kept = {name: getattr(pieces, name)[stays] for name in ("order", "lengths", "shared")}
+    return right(replace(pieces, offsets=offsets, **kept), *given)
+
+
+def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
+    """Each rank reads shards of its own, as without sequence parallelism, and not those of its group."""
+    return replace(right(dataset, rank, world_size), index=rank % degree, count=degree)
+
+
+unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)
+
+
+def together(*faults: Fault) -> Fault:
+    @contextmanager
+    def fault():
+        with faults[0](), faults[1]():
+            yield
+
+    return fault
+
+
+TRAINING: dict[str, Fault] = {
+    "averaged_by_ranks": changed(
+        Objective, "_loss", lambda right, *given: (lambda loss, outputs: (loss / 2, outputs))(*right(*given))
+    ),
+    "totals_of_one_rank": lambda: mock.patch("accelerate.Accelerator.reduce", lambda self, sums, reduction: sums),
+    "late_shift": changed(pack_collator, "cut_part", late_shift),
+    # Every member of a group counts documents and statistics
+    "counted_by_all": lambda: mock.patch.object(Layout, "is_first", True),
+    "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
+    # A row of which several documents train the next token counts as one trained token
+    "one_label_per_row": changed(Runs, "labels", lambda right, self, batch: batch),
+    "border_lost": changed_cut(border_lost),
+    # A part counts the trained tokens of its own rows, not those of the pack
+    "trained_on_own_rows": changed_cut(
+        lambda layout, size: replace(layout, trained=torch.bincount(layout.target_documents, minlength=layout.count))
+    ),
+    "history_trained": changed_cut(history_trained),
+    # The router statistic counts a row once, and not once for each of its documents
+    "rows_once": changed(Runs, "row_counts", lambda right, self, trained: right(self, trained).clamp(max=1)),
+    "cut_short": changed(Pieces, "documents", last_of_family_left_out),
+    "own_shards": changed(stream, "share_of_rank", shards_of_each_rank),
+    # Ranks add the sums of sources as each has numbered them, and not by their names
+    "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),
+    # The images of a pack get no gradients. The proof of a degree compares states only
+    "features_without_gradients": changed(
+        tower_division, "exchange_pieces", lambda right, *given, **group: right(*given, **group).detach()
+    ),
+    # Models that ranks divide
+    "counted_twice": changed(
+        TrainingTotals, "gather", lambda right, self, accelerator, copies: right(self, accelerator)
+    ),
+    "summed_twice": lambda: mock.patch.object(compat, "SUMMED_BY_RANKS", "no style"),
+}
+ALL = ATTENTION | MIXERS | IMAGES | TRAINING
+ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen)
+ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
+ALL["other_texts"] = unseen  # with other texts on a rank: `training.other_texts`
+
+
+def make_groups_only(trainer, degrees) -> None:
+    """In place of the proof on parts of packs."""
+    exchange.make_groups(degrees)
+
+
+unproved = mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only)

@@ -1,0 +1,106 @@
+"""Runs that end and continue from a checkpoint, on as many ranks or on others; and one whose rank dies."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from .engines import weights_of
+from .scenarios import make, outcome
+from .table import Row
+from .training import make_trainer
+
+THREE_EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "optim": "adamw_torch", "learning_rate": 1e-2}
+
+
+def restart(folder: Path, engine: str, output: str, **settings) -> dict:
+    """Three epochs whole, then again from a checkpoint in the middle of the second."""
+    settings = THREE_EPOCHS | {"num": 60} | settings
+    whole = make(folder, engine, output_dir=f"{output}/whole", **settings | {"save_strategy": "steps"})
+    per_epoch = len(whole.get_train_dataloader()) // whole.args.gradient_accumulation_steps
+    stop = per_epoch + per_epoch // 2
+    whole.state.save_steps = whole.args.save_steps = stop
+    whole.train()
+    resumed = make(folder, engine, output_dir=f"{output}/resumed", **settings)
+    checkpoint = folder / output / "whole" / f"checkpoint-{stop}"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    return outcome(
+        resumed,
+        whole=outcome(whole),
+        per_epoch=per_epoch,
+        stop=stop,
+        checkpoint=str(checkpoint),
+        steps_to_compare=resumed.training_objective.same_pack.steps_left if settings.get("row", Row()).shares else None,
+        reports=[run.packing_report.to_dict() for run in (whole, resumed)],
+    )
+
+
+def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) -> dict:
+    """Six steps of a row whole, then again from the fourth."""
+    settings = {
+        "max_steps": 6,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 3,
+    } | settings
+    whole = make_trainer(
+        folder, row, engine, output_dir=f"{output}/whole", save_strategy="steps", save_steps=4, **settings
+    )
+    whole.train()
+    resumed = make_trainer(folder, row, engine, output_dir=f"{output}/resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(folder / output / "whole" / "checkpoint-4"))
+    tokens = [[entry["num_tokens"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
+    return {
+        "engine": whole.engine,
+        "weights": [weights_of(whole), weights_of(resumed)],
+        "tokens": tokens,
+        "seen": [whole.seen, resumed.seen],
+        "steps_to_compare": resumed.training_objective.same_pack.steps_left if row.shares else None,
+        "reports": [run.packing_report.to_dict() for run in (whole, resumed)],
+    }
+
+
+class StopsAt(TrainerCallback):
+    """Saves and ends the run after a step, as if it had been killed behind its checkpoint."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_training_stop = state.global_step == self.step
+
+
+# A run on one rank, on two and on one again; each stops in the second epoch.
+LEGS = {"one": {"gradient_accumulation_steps": 3}, "two": {}, "one_again": {"per_device_train_batch_size": 1}}
+STOPS = {"one": 7, "two": 9}
+
+
+def elastic(folder: Path, engine: str | None, leg: str, before: str | None = None) -> dict:
+    """Leg `leg` of a run of three epochs, from the checkpoint in which leg `before` ended."""
+    trainer = make(folder, engine, num=60, output_dir=f"elastic/{leg}", **THREE_EPOCHS | LEGS[leg])
+    if leg in STOPS:
+        trainer.add_callback(StopsAt(STOPS[leg]))
+    trainer.train(before and str(folder / "elastic" / before / f"checkpoint-{STOPS[before]}"))
+    return outcome(trainer, accumulation=trainer.args.gradient_accumulation_steps, total=trainer.state.max_steps)
+
+
+class Dies(TrainerCallback):
+    """Rank 1 gets SIGKILL in the middle of an optimizer step; `folder / "killed"` says when."""
+
+    STEP = 7
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.STEP and args.process_index == 1:
+            (self.folder / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(folder: Path, engine: str) -> None:
+    """Train with a checkpoint every second step, until rank 1 dies."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "output_dir": "run"}
+    make(folder, engine, num=60, callbacks=[Dies(folder)], **THREE_EPOCHS | saves).train()

@@ -1,0 +1,368 @@
+"""What a comparison of weights does not show, on ranks: which rank trains what, evaluation, the probe.
+
+Each scenario is a function of a folder and an engine, and returns what `test_distributed.py` looks at. It calls the
+same functions in its own process for the numbers of one rank.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import trl
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset, load_from_disk
+from support import engine_state, vision
+from support.models import build_tokenizer
+from support.versions import load_on_cpu_ranks
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, TrainerCallback
+
+import trl_packfix.data.epochs
+from trl_packfix import check_isolation
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation import check_isolation as isolation
+from trl_packfix.training.checks import synchronisation
+
+from . import faults
+from .engines import engine_of, ranks_of, weights_of
+from .table import ROWS, Row
+from .training import COMMON, Packed, make_trainer
+
+load_on_cpu_ranks()
+TOKENIZER = build_tokenizer()
+NUM_DOCUMENTS, NUM_EVALUATED, DIGITS = 97, 23, 3
+
+
+def documents(num: int, seed: int = 0) -> Dataset:
+    """Texts of 3 to 60 letters, so many tokens plus one; each begins with its own number."""
+    rng = np.random.default_rng(seed)
+    letters = ("".join(rng.choice(list("abcdef "), n)) for n in rng.integers(0, 58, num))
+    return Dataset.from_dict({"text": [f"{i:0{DIGITS}d}{text}" for i, text in enumerate(letters)]})
+
+
+def document_ids(batch: dict) -> list[int]:
+    """The numbers of the documents of a batch, packed or padded; dummies, which begin with padding, have none."""
+    rows = batch["input_ids"]
+    if "cu_seq_lens_q" in batch:
+        rows = rows[0].split(batch["cu_seq_lens_q"].diff().tolist())
+    starts = (TOKENIZER.decode(row[:DIGITS]) for row in rows)
+    return [int(start) for start in starts if start.isdigit()]
+
+
+class Noting:
+    """Notes the engine that trains and the documents of every micro-batch that reaches it."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.engine = engine_of(model)
+        self.seen.append(document_ids(inputs))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Numbered(Noting, trl_packfix.SFTTrainer):
+    pass
+
+
+class Backwards:
+    """Adds up the gradients of an optimizer step in the opposite order, which changes nothing but their rounding."""
+
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        return batches[::-1], num_items
+
+
+class Reversed(Backwards, Numbered):
+    pass
+
+
+class Stock(Noting, trl.SFTTrainer):
+    pass
+
+
+def make(folder: Path, engine: str | None = None, cls: type = Numbered, num: int = NUM_DOCUMENTS, **settings) -> Any:
+    """A trainer on so many numbered texts; of a row with `row`."""
+    row = settings.pop("row", Row())
+    defaults = {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    defaults |= {"max_steps": -1, "learning_rate": 1e-2, "optim": "adamw_torch"}
+    if not issubclass(cls, Stock):
+        defaults["packing_strategy"] = "stream"
+    return make_trainer(folder, row, engine, cls, **{"data": documents(num)} | defaults | settings)
+
+
+def outcome(trainer: Any, **further) -> dict:
+    """What every scenario tells; `seen` is [rank][micro-batch][document]."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "engine": trainer.engine,
+        "world_size": trainer.args.world_size,
+        "synchronisation": synchronisation(trainer.accelerator, trainer.model),
+        "seen": gather_object([trainer.seen]),
+        "num_steps": trainer.state.global_step,
+        "losses": [entry["loss"] for entry in entries],
+        "num_tokens": [entry["num_tokens"] for entry in entries],
+        "weights": weights_of(trainer),
+    } | further
+
+
+# Which rank trains what
+
+
+def epochs(folder: Path, engine: str | None = None, cls: type = Numbered, **settings) -> dict:
+    """Two epochs."""
+    trainer = make(folder, engine, cls, **{"num_train_epochs": 2} | settings)
+    trainer.train()
+    return outcome(trainer)
+
+
+def kept(folder: Path, engine: str) -> dict:
+    """The same of documents on a disk, beside which their plans are kept."""
+    if dist.get_rank() == 0:
+        documents(NUM_DOCUMENTS).save_to_disk(folder / "documents")
+    dist.barrier()
+    many, trl_packfix.data.epochs.MANY = trl_packfix.data.epochs.MANY, 10
+    found = epochs(folder, engine, data=load_from_disk(folder / "documents"))
+    trl_packfix.data.epochs.MANY = many
+    return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*")))}
+
+
+def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
+    """An epoch without its last, incomplete step, with what the report says of it; and one with that step."""
+    results = []
+    for drop in (True, False):
+        trainer = make(folder, engine, num_train_epochs=1, dataloader_drop_last=drop, **settings)
+        trainer.train()
+        results.append(outcome(trainer, report=trainer.packing_report.to_dict()))
+    return results[0] | {"whole": results[1]}
+
+
+class Alternating(Packed):
+    """Ranks hold 1, 3 and 20 documents in turn, and never as many as each other."""
+
+    COUNTS = (1, 3, 20)
+
+    def get_train_dataloader(self) -> DataLoader:
+        super().get_train_dataloader()  # makes the report
+        tokens, batches = iter(self.train_dataset["input_ids"]), []
+        for micro_step in range(6):
+            for rank in (0, 1):
+                count = self.COUNTS[(micro_step + rank) % 3]
+                batch = [{"input_ids": next(tokens)} for _ in range(count)]
+                if self.args.world_size == 1 or rank == self.args.process_index:
+                    batches.append(PackedDataCollator()(batch))
+        return DataLoader(batches, batch_size=None)
+
+
+class ReversedAlternating(Backwards, Alternating):
+    pass
+
+
+def alternating(folder: Path, engine: str | None = None, cls: type = Alternating, model: str = "llama", **more) -> dict:
+    """Three steps of SGD."""
+    sizes = {"max_steps": 3, "gradient_accumulation_steps": 4 // ranks_of(engine)}
+    trainer = make(folder, engine, cls, row=Row(model), **COMMON | sizes | {"learning_rate": 0.1} | more)
+    start = weights_of(trainer)
+    trainer.train()
+    report = trainer.packing_report.isolation
+    names = [repair.module.removeprefix("FSDP") for repair in report.repaired]
+    counts = gather_object([[count for *_, count in trainer.seen]])
+    return outcome(trainer, start=start, repaired=names, counts=counts, proof=(report.isolated, report.equal))
+
+
+def uneven_images(folder: Path, engine: str) -> dict:
+    """One document per micro-batch: of the first four, three have an image on one rank only."""
+    has_images: list[bool] = []
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 4}
+    trainer = make_trainer(folder, ROWS["images"], engine, data=vision.rows(24, seed=10), **settings)
+    collate = trainer.data_collator
+
+    class Noted(type(collate)):
+        def __call__(self, documents):
+            has_images.append(any("pixel_values" in each for each in documents))
+            return super().__call__(documents)
+
+    trainer.data_collator = Noted(**{name: getattr(collate, name) for name in collate.__dataclass_fields__})
+    trainer.train()
+    return {"has_images": gather_object([has_images]), "steps": trainer.state.global_step, "engine": trainer.engine}
+
+
+# Evaluation
+
+
+def evaluation(folder: Path, engine: str | None, trains: bool = True, first: bool = False, **settings) -> dict:
+    """Numbers of an evaluation packed, padded, and padded for a metric; documents that the metric and `predict` got.
+
+    After two steps of training, or without it, or also before it.
+    """
+    held_out = documents(NUM_EVALUATED, seed=1)
+    trainer = make(folder, engine, **{"max_steps": 2, "num": 37, "eval_data": held_out} | settings)
+    if first:
+        trainer.evaluate()
+    if trains:
+        trainer.train()
+    rows = []
+
+    def count_rows(prediction: EvalPrediction) -> dict:
+        rows.append(document_ids({"input_ids": torch.from_numpy(prediction.label_ids)}))
+        return {"rows": len(prediction.predictions)}
+
+    results = {}
+    for name, packing, metric in (("packed", True, None), ("padded", False, None), ("metric", True, count_rows)):
+        trainer.args.eval_packing, trainer.compute_metrics = packing, metric
+        trainer.evaluate()
+        logged = trainer.state.log_history[-1]
+        results[name] = {key: logged[f"eval_{key}"] for key in ("loss", "mean_token_accuracy", "entropy")}
+    predicted = trainer.predict(trainer.eval_dataset)
+    results |= {"rows": rows[0], "predicted": document_ids({"input_ids": torch.from_numpy(predicted.label_ids)})}
+    norms = [float(p.detach().double().norm()) for p in trainer.model.parameters()]
+    return outcome(trainer, evaluation=results, norms=gather_object([norms]))
+
+
+# The probe
+
+
+class Watched(TrainerCallback):
+    """Notes the state of the engine before and after each probe: the trainer's own, one more, and one in training.
+
+    It is called twice for each event, before and after all other callbacks.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.states = trainer, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.packed_model.attend()  # adds hooks, and is not the probe
+        self.states.append(engine_state.snapshot(self.trainer))
+        if len(self.states) == 2:
+            self.probe()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if len(self.states) == 3:
+            self.states.append(engine_state.snapshot(self.trainer))
+            self.probe()
+
+    def probe(self) -> None:
+        assert check_isolation(self.trainer.model_wrapped, self.trainer.args.max_length).isolated
+        self.states.append(engine_state.snapshot(self.trainer))
+
+
+def probed(folder: Path, engine: str) -> dict:
+    """What the probes changed of the engine's state, and what an optimizer step did, on any rank."""
+    trainer = make(folder, engine, num=37, max_steps=2)
+    watched = Watched(trainer)
+    trainer.callback_handler.callbacks.insert(0, watched)
+    trainer.callback_handler.callbacks.append(watched)
+    trainer.train()
+    names = ("first probe", "second probe", "step", "probe after the step")
+    changed = [sorted(engine_state.changed(*pair)) for pair in pairwise(watched.states)]
+    counts = {name: len(values) for name, values in watched.states[0].items()}
+    ranks = gather_object([dict(zip(names, changed, strict=True))])
+    return outcome(trainer, changed={name: [rank[name] for rank in ranks] for name in names}, counts=counts)
+
+
+def rounded(folder: Path, engine: str) -> dict:
+    """The verdict of each rank on a model that leaks in bf16, where rank 1 sees nothing move at the model's end."""
+    trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True, on_leak="unpack")
+    measured = isolation.distance
+    if trainer.args.process_index == 1:
+        isolation.distance = lambda *given: 0.0
+    verdicts = []
+
+    class Judge(TrainerCallback):
+        def on_train_begin(self, *given, **kwargs):
+            with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
+                verdicts.append(check_isolation(trainer.model_wrapped, trainer.args.max_length))
+            isolation.distance = measured
+
+    trainer.callback_handler.callbacks.insert(0, Judge())
+    trainer.train()
+    leaks = [leak.module.removeprefix("FSDP") for leak in verdicts[0].leaks]
+    return outcome(trainer, verdicts=gather_object([[verdicts[0].isolated, verdicts[0].max_change, leaks]]))
+
+
+HEAD = 1.25e9  # numbers of the LM head of Qwen2.5-72B
+
+
+def prefetches(folder: Path, engine: str) -> dict[str, Any]:
+    """Prefetches in the third step, with DeepSpeed's default of `stage3_max_live_parameters` and with the shipped one.
+
+    Both are scaled by the LM head, as if that of the tiny model were of a model with 72B parameters.
+    """
+    import deepspeed
+    from support.models import build_tiny_model
+
+    from .engines import deepspeed_config
+
+    shipped = deepspeed_config("zero3")["zero_optimization"]["stage3_max_live_parameters"]
+    found: dict[str, Any] = {}
+    for name, live in (("default", 1e9), ("shipped", shipped)):
+        model = build_tiny_model()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 3600}
+        head = model.lm_head.weight
+        numbers = getattr(head, "ds_numel", head.numel())  # a scenario before this one may have left ZeRO-3's `Init` on
+        zero |= {"stage3_max_live_parameters": int(live * numbers / HEAD)}
+        zero |= {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 4096}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        deepspeed.zero.register_external_parameter(model, model.lm_head.weight)  # as `gather_lm_head_with_model` does
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        profiler = coordinator._PartitionedParameterCoordinator__profiler
+        events = []
+        stop = profiler.stop_event
+        profiler.stop_event = lambda event, size, stop=stop, events=events: (events.append(event), stop(event, size))
+        for _ in range(3):  # DeepSpeed records the order of modules in the first ones
+            events.clear()
+            engine.backward(engine(input_ids=torch.ones(1, 16, dtype=torch.long)).logits.sum())
+            engine.step()
+        found[name] = sum("prefetch" in event for event in events)
+        found["engine"] = engine_of(engine)
+    return found
+
+
+# What is refused
+
+
+def reversed_on_odd_ranks(dataset: Dataset) -> Dataset:
+    """On every second rank other documents, so that packs differ and their shapes do not."""
+    if int(os.environ["RANK"]) % 2 == 0:
+        return dataset
+    return dataset.map(lambda row: {name: row[name][::-1] for name in ("input_ids", "labels")})
+
+
+def other_second_pass() -> IterableDataset:
+    """A stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
+    data, ended = ROWS["parts"].documents(), []
+
+    def shorter(row, index):
+        kept = len(row["input_ids"]) - (bool(ended) and dist.get_rank() == 1)
+        if index == len(data) - 1:
+            ended.append(True)
+        return {"input_ids": row["input_ids"][:kept], "labels": row["labels"][:kept]}
+
+    return data.to_iterable_dataset().map(shorter, with_indices=True)
+
+
+def refused(
+    folder: Path, engine: str, row: Row, fault: str | None = None, data: Callable | None = None, **settings
+) -> dict:
+    """What each rank says to settings or documents that cannot work, and after which step."""
+    message, trainer = "", None
+    try:
+        with faults.ALL[fault]() if fault else nullcontext(), faults.unproved if fault else nullcontext():
+            trainer = make_trainer(folder, row, engine, data=data and data(), **settings)
+            trainer.train()
+            trainer.predict(trainer.eval_dataset)
+    except ValueError as error:
+        message = str(error)
+    return {"messages": gather_object([message]), "step": trainer.state.global_step if trainer else 0}
+
+
+def predicted(folder: Path, engine: str | None) -> dict:
+    """What a model that ranks divide predicts for each row, before it is trained."""
+    trainer = make_trainer(folder, ROWS["dividing"], engine, eval_data=ROWS["dividing"].documents(seed=1))
+    return {"predicted": torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions).clone()}

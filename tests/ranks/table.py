@@ -1,0 +1,294 @@
+"""The table of equivalences: each row is a way to train, and must end with the weights of TRL's unpacked training.
+
+In each of three steps of SGD all documents of a row are trained, however they are packed, cut, shared, or dealt to
+ranks. So one unpacked run is the reference of all rows that have its model and its loss. A new feature is a new row.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from datasets import Dataset, concatenate_datasets
+from peft import LoraConfig
+from support import vision, zoo
+from support.models import build_tiny_model
+from support.prefixes import forest
+
+from trl_packfix.cli import recipes
+
+NUM_STEPS = 3
+MILLION = yaml.safe_load(recipes.read("qwen3-8b-1m"))
+WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = MILLION["model_init_kwargs"]["rope_parameters"] | {"factor": 4.0, "original_max_position_embeddings": 32}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "odd_heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "sinks": ("gpt_oss", {}),
+    "dividing_sinks": ("granite_swa", WINDOWED),
+    "experts": ("mixtral", {}),
+    "dividing_experts": ("qwen3_moe", {}),
+    "leaking": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "yarn": ("qwen3", {"max_position_embeddings": 128, "rope_parameters": YARN}),
+}
+HYBRIDS = {"delta": "qwen3_5_text", "conv": "lfm2", "scan": "falcon_h1", "mamba": "mamba"}
+ADAPTERS = {
+    "lora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "dora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True),
+    "attention": LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "language": LoraConfig(r=4, target_modules=vision.LANGUAGE),
+}
+
+
+def build_model(name: str) -> torch.nn.Module:
+    if name in TINY:
+        model_type, sizes = TINY[name]
+        return build_tiny_model(model_type, **sizes)
+    if name in HYBRIDS:
+        return zoo.build_model(HYBRIDS[name], vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return vision.build_model(name)
+
+
+def texts(seed: int = 0) -> Dataset:
+    """Tokenised documents of 3 to 90 tokens, of which a part is trained; the long ones begin alike."""
+    rng, rows = np.random.default_rng(seed), []
+    for i, length in enumerate((3, 14, 9, 12, 4, 8, 11, 6)):
+        tokens = rng.integers(4, 260, length).tolist()
+        labels = [-100] * (1 + i % 2) + tokens[1 + i % 2 :]
+        rows.append({"input_ids": tokens, "labels": labels, "share": 2.0, "source": "ab"[i % 2]})
+    return concatenate_datasets([Dataset.from_list(rows), forest(11, seed)])
+
+
+def conversations(seed: int = 0) -> Dataset:
+    """Of one to three turns, each of which becomes a sample; all begin with the same words."""
+    rng, rows = np.random.default_rng(4 + seed), []
+    for i in range(7):
+        messages = [{"role": "system", "content": "be brief"}]
+        for _ in range(1 + i % 3):
+            for role in ("user", "assistant"):
+                messages.append({"role": role, "content": "".join(rng.choice(list("abc "), rng.integers(1, 5)))})
+        rows.append({"messages": messages})
+    return Dataset.from_list(rows)
+
+
+@cache
+def documents(name: str, seed: int = 0) -> Dataset:
+    made = {
+        "texts": lambda: texts(seed),
+        "turns": lambda: conversations(seed),
+        "images": lambda: vision.rows(12, seed=4 + seed, counts=(0, 0, 1, 2, 4)),
+        "questions": lambda: vision.questions(12),
+    }
+    return made[name]()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        model: of `build_model`.
+        adapter: of `ADAPTERS`; "" trains all weights.
+        data: of `documents`; only the first `num` of them where it is given.
+        given: settings of the reference, too.
+        ours: settings of packed training only.
+        engines: under which it runs on ranks.
+        shares: ranks share packs, of up to this number of tokens on all ranks.
+        shards: the ranks read a stream of so many.
+        accumulation: micro-batches of a step on each rank; 0 means 5, or 7 where ranks share packs.
+        proves: False where another row has the same model and engine, and its proof on parts of packs.
+        evaluates: the loss of evaluation after training is compared, too.
+        finds: a fault in gradients that the proof must find on the model as the engine wraps it.
+        faults: that the comparison must find; see `faults.py`.
+    """
+
+    model: str = "llama"
+    adapter: str = ""
+    data: str = "texts"
+    num: int | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    engines: tuple[str, ...] = ("ddp",)
+    shares: int | None = None
+    shards: int | None = None
+    accumulation: int = 0
+    dtype: torch.dtype = torch.float32
+    proves: bool = True
+    evaluates: bool = False
+    finds: str = ""
+    faults: tuple[str, ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        return self.data in ("images", "questions")
+
+    @property
+    def micro_batches(self) -> int:
+        return self.accumulation or (7 if self.shares else 5)
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return 13 if self.data == "turns" else len(self.documents())
+
+    def documents(self, seed: int = 0) -> Dataset:
+        found = documents(self.data, seed)
+        return found.select(range(self.num)) if self.num else found
+
+    @property
+    def is_in_trl(self) -> bool:
+        """Whether TRL has the settings of the reference."""
+        return not self.given.keys() & {"document_weighting", "weight_column", "per_turn"}
+
+
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+WEIGHTED = {"weight_column": "share", "source_column": "source"}
+BY_DOCUMENT = {"document_weighting": "document"}
+PACK, FAMILY = {"share_prefixes": "pack"}, {"share_prefixes": "family", "packing_strategy": "bfd"}
+# The statistic of a router is that of a micro-batch, so a step is one
+ROUTED = {"router_aux_loss_coef": 0.1}
+ONE_PACK = {"num": 10, "shares": 192, "accumulation": 1, "given": ROUTED}
+FAST = {"exchange_speeds": {"within": 1e18, "latency_within": 1e-18}}  # so that all ranks share each pack
+ALIKE = {"shares": 256, "accumulation": 4, "ours": PACK | FAST}
+IMAGES = {"data": "images", "num": 9, "accumulation": 8}
+QUESTIONS = {"data": "questions", "shares": 384, "accumulation": 4, "ours": PACK | FAST}
+OF_TOWERS = {"data": "images", "accumulation": 3}
+
+ROWS: dict[str, Row] = {
+    # Each rank has packs of its own
+    "full": Row(engines=("ddp", "fsdp2"), evaluates=True, faults=("averaged_by_ranks",)),
+    "checkpointed": Row(ours=CHECKPOINTED, engines=("ddp", "zero1")),
+    "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("ddp", "zero2", "zero3")),
+    "tied": Row("tied", ours=CHECKPOINTED, engines=("ddp", "zero3", "fsdp2"), evaluates=True),
+    "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
+    "unpacked": Row("leaking", ours={"on_leak": "unpack"}),
+    "repaired": Row("leaking", engines=("ddp", "zero3", "fsdp2")),
+    "weighted": Row(
+        given=WEIGHTED | BY_DOCUMENT, engines=("ddp", "zero3", "fsdp2"), evaluates=True, faults=("totals_of_one_rank",)
+    ),
+    "prefixes": Row(given=WEIGHTED, ours=PACK, engines=("ddp", "zero3", "fsdp2"), evaluates=True),
+    # Ranks share packs
+    "parts": Row(
+        shares=128,
+        engines=("ddp4", "fsdp2"),
+        evaluates=True,
+        faults=("leak", "chunks", "heads", "late_shift"),
+    ),
+    "parts_dora": Row(adapter="dora", dtype=torch.float64, shares=128),
+    "parts_sinks": Row("sinks", shares=128),  # every second layer has a window
+    "parts_odd_heads": Row("odd_heads", shares=128, ours={"pad_documents_to_multiple_of": 8}),
+    "parts_experts": Row(
+        "experts",
+        engines=("ddp4",),
+        ours={"pad_to_multiple_of": 1} | FAST,
+        **ONE_PACK,
+        faults=("statistic_of_parts",),
+    ),
+    "parts_smoothed": Row(
+        given={"label_smoothing_factor": 0.3} | BY_DOCUMENT, shares=128, proves=False, faults=("counted_by_all",)
+    ),
+    "parts_reentrant": Row(shares=128, ours=REENTRANT, engines=("zero3_offload",)),
+    # The recipe of a million tokens, in small
+    "parts_million": Row(
+        "yarn",
+        shares=128,
+        ours={name: MILLION[name] for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs")},
+        engines=("zero3",),
+    ),
+    "parts_delta": Row("delta", shares=128, ours=CHECKPOINTED),
+    "parts_mamba": Row(
+        "mamba", shares=128, ours={"gradient_checkpointing": True}, engines=("ddp", "zero3"), finds="gradients_lost"
+    ),
+    # Also documents that begin alike, of which nothing is shared in the reference
+    "parts_prefixes": Row(
+        given={"label_smoothing_factor": 0.3} | BY_DOCUMENT,
+        **ALIKE,
+        proves=False,
+        faults=("prefixes", "border_lost", "trained_on_own_rows", "counted_by_all"),
+    ),
+    "parts_prefixes_experts": Row(
+        "experts",
+        ours=PACK | {"pad_to_multiple_of": 1} | FAST,
+        **ONE_PACK,
+        faults=("rows_once", "counted_by_all"),
+    ),
+    "parts_family": Row(
+        shares=128,
+        given=WEIGHTED,
+        ours=FAMILY,
+        engines=("ddp4", "zero3"),
+        evaluates=True,
+        faults=("prefixes", "border_lost", "cut_short", "counted_by_all"),
+    ),
+    "parts_family_turns": Row(
+        data="turns", shares=128, given={"per_turn": True}, ours=FAMILY, proves=False, faults=("history_trained",)
+    ),
+    "parts_prefixes_recomputed": Row(
+        **ALIKE | {"ours": PACK | FAST | {"recomputes": True}}, engines=("fsdp2",), proves=False
+    ),
+    "parts_prefixes_delta": Row("delta", **ALIKE),
+    "parts_prefixes_conv": Row("conv", **ALIKE, engines=("fsdp2",), finds="no_gradient"),
+    # All ranks read everything, with a degree per micro-step; groups of two read shards of their own
+    "parts_stream": Row(**ALIKE, shards=1, evaluates=True, faults=("one_label_per_row",)),
+    "parts_stream_shards": Row(
+        shares=128,
+        shards=4,
+        given=WEIGHTED | {"max_length": 64},
+        ours={"pad_to_multiple_of": 64},
+        engines=("ddp4",),
+        faults=("own_shards_unseen", "sources_as_met"),
+    ),
+    # Images that lie in several parts
+    "parts_llava": Row(
+        "llava", shares=384, **IMAGES, engines=("ddp4",), evaluates=True, faults=("cut_late", "features_late")
+    ),
+    "parts_qwen2_5_vl": Row(
+        "qwen2_5_vl",
+        shares=160,
+        **IMAGES,
+        ours=CHECKPOINTED,
+        engines=("ddp", "zero3"),
+        faults=("positions_of_the_first",),
+    ),
+    "parts_qwen3_vl": Row(
+        "qwen3_vl",
+        shares=160,
+        **IMAGES,
+        proves=False,
+        faults=("features_of_the_first", "features_without_gradients"),
+    ),
+    "parts_prefixes_llava": Row("llava", **QUESTIONS, evaluates=True, faults=("other_images_unseen",)),
+    "parts_family_qwen3_vl": Row("qwen3_vl", **QUESTIONS | {"ours": FAMILY | FAST}, proves=False),
+    "parts_stream_qwen2_5_vl": Row("qwen2_5_vl", **QUESTIONS, shards=1, proves=False),
+    # Images on one rank
+    "images": Row("qwen2_5_vl", **OF_TOWERS, engines=("ddp", "zero3", "fsdp2")),
+    "images_lora": Row("qwen2_5_vl", "language", **OF_TOWERS, engines=("zero3",)),
+    "images_prefixes": Row("qwen2_5_vl", data="questions", accumulation=3, ours=PACK, engines=("ddp", "fsdp2")),
+    "images_stream": Row("qwen2_5_vl", **OF_TOWERS, shards=1),
+    # Models that ranks divide
+    "dividing": Row(
+        given={"max_grad_norm": 0.1},
+        ours={"eval_on_start": True} | CHECKPOINTED,
+        engines=("tp", "tp_fsdp"),
+        evaluates=True,
+        faults=("other_texts",),
+    ),
+    "dividing_lora": Row(adapter="lora", engines=("tp",)),
+    "dividing_sinks": Row("dividing_sinks", engines=("tp",)),
+    "dividing_weighted": Row(given=WEIGHTED | BY_DOCUMENT, engines=("tp",), evaluates=True, faults=("counted_twice",)),
+    "dividing_unpacked": Row(ours={"packing": False}, engines=("tp",)),
+    # Another micro-batch has other noise, so the reference is packed
+    "dividing_noise": Row(given={"neftune_noise_alpha": 5.0}, ours={"by_name": True}, engines=("tp",)),
+    "dividing_prefixes": Row(ours=PACK, engines=("tp",)),
+    "dividing_images": Row("llava", **OF_TOWERS, engines=("tp",)),
+    "dividing_stream": Row(engines=("tp", "tp_fsdp"), shards=2),
+    "dividing_routed": Row("dividing_experts", num=10, accumulation=1, given=ROUTED, engines=("tp", "tp_ep")),
+    "dividing_experts": Row("dividing_experts", engines=("tp", "ep_fsdp", "tp_ep_fsdp"), faults=("summed_twice",)),
+    "dividing_experts_lora": Row("dividing_experts", "attention", engines=("tp_ep", "ep_fsdp")),
+}
+PAIRS = [(engine, name) for name, row in ROWS.items() for engine in row.engines]
+FAULTS = [(row.engines[0], name, fault) for name, row in ROWS.items() for fault in row.faults]

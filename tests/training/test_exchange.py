@@ -1,0 +1,201 @@
+"""Packs that ranks share, on one process: which heads and keys a rank gets, and what cannot be shared.
+
+`training/test_on_ranks.py` runs the exchange on real ranks.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks.exchange import HEADS
+from support.models import build_tiny_model
+from support.runs import texts, trainer
+from torch import nn
+
+from trl_packfix import IsolationReport, PackingLeakError, SFTTrainer
+from trl_packfix.attention import exchange
+from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
+from trl_packfix.attention.packed_forward import PackedForward, entered
+from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
+from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.isolation.tracing import Leak
+from trl_packfix.training.evaluation import EvaluationTotals
+
+BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
+WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("degree", [2, 3, 4, 5])
+def test_every_head_is_computed_once_with_the_keys_that_it_reads(heads, kv_heads, degree):
+    ranges = head_ranges(heads, kv_heads, degree)
+    assert [head for queries, _ in ranges for head in range(queries.start, queries.stop)] == [*range(heads)]
+    sizes = [queries.stop - queries.start for queries, _ in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    for queries, keys in ranges:
+        read = {head * kv_heads // heads for head in range(queries.start, queries.stop)}
+        assert read == set(range(keys.start, keys.stop))
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device(heads, kv_heads, monkeypatch):
+    """For such a copy the host would wait for the GPU, in every layer. Four ranks are played one after the other."""
+    degree, num_tokens, sent = 4, 3, {}
+    monkeypatch.setattr(exchange, "group_of", lambda degree: None)
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: member)
+
+    def exchanged(flat, send, receive, group):
+        sent[member] = flat.split(send)
+        # What all send is known in the second round
+        return torch.cat([sent[j][member] for j in sent]) if len(sent) == degree else flat.new_empty(sum(receive))
+
+    monkeypatch.setattr(exchange._Exchange, "apply", exchanged)
+    query, key, value = (torch.randn(1, n, degree * num_tokens, 4) for n in (heads, kv_heads, kv_heads))
+    found = {}
+    for member in [*range(degree)] * 2:
+        part = slice(member * num_tokens, (member + 1) * num_tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "tensor", None)  # it would copy from the host
+            found[member] = HeadExchange(heads, kv_heads, degree).to_heads(
+                *(x[:, :, part] for x in (query, key, value))
+            )
+    assert torch.equal(torch.cat([each[0] for each in found.values()], dim=1), query)
+    for i, whole in ((1, key), (2, value)):
+        read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in found.values()]
+        assert torch.equal(torch.cat(read, dim=1), whole.repeat_interleave(heads // kv_heads, dim=1))
+
+
+def test_fewer_heads_than_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"2 head\(s\) got a part of a pack on 4 ranks.*at least one head.*Set `tok"):
+        head_ranges(2, 1, 4)
+
+
+def test_groups_need_ranks():
+    make_groups([1])  # nothing to make
+    with pytest.raises(ValueError, match=r"Groups of 2 ranks .* 1 rank\(s\).*Every rank needs a group.*divides"):
+        make_groups([2])
+    with pytest.raises(RuntimeError, match=r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"):
+        group_of(2)
+
+
+def attend(tokens, forward, **given):
+    q = k = v = torch.randn(1, 2, tokens, 4)
+    with entered(forward):
+        return varlen_attention(nn.Module(), q, k, v, None, **given)[0]
+
+
+def test_a_part_with_other_tokens_is_refused():
+    part = replace(WHOLE, degree=2, part_tokens=4)
+    with pytest.raises(ValueError, match=r"got 8 tokens.*each of the 2 ranks .* holds 4.*Set tokens_per_rank=None"):
+        attend(8, part)
+    with pytest.raises(ValueError, match=r"dropout=0.1 on a part of a pack.*same random numbers.*attention_dropout"):
+        attend(4, part, dropout=0.1)
+    with pytest.raises(ValueError, match=r"repaired module got a part of a pack that 2 ranks share.*whole documents"):
+        part.documents(1.0)
+
+
+def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypatch):
+    """As torch 2.13 does with TORCH_DISTRIBUTED_USE_TORCHCOMMS=1."""
+    made = []
+
+    def new_group(ranks, timeout=None, use_local_synchronization=False):
+        if use_local_synchronization:
+            raise NotImplementedError("new_group cannot delegate to split_group with use_local_synchronization=True")
+        made.append(ranks)
+        return tuple(ranks)
+
+    monkeypatch.setattr(exchange, "_groups", {})
+    monkeypatch.setattr(exchange.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda: 6)
+    monkeypatch.setattr(exchange.dist, "new_group", new_group)
+    make_groups([4, 2])
+    assert made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert exchange._groups[2][1] == (6, 7) and exchange._groups[4][1] == (4, 5, 6, 7)
+
+
+def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
+    """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
+    _device_boundaries({}, WHOLE, 8)
+    for longest, num_tokens in ((5, 4), (1, 1)):
+        forward = replace(WHOLE, max_length_q=longest, max_length_k=longest)
+        with pytest.raises(ValueError, match=r"2 documents of up to \d tokens.*pack has \d tokens.*read beyond"):
+            _device_boundaries({}, forward, num_tokens)
+
+
+# Proofs
+
+
+@pytest.mark.parametrize(
+    "model_type, settings, reason",
+    [
+        ("bloom", {}, r"these modules are repaired: .*BloomAttention"),
+        ("bloom", {"on_leak": "unpack"}, r"the model is unpacked: UNPACKED"),
+        ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager': GPTJ"),
+    ],
+)
+def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, settings, reason):
+    on_leak = settings.get("on_leak", "repair")
+    model = build_tiny_model(model_type, **{name: value for name, value in settings.items() if name != "on_leak"})
+    packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak=on_leak)
+    assert packed_model.prove(model).isolated
+    with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):
+        packed_model.prove_degree(model, 2)
+
+
+def test_what_the_probe_finds_on_parts_is_told_with_the_module():
+    leaks = [Leak("layers.0.conv", "Conv1d", 0.3)]
+    report = IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "packfix_varlen", leaks=leaks, degree=4)
+    message = r"A pack was shared by 4 ranks, .*by 3.0e-01.*layers.0.conv \(Conv1d\). Set `tokens_per_rank=None`"
+    with pytest.raises(PackingLeakError, match=message):
+        report.raise_if_leaking()
+    with pytest.raises(PackingLeakError, match=r"shared by 4 ranks, and the model raised: no index.*tokens_per_rank"):
+        replace(report, error="no index", leaks=[]).raise_if_leaking()
+
+
+# Settings
+
+PARTS = {"tokens_per_rank": 64, "per_device_train_batch_size": 1}
+SETTINGS = [
+    (
+        {"trainer_kwargs": {"compute_loss_func": lambda *given, **kwargs: None}},
+        r"`compute_loss_func=<lambda>` was given with `tokens_per_rank=64`.*lies on the next rank.*Leave",
+    ),
+    ({"model": {"attention_dropout": 0.1}}, r"`attention_dropout=0.1`.*same random numbers.*the rate 0.0"),
+    ({"enforce_flash_attention": False}, r"`enforce_flash_attention=False` was.*does not exchange tokens.*=True"),
+    ({"tokens_per_rank": 32}, r"`max_length=64` .*`tokens_per_rank=32` on 1 ranks.*a group of 2 ranks.*there are 1"),
+]
+
+
+@pytest.mark.parametrize("settings, message", SETTINGS, ids=[str(list(settings)) for settings, _ in SETTINGS])
+def test_what_does_not_work_on_parts_is_refused(settings, message, tmp_path):
+    model = build_tiny_model(**settings.get("model", {}))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer(tmp_path, texts(8), **PARTS | settings | {"model": model})
+
+
+def test_a_loss_of_its_own_is_refused(tmp_path):
+    class OwnLoss(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    run = trainer(tmp_path, texts(8), trainer_class=OwnLoss, **PARTS)
+    with pytest.raises(ValueError, match=r"`OwnLoss.compute_loss`, which does not call .* with `tokens_per_rank=64`"):
+        run.train()
+
+
+def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_path):
+    run = trainer(tmp_path, texts(8), **PARTS)
+    run.args.tokens_per_rank = 32  # on one process a document of 64 tokens would be refused at the start
+    with pytest.raises(ValueError, match=r"a document of \d+ tokens, `tokens_per_rank` is 32.*whole documents on one"):
+        run.predict(run.train_dataset)
+
+
+def test_labels_that_were_shifted_before_the_cut_are_all_scored():
+    logits, labels = torch.randn(1, 6, 9), torch.tensor([[-100, 3, 4, -100, 5, 6]])
+    whole, parts = EvaluationTotals(logits.device), EvaluationTotals(logits.device)
+    whole.add_logits(logits, labels)
+    following = torch.cat([labels[:, 1:], torch.tensor([[-100]])], 1)
+    for part in (slice(0, 3), slice(3, 6)):
+        parts.add_logits(logits[:, part], labels[:, part], following[:, part])
+    assert torch.allclose(whole.sums, parts.sums) and parts.sums[3] == 4
