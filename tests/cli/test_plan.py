@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from shutil import copy
 
 import numpy as np
 import pytest
@@ -414,6 +415,19 @@ def test_offloaded_activations_lie_on_the_host(workplace, capsys):
     assert kept["full, ZeRO-3", False] == freed["full, ZeRO-3", False]
     assert main(["plan", *map(str, words), "--offload"]) == 0
     assert "activations lie on the host" in capsys.readouterr().out
+
+
+def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys):
+    """xLSTM multiplies bfloat16 with fp32 unless under autocast. Step-3.5 loops over experts, which is counted."""
+    printed = {}
+    for name in ("step-3.5-flash", "xlstm-7b"):
+        (tmp_path / name).mkdir()
+        copy(data_dir / "defect_configs" / "tiny" / f"{name}.json", tmp_path / name / "config.json")
+        assert main(["plan", "--model", str(tmp_path / name), "--memory", "80"]) == 0
+        printed[name] = capsys.readouterr().out
+    assert "ZeRO-2" in printed["step-3.5-flash"] and "left out" not in printed["step-3.5-flash"]
+    assert "DDP" in printed["xlstm-7b"] and "ZeRO" not in printed["xlstm-7b"]
+    assert "left out: full training without autocast, in which the model's forward raises" in printed["xlstm-7b"]
 
 
 def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):

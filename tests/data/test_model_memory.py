@@ -1,12 +1,13 @@
 """The predicted peak of a training step against the storages that torch counts, for models of three families."""
 
 import pytest
+import torch
 from support.memory import fused_peaks, packed_peaks
 from transformers import AutoConfig, PreTrainedConfig
 
 from trl_packfix.compat import scores_tokens
 from trl_packfix.data.model_costs import built, model_class_of
-from trl_packfix.data.model_memory import Method, count_model, largest_tokens, predict_peak
+from trl_packfix.data.model_memory import Method, count_model, group_experts, largest_tokens, predict_peak
 
 T = 8192
 COMMON = {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64_000}
@@ -74,6 +75,21 @@ def test_a_model_that_cannot_be_counted_is_refused():
         count_model(PreTrainedConfig(), Method(False, "DDP"))
     with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):
         count_model(AutoConfig.for_model("t5"), Method(False, "DDP"))
+
+
+def test_experts_that_loop_are_counted_as_a_grouped_product():
+    """Step-3.7 loops over the experts that were hit, whose number fake tensors do not know."""
+    step = pytest.importorskip("transformers.models.step3p7.modeling_step3p7", reason="a later type of model")
+    config = step.Step3p7TextConfig(num_local_experts=4, moe_intermediate_size=16, hidden_size=32)
+    torch.manual_seed(0)
+    experts = step.Step3p7Experts(config)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    states, chosen, weights = torch.randn(9, 32), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    looped = experts(states, chosen, weights)
+    group_experts(experts)
+    assert "forward" in vars(experts)
+    torch.testing.assert_close(experts(states, chosen, weights), looped)
 
 
 def test_the_head_outside_of_a_text_part_is_counted():

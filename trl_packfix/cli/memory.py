@@ -96,7 +96,15 @@ def predictions(
     copied = 0.0 if args.share_prefixes == "off" else float(COPIED_BYTES)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
-    sizes = {key: count_model(config, method) for key, method in counted.items()}
+    sizes, errors = {}, []
+    for key, method in counted.items():
+        try:
+            sizes[key] = count_model(config, method)
+        except ValueError as error:
+            errors.append((method, error))
+    if not sizes:
+        raise errors[0][1]
+    methods = [method for method in METHODS if (method.lora, method.engine == "DDP") in sizes]
     peaks = {
         method: partial(
             predict_peak,
@@ -106,10 +114,10 @@ def predictions(
             copied_keys=copied,
             offload=args.offload,
         )
-        for method in METHODS
+        for method in methods
     }
     rows = []
-    for gpus, method, checkpointing in product(args.world_size, METHODS, (True, False)):
+    for gpus, method, checkpointing in product(args.world_size, methods, (True, False)):
         of_model = sizes[method.lora, method.engine == "DDP"]
         peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
@@ -122,8 +130,14 @@ def predictions(
             row[name] = most if args.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
         rows.append(row)
     memory = (args.memory - ASIDE) * GIB
-    fits = [_fewest({key: peaks[key] for key in METHODS if key.lora == lora}, tokens, memory) for lora in (True, False)]
-    return rows, f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
+    fits = [_fewest({key: peaks[key] for key in methods if key.lora == lora}, tokens, memory) for lora in (True, False)]
+    said = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
+    left_out = [
+        f"left out: {'LoRA' if method.lora else 'full'} training {'with' if method.engine == 'DDP' else 'without'} "
+        f"autocast, in which the model's forward raises {type(error.__cause__).__name__}: {error.__cause__}"
+        for method, error in errors
+    ]
+    return rows, "\n".join([said, *left_out])
 
 
 def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: float) -> str:

@@ -10,8 +10,10 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -149,6 +151,7 @@ def count_model(config: Any, method: Method) -> ModelSizes:
     model: Any = built(text_class, config_part).train()
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
+    group_experts(model)
     parameters = trained = sum(p.numel() for p in model.parameters())
     # The text part of an image model may have no head; it is outside
     if model.get_output_embeddings() is None and not text.tie_word_embeddings:
@@ -169,6 +172,17 @@ def count_model(config: Any, method: Method) -> ModelSizes:
         saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
     attention = with_pairs_of(text, 0.0).attention
     return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, attention, saved)
+
+
+def group_experts(model: nn.Module) -> None:
+    """Compute as grouped products what loops over the experts that were hit (Step-3.7), which fake tensors cannot."""
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
+            from transformers.integrations.moe import grouped_mm_experts_forward  # a name of later releases
+
+            own = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False}
+            module.__dict__ |= own | {"is_transposed": False, "_is_expert_parallel": False}
+            module.forward = partial(grouped_mm_experts_forward, module)
 
 
 class _Attention(torch.autograd.Function):
@@ -207,9 +221,20 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
-    with FakeTensorMode():
+    with FakeTensorMode(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         make_fake(model)
         return _saved(model, autocast)
+
+
+@contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Without what torch logs of an error that is raised, too."""
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def make_fake(model: nn.Module) -> None:
