@@ -9,7 +9,7 @@ The parts run one after another in one process (`evidence_parts.py`), the most i
     machine       rates of matrix products and of copies
     kernels       12 cases of our attention against the CPU in fp64: heads of 64 and 128, windows, sinks
     launches      a pack with one long document, and with 640 empty ones, in one launch and by length
-    prefixes      shared prefixes in one launch and in levels, beside whole documents; peak memory
+    prefixes      shared prefixes in one launch and in several, beside whole documents; peak memory
     7b-flan       `Trainer.train()` of Llama-2-7B (LoRA, random weights) on FLAN-like lengths: padded, TRL's packing on
                   sdpa and on our kernels, ours `stream` and `minibatch`; tokens/s, MFU, peak, and the share of a step
                   in which the GPU waited for the host (`host_bound`)

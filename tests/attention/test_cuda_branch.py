@@ -141,7 +141,7 @@ def shared_pack(num_documents, device="meta", length=80):
     return {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
 
 
-@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_read_on_the_host_with_shared_prefixes(model_type, most_bytes, as_on_cuda, monkeypatch):
     monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)

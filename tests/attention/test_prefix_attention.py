@@ -19,7 +19,7 @@ from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention, visible_keys
 from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
-from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
+from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -74,11 +74,6 @@ def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dens
     return [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
 
 
-def in_tiles(query, key, value, shared, *, scale, window=None, chunk=None, sinks=None):
-    """As on devices without a flash kernel."""
-    return runs._attend_in_tiles(query, key, value, shared, scale=scale, window=window, chunk=chunk, sinks=sinks)
-
-
 FEATURES = {
     "full": {},
     "window": {"window": 4},
@@ -95,7 +90,6 @@ def short_tiles():
     """So that the runs of these tests have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "FLASH_TILE", 4)
-        patch.setattr(runs, "MATH_TILE", 4)
         patch.setattr(kernels, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
         yield
 
@@ -106,8 +100,7 @@ def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
     if LAYOUT not in batch:
         return
-    assert difference(attend_shared, runs_of(batch), **FEATURES[name]) < 1e-12
-    assert difference(in_tiles, runs_of(batch), **FEATURES[name]) < 1e-12
+    assert difference(attend_shared_on_cpu, runs_of(batch), **FEATURES[name]) < 1e-12
 
 
 @settings(max_examples=25, deadline=None)
@@ -127,7 +120,7 @@ CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("attend", [attend_shared, in_tiles, attend_shared_on_cuda])
+@pytest.mark.parametrize("attend", [attend_shared_on_cpu, attend_shared_on_cuda])
 def test_a_chat_by_turns(attend, name):
     shared = runs_of(packed(CHAT))
     with StrictVarlen() as calls:
@@ -136,47 +129,33 @@ def test_a_chat_by_turns(attend, name):
         assert len(calls.forwards) == len(calls.backwards) == 1
 
 
-@pytest.mark.parametrize(("name", "number"), [("full", 5), ("sinks", 5), ("window", 2), ("chunk", 2)])
-def test_launches_above_the_bound_of_copied_keys(name, number, monkeypatch):
-    """Full attention copies no key twice; windows and chunks copy the keys of some runs at a time."""
+@pytest.mark.parametrize("name", FEATURES)
+def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
+    """Each copies the keys of some runs."""
     shared = runs_of(packed(CHAT))
     num_rows, num_keys = int(shared.cu_seq_lens[0][-1]), len(shared.kv_index)
     monkeypatch.setattr(runs, "most_copied_keys", lambda *tensors: num_rows)
     with StrictVarlen() as calls:
         assert difference(attend_shared_on_cuda, shared, **FEATURES[name]) < 1e-12
-    assert len(calls.forwards) == len(calls.backwards) == number
+    assert len(calls.forwards) == len(calls.backwards) == 2
     copied = [keys for _, keys, _, _ in calls.forwards]
-    if name in ("full", "sinks"):
-        own, *levels = calls.forwards
-        assert own[:2] == (num_rows, num_rows) and sum(keys for _, keys, _, _ in levels) < num_rows
-    else:
-        assert max(copied) <= num_rows < sum(copied) == num_keys
+    assert max(copied) <= num_rows < sum(copied) == num_keys
 
 
-def test_lengths_alone_say_which_rows_are_shared():
-    """On a GPU nothing but the lengths of runs is known on the host."""
-    for documents in (CHAT, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5]], [[1, 2], [1, 2, 3, 5], [1, 2, 3, 4]]):
-        shared = runs_of(packed(documents))
-        assert replace(shared, kv_index=shared.kv_index.to("meta"), derived={}).stretches == shared.stretches != []
-
-
-def test_every_shared_key_is_in_one_stretch_for_each_row():
+@pytest.mark.parametrize("head_dim", [8, 512])
+def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkeypatch):
+    """Such as on MPS, or with wide heads on CUDA."""
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda"} if head_dim == 8 else {"meta"})
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
     shared = runs_of(packed(CHAT))
-    pairs = [(row, key) for rows, keys in shared.stretches for row in _range(rows) for key in _range(keys)]
-    expected = [
-        (row, int(key))
-        for run in shared.runs
-        for row in _range(run.rows)
-        for key in shared.kv_index[run.keys][: run.before]
-    ]
-    assert sorted(pairs) == sorted(expected) and len(shared.stretches) < len(expected) / 4
+    running = PackedForward(*shared.cu_seq_lens, *shared.max_lengths, kv_index=shared.kv_index)
+    states = [torch.empty(1, 2, int(shared.cu_seq_lens[0][-1]), head_dim, device="meta") for _ in range(3)]
+    message = f"heads of {head_dim} dimensions on 'meta', for which there is no flash kernel.*share_prefixes"
+    with entered(running), pytest.raises(ValueError, match=message):
+        varlen_attention(nn.Module(), *states, None, scaling=0.5)
 
 
-def _range(places):
-    return range(places.start, places.stop)
-
-
-@pytest.mark.parametrize("attend", [attend_shared, in_tiles, attend_shared_on_cuda])
+@pytest.mark.parametrize("attend", [attend_shared_on_cpu, attend_shared_on_cuda])
 @pytest.mark.parametrize("fault", ["foreign key", "lost prefix", "positions restart", "run too late"])
 def test_a_fault_is_seen(attend, fault):
     """`positions restart` moves the chunks; the others move keys."""
@@ -218,9 +197,8 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
             place = i if isinstance(places, slice) else int(places[i])
             total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
 
-    monkeypatch.setattr(runs, "COPIED_BYTES", 2**40)  # a launch per level sums most of them within the kernel
     right = error(attend_shared_on_cuda)
-    assert 0 < error(attend_shared) < 2 * right and 0 < error(in_tiles) < 2 * right < 0.02
+    assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
     monkeypatch.setattr(kernels, "_add", in_bfloat16)
     assert error(attend_shared_on_cuda) > 3 * right
 
@@ -236,7 +214,7 @@ def test_contradicting_keys_are_refused_on_the_cpu(fault):
     else:
         keys = keys[:-1]
     with pytest.raises(ValueError, match=r"(?s)runs with .* rows and .* share_prefixes"):
-        difference(attend_shared, replace(shared, kv_index=keys, derived={}))
+        difference(attend_shared_on_cpu, replace(shared, kv_index=keys, derived={}))
 
 
 # Whole models
@@ -342,7 +320,7 @@ def test_each_document_is_as_alone(model_type, tiny_model, float64_everywhere):
     assert_equal_alone(*prepared(tiny_model, model_type, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, float64_everywhere, monkeypatch):
     """The code for CUDA, with a strict stand-in for the operators of torch."""
@@ -450,7 +428,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if LAYOUT in batch and runs_of(batch).stretches:
+        if LAYOUT in batch and any(run.before for run in runs_of(batch).runs):
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])

@@ -20,7 +20,7 @@ from trl_packfix.attention.kernels import (
     math_attention,
     visible_keys,
 )
-from trl_packfix.attention.runs import SharedRuns, attend_shared, attend_shared_on_cuda
+from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -184,7 +184,7 @@ def shared_runs(device):
     return SharedRuns(bounds, (batch["max_length_q"], batch["max_length_k"]), shared.kv_index, shared.run_lengths)
 
 
-@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "levels and groups"])
+@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
 def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
@@ -198,8 +198,8 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     def attention(attend, shared):
         return lambda q, k, v, s=None: attend(q, k, v, shared, scale=0.125, sinks=s, **features)
 
-    exact = run(attention(attend_shared, on_cpu), tensors, "cpu", torch.float64)
-    rounded = run(attention(attend_shared, on_cpu), tensors, "cpu")
+    exact = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu", torch.float64)
+    rounded = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu")
     on_gpu = shared_runs("cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:

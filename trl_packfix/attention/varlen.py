@@ -42,7 +42,7 @@ from .kernels import (
 )
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .packed_forward import BOUNDARIES, FEED_A_PACK, PackedForward, bounds_on_host, in_backward, running_forward
-from .runs import SharedRuns, attend_shared, attend_shared_on_cuda
+from .runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
 # may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
@@ -159,8 +159,8 @@ def _attend(
     if shared is not None and is_flash:
         return attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **of_flash)
     if shared is not None:
-        _check_shared(module, shared, dropout, softcap=softcap)
-        return attend_shared(query, key, value, shared, chunk=chunk, **of_flash)
+        _check_shared(module, query, shared, dropout=dropout, softcap=softcap)
+        return attend_shared_on_cpu(query, key, value, shared, chunk=chunk, **of_flash)
     num_tokens = query.shape[2]
     if not is_flash:
         lengths = _document_lengths(kwargs, running, num_tokens)
@@ -303,14 +303,21 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dro
         )
 
 
-def _check_shared(module: nn.Module, shared: SharedRuns, dropout: float, *, softcap: float | None) -> None:
-    if softcap is None and dropout == 0:
+def _check_shared(
+    module: nn.Module, query: Tensor, shared: SharedRuns, *, dropout: float, softcap: float | None
+) -> None:
+    if softcap is not None:
+        feature = f"softcap={softcap}"
+    elif dropout > 0:
+        feature = f"dropout={dropout}"
+    elif query.device.type != "cpu":
+        feature = f"heads of {query.shape[3]} dimensions on {query.device.type!r}, for which there is no flash kernel"
+    else:
         return
-    feature = f"softcap={softcap}" if softcap is not None else f"dropout={dropout}"
     raise ValueError(
         f"A pack of {len(shared.cu_seq_lens[0]) - 1} runs whose documents share prefixes came to a "
-        f"{type(module).__name__} with {feature}. Attention that looks up shared keys has neither softcap nor dropout. "
-        'Set `share_prefixes="off"`, or the model\'s attention dropout to 0.'
+        f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, and has "
+        'neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention dropout to 0.'
     )
 
 
