@@ -138,32 +138,21 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
 
 # A type for each kind of scan; `benchmarks/sequence_parallel.py` runs all types
 MIXED = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "mamba2", "mamba"]
-OF_PREFIXES = ["qwen3_5_text", "falcon_h1", "lfm2", "kimi_linear"]
 # Three have a scan of their own, and all have one convolution
 PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2": ["no_halo", "no_gradient"]}
 
 
 def mixers(folder: Path) -> dict:
-    """Largest difference of parts from the whole pack, and where documents share prefixes from each alone; in fp64."""
+    """Largest difference of parts from the whole pack, in fp64."""
     start(2, 4)
     with in_double():
-        return {
-            "whole": {kind: mixed_difference(kind, 4) for kind in MIXED},
-            "alone": {kind: shared_difference(kind, 4) for kind in OF_PREFIXES},
-        }
+        return {kind: mixed_difference(kind, 4) for kind in MIXED}
 
 
 def faults_of_mixers(folder: Path) -> dict:
     """What the proof says of them."""
     start(2)
     verdicts = {}
-    model = zoo.build_model("qwen3_5_text")
-    trl_packfix.prepare_for_packing(model)
-    for name, fault in faults.MIXER_PREFIXES.items():
-        with fault():
-            report = check_prefixes(model, degree=2)
-        largest = max(report.max_change, report.max_difference, report.max_gradient or 0.0)
-        verdicts["shared", name] = report.isolated and report.equal, largest
     for model_type, planted in PLANTED_IN_MIXERS.items():
         model = zoo.build_model(model_type)
         packed = PackedModel(model, torch.float32, "cpu", 64)
@@ -194,43 +183,6 @@ def gradients(model: nn.Module, degree: int = 1) -> list[torch.Tensor]:
 
 def logits_of(model: nn.Module, batch: dict) -> torch.Tensor:
     return model(**{name: x for name, x in batch.items() if "labels" not in name}).logits
-
-
-def shared_difference(kind: str, degree: int) -> float:
-    """Of documents that share prefixes from each of them alone, on the model as it was built; as `mixed_difference`."""
-    model, generator = double_model(kind), torch.Generator().manual_seed(2)
-
-    def words(num: int) -> torch.Tensor:
-        return torch.randint(16, 128, (num,), generator=generator)
-
-    trunk, other = words(9), words(6)
-    documents = [torch.cat([trunk[:4], words(3)]), *(torch.cat([trunk, words(n)]) for n in (5, 2)), words(7)]
-    documents += [torch.cat([documents[1][:11], words(4)]), *(torch.cat([other, words(n)]) for n in (1, 6))]
-    weights = [torch.randn(len(ids) - 1, 128, generator=generator, dtype=torch.float64) for ids in documents]
-    alone = [model(ids[None], use_cache=False).logits[0, :-1] for ids in documents]
-    sum((each * own).sum() for each, own in zip(alone, weights, strict=True)).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    select_attention(model)
-    guard = mark_packed_forwards(model)
-    batch = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)([{"input_ids": ids} for ids in documents])
-    layout, num_rows = layout_of(batch), batch["input_ids"].shape[1]
-    assert layout.shares_rows and num_rows < sum(map(len, documents)) - 20
-    wanted, of_rows = torch.zeros(2, num_rows, 128, dtype=torch.float64)
-    for i, logits in enumerate(alone):
-        wanted[layout.predicting(i)] = logits.detach()
-        of_rows.index_add_(0, layout.predicting(i), weights[i])
-    index = dist.get_rank() % degree
-    part = slice(index * num_rows // degree, (index + 1) * num_rows // degree)
-    logits = logits_of(model, parts.cut_part(batch, degree, index))[0]
-    (logits * of_rows[part]).sum().backward()
-    guard.remove()
-    grads = gradients(model, degree)
-    is_predicting = wanted[part].any(-1)
-    gaps = [(logits.detach() - wanted[part])[is_predicting].abs().max() / wanted.abs().max()]
-    scale = max(x.abs().max() for x in expected)
-    gaps += [(x - y).abs().max() / scale for x, y in zip(grads, expected, strict=True)]
-    return largest_of_ranks(gaps)
 
 
 def mixed_difference(kind: str, degree: int) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
+from trl_packfix.attention import exchange, forwards, mixers, tower_division, varlen
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.tower_division import TowerDivision
@@ -89,28 +89,6 @@ def gradients_of_one_rank_lost():
     return mock.patch.object(exchange._Exchange, "backward", staticmethod(wrong))
 
 
-def rows_before_in_row_order(right, running, rows, run, *, back):
-    """The convolution of a run whose prefix lies in another part reads the rows before the run, as on parts alone."""
-    earlier, is_own = right(running, rows, run, back=back)
-    if running.degree == 1 or running.kv_index is None:
-        return earlier, is_own
-    is_away = earlier // running.part_tokens != rows // running.part_tokens
-    return torch.where(is_away, (rows - back).clamp(min=0), earlier), is_own
-
-
-def wrong_parent_on_one_rank(right, running):
-    """On the second rank of each group the pieces of a pack go on from the state of another piece, or from none."""
-    found = right(running)
-    if running.degree == 1 or running.index != 1:
-        return found
-    levels, num_before = [], 0
-    for level in found.levels:
-        others = (level.parents + 1) % num_before if num_before > 1 else None
-        levels.append(replace(level, parents=others))
-        num_before += sum(len(rows) for rows in level.batches)
-    return replace(found, levels=levels)
-
-
 ATTENTION: dict[str, Fault] = {
     "leak": changed(varlen, "_document_lengths", forgets_boundaries),
     "chunks": changed(HeadExchange, "to_heads", parts_in_wrong_order),
@@ -123,11 +101,6 @@ MIXERS: dict[str, Fault] = {
     # These two move no state
     "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
     "gradients_lost": gradients_of_one_rank_lost,
-}
-MIXER_PREFIXES: dict[str, Fault] = {
-    "halo_of_row_order": changed(mixer_prefixes, "rows_before", rows_before_in_row_order, mixers),
-    "lent_without_gradient": changed(mixer_prefixes.Lent, "exchange", lambda right, *given: right(*given).detach()),
-    "wrong_parent": changed(mixer_prefixes, "levels_of", wrong_parent_on_one_rank),
 }
 
 

@@ -200,6 +200,7 @@ ROWS: dict[str, Row] = {
         engines=("zero3",),
     ),
     "parts_delta": Row("delta", shares=128, ours=CHECKPOINTED),
+    "parts_conv": Row("conv", shares=128, engines=("fsdp2",), finds="no_gradient"),
     "parts_mamba": Row(
         "mamba", shares=128, ours={"gradient_checkpointing": True}, engines=("ddp", "zero3"), finds="gradients_lost"
     ),
@@ -230,8 +231,6 @@ ROWS: dict[str, Row] = {
     "parts_prefixes_recomputed": Row(
         **ALIKE | {"ours": PACK | FAST | {"recomputes": True}}, engines=("fsdp2",), proves=False
     ),
-    "parts_prefixes_delta": Row("delta", **ALIKE),
-    "parts_prefixes_conv": Row("conv", **ALIKE, engines=("fsdp2",), finds="no_gradient"),
     # All ranks read everything, with a degree per micro-step; groups of two read shards of their own
     "parts_stream": Row(**ALIKE, shards=1, evaluates=True, faults=("one_label_per_row",)),
     "parts_stream_shards": Row(

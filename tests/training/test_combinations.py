@@ -131,6 +131,7 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
         )
     },
     of.VIRTUAL_TOKENS: {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+    of.PARTS_OF_HYBRIDS: {"model": build_tiny_model("lfm2"), "tokens_per_rank": 64},
     of.DROPPED_WEIGHTS: {"model": build_tiny_model("llama", attention_dropout=0.1)},
     of.CONTEXT_PARALLELISM: {"accelerator": engine(parallelism_config=SimpleNamespace(cp_size=2, sp_size=1))},
     of.DEEPSPEED_TENSORS: {
@@ -155,6 +156,7 @@ ALSO = {
     of.OVERLONG: (of.NO_TRUNCATION,),
     of.NO_TRUNCATION: (of.OVERLONG,),
     of.SPEEDS: (of.TOKENS_PER_RANK,),
+    of.PARTS_OF_HYBRIDS: (of.TOKENS_PER_RANK,),
     of.NOT_BY_LENGTHS: (of.NOT_OF_STREAMS,),
     of.LAST_TURN: (of.ASSISTANT_ONLY,),
     of.TENSORS_AND_SHARDS: (of.TENSOR_PARALLELISM,),

@@ -7,18 +7,16 @@ forest deeper than `MAX_LEVELS`, such as that of a long conversation with one sa
 several pieces. Then the scan (and nothing else) runs again on the first pieces of paths that have them in common.
 Gradients run through the states.
 
-The rows before a run lie anywhere before it in the pack. If ranks share the pack, some of them are in other parts: each
-rank lends the rows of its part that the convolutions of other parts read.
+The rows before a run lie anywhere before it in the pack. So ranks do not share such a pack: a convolution would read
+rows of several other parts.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .exchange import exchange_pieces
 from .packed_forward import PackedForward
 from .rows import group_by_length
 from .scan import Scan
@@ -193,52 +191,3 @@ def rows_before(running: PackedForward, rows: Tensor, run: Tensor, *, back: int)
     earlier = keys[run + 1] - bounds[run + 1] + rows - back
     is_own = earlier >= keys[run]
     return earlier if running.kv_index is None else running.kv_index[earlier.clamp(min=0)], is_own
-
-
-class Lent(NamedTuple):
-    """Rows that the convolutions of a group's parts read in parts of other ranks.
-
-    Attributes:
-        rows: numbers in the pack of the rows that this rank gets, sorted.
-        lends: own rows that this rank sends, those for the first rank of the group first.
-        num_sent, num_received: how many it sends to and gets from each rank of the group.
-    """
-
-    rows: Tensor
-    lends: Tensor
-    num_sent: list[int]
-    num_received: list[int]
-
-    def exchange(self, rows: Tensor, group: Any) -> Tensor:
-        """(1, T / s, C) -> (1, rows of other parts, C)."""
-        channels = rows.shape[2]
-        sent, received = ([count * channels for count in counts] for counts in (self.num_sent, self.num_received))
-        flat = rows[0].index_select(0, self.lends).flatten()
-        return exchange_pieces(flat, sent, received, group=group).view(1, -1, channels)
-
-
-def rows_lent(running: PackedForward, width: int, num_rows: int) -> Lent:
-    """What ranks lend each other where documents share prefixes: the rows before a run may be in any part.
-
-    Each rank finds it for all of them, once per pack. The host waits for the numbers.
-    """
-    name = ("lent", width)
-    if name not in running.derived:
-        index, degree = running.index, running.degree
-        size = degree * num_rows
-        rows = torch.arange(size, device=running.cu_seq_lens_q.device)
-        run, reads = run_of(running, rows), []
-        for back in range(1, width):
-            earlier, is_own = rows_before(running, rows, run, back=back)
-            is_away = is_own & (earlier // num_rows != rows // num_rows)
-            reads.append((rows // num_rows * size + earlier)[is_away])
-        read_rows = torch.cat(reads).unique()
-        reader, lent = read_rows // size, read_rows % size
-        to_me, from_me = reader == index, lent // num_rows == index
-        running.derived[name] = Lent(
-            lent[to_me],
-            lent[from_me] - index * num_rows,
-            torch.bincount(reader[from_me], minlength=degree).tolist(),
-            torch.bincount(lent[to_me] // num_rows, minlength=degree).tolist(),
-        )
-    return running.derived[name]

@@ -12,7 +12,7 @@ replace a function for the life of the model. So this is the one place where the
 library. A name that is not found is no error: its module leaks, and the leak probe finds and repairs it.
 
     convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
-                 gets the W - 1 tokens before it (zeros, or rows of other parts or of the prefix), laid end to end
+                 gets the W - 1 tokens before it (zeros, or rows of the part before or of the prefix), laid end to end
     scan         a kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Every other gets documents as
                  rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention. Where
                  documents share prefixes, the pieces of one level run together (`mixer_prefixes.py`)
@@ -31,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from .exchange import HeadExchange, exchange_halo, group_of
-from .mixer_prefixes import rows_before, rows_lent, run_levels, run_of
+from .exchange import HeadExchange, exchange_halo
+from .mixer_prefixes import rows_before, run_levels, run_of
 from .packed_forward import PackedForward
 from .rows import Axes
 from .scan import Scan
@@ -128,42 +129,37 @@ def convolve(
         return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, seq_idx=seq_idx)
     width = weight.shape[-1]
     before = [rows.new_zeros(1, 1, rows.shape[2])]
-    if running.degree > 1 and running.kv_index is None:
+    if running.degree > 1:
+        if running.kv_index is not None:
+            raise ValueError(
+                f"A part of a pack on {running.degree} ranks whose documents share prefixes came to a convolution of "
+                f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
+                'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
+            )
         before.append(exchange_halo(rows, width - 1, running.degree))
-    elif running.degree > 1:
-        before.append(rows_lent(running, width, rows.shape[1]).exchange(rows, group_of(running.degree)))
-    source, own = _stretches(running, width, rows.shape[1], device=rows.device)
+    source, places = _stretches(running, width, rows.shape[1], device=rows.device)
     laid_out = torch.cat([*before, rows], dim=1).index_select(1, source)
-    return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
+    return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, places).transpose(1, 2)
 
 
 def _stretches(running: PackedForward, width: int, num_rows: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows with the W - 1 tokens before each document, end to end, and where each own row is among them, (T / s,).
+    """Rows with the W - 1 tokens before each document, end to end, and where each row of this part is among them.
 
-    The first tensor has places in: a row of zeros, rows of other parts with several ranks, own rows. The second are
-    those that were lent where documents share prefixes, else the W - 1 last rows of the part before.
+    The first tensor has places in: a row of zeros, with several ranks the W - 1 last rows of the part before, the rows
+    of this part. The second is (T / s,).
     """
     name = ("stretches", width, num_rows)
     if name not in running.derived:
-        first, num_lent, lent = 0, 0, None
-        if running.degree > 1:
-            first, num_lent = running.index * num_rows, width - 1
-        if running.degree > 1 and running.kv_index is not None:
-            lent = rows_lent(running, width, num_rows).rows
-            num_lent = len(lent)
+        first, num_before = (running.index * num_rows, width - 1) if running.degree > 1 else (0, 0)
         tokens = torch.arange(num_rows, device=device) + first
         document = run_of(running, tokens)
-        own = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
+        places = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
         num_runs = len(running.cu_seq_lens_q) - 1
         source = torch.zeros(num_rows + num_runs * (width - 1), dtype=torch.int64, device=device)
         for back in range(width):
             earlier, is_own = rows_before(running, tokens, document, back=back)
-            place = earlier - first + 1 + num_lent
-            if lent is not None:
-                is_here = (earlier >= first) & (earlier < first + num_rows)
-                place = torch.where(is_here, place, torch.searchsorted(lent, earlier) + 1)
-            source[own - back] = torch.where(is_own, place, 0)
-        running.derived[name] = source, own
+            source[places - back] = torch.where(is_own, earlier - first + 1 + num_before, 0)
+        running.derived[name] = source, places
     return running.derived[name]
 
 
@@ -320,6 +316,15 @@ def missing_packages(model: nn.Module) -> list[str] | None:
     if not known:
         return None
     return sorted({PIP_NAMES[wrapper["package"]] for wrapper in known if not wrapper["is_new_implementation"]})
+
+
+def is_hybrid(config: PreTrainedConfig) -> bool:
+    """Whether transformers' model of a text config has recurrent mixers."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds and all("attention" in kind and kind != "linear_attention" for kind in kinds):
+        return False
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is not None and not REPLACEMENTS.keys().isdisjoint(vars(sys.modules[model.__module__]))
 
 
 def tokens_summed_in_common(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ from datasets import IterableDataset
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
+from ..attention.mixers import is_hybrid
 from ..data.encoded_images import IMAGES
 from ..planning.strategies import STRATEGIES, StrategyTraits
 
@@ -270,6 +271,15 @@ def VIRTUAL_TOKENS(setup: Setup) -> str | None:
 def DROPPED_WEIGHTS(setup: Setup) -> str | None:
     rates = {} if setup.model is None else dropped_weights(text_config(setup.model, setup.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
+
+
+@_choice("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
+def PARTS_OF_HYBRIDS(setup: Setup) -> str | None:
+    parts = TOKENS_PER_RANK.describe(setup)
+    if parts is None or setup.model is None:
+        return None
+    config = text_config(setup.model, setup.args)
+    return f"{parts} for the recurrent layers of {config.model_type}" if is_hybrid(config) else None
 
 
 @_choice(

@@ -100,6 +100,8 @@ _SHARED_ROWS = {
     "documents of several lengths",
     of.CONSTANT_SHAPES: "It gives all packs the same shapes, and the number of keys of a pack with shared tokens "
     "depends on its documents",
+    of.PARTS_OF_HYBRIDS: "The rows that a convolution reads before a shared piece may lie on any rank, and ranks "
+    "exchange only the last ones of each part",
 }
 _WEIGHTS = {
     of.LOSS_FUNCTION: "It gets a whole batch and returns one number, in which documents have no weight",
