@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,12 +14,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, mixers, tower_division, varlen
+from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.tower_division import TowerDivision
-from trl_packfix.data import pack_collator, stream
+from trl_packfix.data import image_collator, pack_collator, stream
 from trl_packfix.data.collator import IGNORE_INDEX
+from trl_packfix.data.image_collator import PackedImages
+from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.layout import Layout, Runs
 from trl_packfix.planning.families import Pieces
 from trl_packfix.training import objective
@@ -203,6 +206,82 @@ def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
     return replace(right(dataset, rank, world_size), index=rank % degree, count=degree)
 
 
+# One process
+
+
+@contextmanager
+def boundary_of_mixers():
+    """The last document of each pack begins with the state, and with the last tokens, of the one before it."""
+
+    def wrong(running):
+        bounds = running.cu_seq_lens_q
+        fewer = torch.cat([bounds[:-2], bounds[-1:]]) if len(bounds) > 2 else bounds
+        return replace(running, cu_seq_lens_q=fewer, cu_seq_lens_k=fewer, derived={})
+
+    with ExitStack() as patches:
+        for name, place in {"run_scan": 1, "_boundaries": 0, "_stretches": 0}.items():
+
+            def on_fewer(right, *given, place=place, **more):
+                return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
+
+            patches.enter_context(changed(mixers, name, on_fewer)())
+        yield
+
+
+def each_row_once(right, layout, mask):
+    """The first of the documents that train a row trains it, and none of the others."""
+    first = np.unique(layout.target_rows.numpy(), return_index=True)[1]
+    rows, documents = layout.target_rows[first], layout.target_documents[first]
+    trained = torch.bincount(documents, minlength=layout.count)
+    return right(replace(layout, target_rows=rows, target_documents=documents, trained=trained), mask)
+
+
+def by_placeholder(right, process, documents):
+    """Images are compared by their placeholder tokens."""
+    spans = [process.image_span(document) for document in documents]
+    return [
+        Compared(np.asarray(each["input_ids"]), [span] if span[1] else [])
+        for each, span in zip(documents, spans, strict=True)
+    ]
+
+
+def in_order_of_documents(right, images, documents, runs, position_ids):
+    """Each image once, and in the order of the documents, not of the rows."""
+    entries = right(images, documents, runs, position_ids)
+    wrong = right(images, documents, sorted(runs), position_ids)
+    return entries | {name: wrong[name] for name in images.layout.images if name in wrong}
+
+
+def without_parents(right, pack):
+    """Behind a shared image the recurrent layers of a hybrid begin anew."""
+    found = right(pack)
+    return replace(found, levels=[replace(level, parents=None) for level in found.levels])
+
+
+# Leaks, which the proof of the model would refuse: they begin behind it
+BEHIND_PROOF: dict[str, Fault] = {
+    "one_document": changed(varlen, "_document_lengths", lambda right, kwargs, running, num_tokens: [num_tokens]),
+    "boundary_of_mixers": boundary_of_mixers,
+}
+ONE: dict[str, Fault] = {
+    "each_row_once": changed(Runs, "targets", each_row_once),
+    # The last rows of documents, which the router statistic counts
+    "last_rows_dropped": changed(
+        PrefixCollator,
+        "_lay_out",
+        lambda right, self, *given: right(replace(self, keeps_last_rows=False), *given),
+    ),
+    "compared_by_placeholder": changed(RowProcessor, "compare", by_placeholder),
+    # Of a document whose first images are shared, these again in place of the others
+    "first_images_again": changed(
+        image_collator,
+        "images_between",
+        lambda right, document, first, stop, num: right(document, 0, stop - first, num=num),
+    ),
+    "images_of_other_rows": changed(PackedImages, "__call__", in_order_of_documents),
+    "states_forgotten": changed(mixer_prefixes, "levels_of", without_parents),
+}
+
 unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)
 
 
@@ -248,7 +327,7 @@ TRAINING: dict[str, Fault] = {
     ),
     "summed_twice": lambda: mock.patch.object(compat, "SUMMED_BY_RANKS", "no style"),
 }
-ALL = ATTENTION | MIXERS | IMAGES | TRAINING
+ALL = ATTENTION | MIXERS | IMAGES | TRAINING | ONE
 ALL["own_shards_unseen"] = together(ALL["own_shards"], unseen)
 ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
 ALL["other_texts"] = unseen  # with other texts on a rank: `training.other_texts`

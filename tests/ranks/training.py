@@ -44,7 +44,7 @@ COMMON = {
     "disable_tqdm": True,
     "ddp_timeout": 90,  # turns a hang into an error
 }
-RATES = {"lora": 2.0, "dora": 2.0, "attention": 1.0, "language": 1.0}
+RATES = {"lora": 2.0, "dora": 2.0, "inputs": 2.0, "attention": 1.0, "language": 1.0, "towers": 1.0}
 
 
 class Packed(trl_packfix.SFTTrainer):
@@ -197,6 +197,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
         "report": report.to_dict() if report else {},
         "eval": trainer.evaluate() if row.evaluates else {},
         "tiles": sum_of_ranks(sum(trainer.computed)),
+        "unpacked": trainer.packed_model.is_unpacked,
         "divided": sum(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
     return found

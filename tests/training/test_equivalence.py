@@ -1,82 +1,101 @@
-"""Packed training is unpacked training: the same losses and the same weights, for every kind of model and adapter.
+"""The table of equivalences in one process: every row ends with the weights and the log of TRL's unpacked training.
 
-How far rounding alone moves them is measured beside each comparison (`rounding.py`).
+Rounding is measured as in `test_on_ranks.py`, which has the rows that need ranks.
 """
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from support.equivalence import MODELS, Case, assert_packed_equals_unpacked, errors, train
+import trl
+from ranks import faults
+from ranks.engines import weights_of
+from ranks.table import IN_ONE, NUM_STEPS, ROWS
+from ranks.training import make_trainer, train
+from support.equivalence import Case, errors
+from support.equivalence import train as train_case
 from support.rounding import LIMIT, tolerance
-from support.versions import divides_router_loss
+from support.versions import GEMMA3_LEAKS, scores_tokens, trl_trains
+from test_on_ranks import check_logs, difference, folder, key, logged, reference, rounding, unpacked
+from transformers import TrainerCallback
 
+from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.objective import Objective
 
-pytestmark = pytest.mark.slow
-
-CASES = [
-    *[Case(model) for model in MODELS],
-    Case("llama", accumulation=4),
-    pytest.param(Case("gpt_oss", accumulation=4), marks=divides_router_loss),
-    *[Case(model, checkpointing=True) for model in ("llama", "gpt_oss")],
-    Case("llama", "lora", 4, True),
-    Case("gpt_oss", "dora"),
-    *[Case(model, dtype=torch.float64) for model in ("llama", "gemma3")],
-]  # fmt: skip
+pytestmark = [pytest.mark.slow, trl_trains]
+AS_ROWS = ("gemma3", "gemma4", "paligemma")  # documents see each other in a pack, so they are rows of padded batches
+NAMES = [pytest.param(name, marks=scores_tokens if name == "one_prefixes_dft" else ()) for name in IN_ONE]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_packed_training_equals_unpacked_training(case):
-    assert_packed_equals_unpacked(case, least_change=0.1)
+@pytest.mark.parametrize("name", NAMES)
+def test_packs_train_what_trl_trains_unpacked(name):
+    row, expected = ROWS[name], reference(name)
+    found = train(folder(), row)
+    if row.given.get("bf16"):  # as far from unpacked training as that is with other micro-batches
+        apart = difference(unpacked(key(row), halves=True), expected)
+        assert 1e-4 < apart < 0.02 and difference(found, expected) <= 3 * apart
+    else:
+        limit = tolerance(rounding()[0]) if row.dtype is torch.float32 else 1e-12
+        assert difference(found, expected) <= limit
+        check_logs(row, found, expected)
+    isolated, equal, attention = found["proof"]
+    assert isolated and equal and len(found["seen"]) == NUM_STEPS * row.micro_batches
+    assert max(count for *_, count in found["seen"]) > 2, "nothing was packed"
+    as_rows = row.model in AS_ROWS and (row.model != "gemma3" or GEMMA3_LEAKS)
+    assert found["unpacked"] is as_rows and (attention == "packfix_varlen") is not as_rows
+    if "share_prefixes" in row.ours:
+        assert sum(logged(found, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
 
 
-# `benchmarks/hybrid_training.py` has both of each type, two ranks, and kernels; `test_kernels.py` trains kimi_linear
-HYBRID_CASES = [
-    *[("qwen3_5_text", "full"), ("lfm2", "full"), ("falcon_h1", "full"), ("nemotron_h", "lora")],
-    *[("granitemoehybrid", "full"), ("granitemoehybrid", "lora")],
-]
+class BeginsBehindProof(TrainerCallback):
+    """A fault from the first step on."""
+
+    def __init__(self, stack: ExitStack, fault: faults.Fault) -> None:
+        self.stack, self.fault = stack, fault
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.stack.enter_context(self.fault())
 
 
-@pytest.mark.parametrize(("model", "adapter"), HYBRID_CASES)
-def test_packed_training_of_hybrid_models_equals_unpacked_training(model, adapter):
-    assert_packed_equals_unpacked(Case(model, adapter, accumulation=4, num_documents=8), least_change=0.1)
+@pytest.mark.faults
+@pytest.mark.parametrize("name, fault", [(name, fault) for name in IN_ONE for fault in ROWS[name].faults])
+def test_the_table_sees_faults(name, fault):
+    expected = reference(name)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(PackedModel, "prove_prefixes", lambda self, wrapped: None))
+        late = faults.BEHIND_PROOF.get(fault)
+        if late is None:
+            stack.enter_context(faults.ALL[fault]())
+        found = train(folder(), ROWS[name], callbacks=[BeginsBehindProof(stack, late)] if late else None)
+    assert difference(found, expected) > LIMIT
 
 
-@pytest.mark.parametrize("model", ["granitemoehybrid", "lfm2"])
-def test_the_comparison_sees_a_boundary_that_mixers_lose(model):
-    """Also in LFM2, whose mixers carry no more than two tokens over it."""
-    case = Case(model, accumulation=4, num_documents=8)
-    reference = train(case, "unpacked")
-    rounding, found = (errors(case, trainer, reference)[1] for trainer in ("reversed", "leaking"))
-    assert found > 5 * tolerance(rounding), (found, rounding)
+def scaled(right, *given):
+    loss, outputs = right(*given)
+    return 1.0001 * loss, outputs
+
+
+def test_an_error_of_one_in_ten_thousand_fails():
+    """However large rounding is where the suite runs: the tolerance has a limit."""
+    with faults.changed(Objective, "_loss", scaled)():
+        found = train(folder(), ROWS["one"])
+    assert difference(found, reference("one")) > LIMIT >= tolerance(rounding()[0]) > tolerance(0.0)
 
 
 @pytest.mark.parametrize("model", ["gpt_oss", "opt"])
-def test_the_comparison_sees_a_leak(model):
-    """Stock TRL lets documents see each other on these models. If it no longer does, this test has lost its witness."""
-    reference = train(Case(model), "unpacked")
-    _, weight_error = errors(Case(model), "padding_free", reference)
-    assert weight_error > 1e-2
+def test_stock_packing_leaks(model):
+    """Stock TRL lets documents see each other on these models. If it no longer does, the README is no longer true."""
+    assert errors(Case(model), "padding_free", train_case(Case(model), "unpacked"))[1] > 1e-2
 
 
-def test_an_error_of_one_in_ten_thousand_fails(monkeypatch):
-    """However large rounding is where the suite runs: the tolerance has a limit."""
-    right = Objective._loss
-
-    def wrong(*given):
-        loss, outputs = right(*given)
-        return 1.0001 * loss, outputs
-
-    monkeypatch.setattr(Objective, "_loss", wrong)
-    with pytest.raises(AssertionError, match="losses|weights"):
-        assert_packed_equals_unpacked(Case("llama"))
-    assert LIMIT < 1e-4 and tolerance(1.0) == LIMIT and tolerance(0.0) < 2e-6
-
-
-def test_packed_run_really_packs():
-    _, _, trainer = train(Case("llama", accumulation=4), "packed")
-    batches = list(trainer.get_train_dataloader())
-    # the unpacked run has as many documents per micro-batch as its batch size
-    batch_size = trainer.args.per_device_train_batch_size
-    assert max(len(batch["cu_seq_lens_q"]) - 1 for batch in batches) > batch_size
-    assert all(batch["input_ids"].shape[0] == 1 for batch in batches)
-    assert trainer.packed_model.attention.name == "packfix_varlen"
+def test_stock_accumulation_is_another_mean():
+    """Guard: models that take no count of tokens get a mean of means from transformers."""
+    row = ROWS["one_qwen2_5_vl"]
+    stock = make_trainer(folder(), replace(row, ours={}), cls=trl.SFTTrainer)
+    assert not stock.model_accepts_loss_kwargs
+    stock.train()
+    expected = reference("one_qwen2_5_vl")
+    assert difference(expected | {"end": weights_of(stock)}, expected) > 1e-3

@@ -3,6 +3,7 @@
 import json
 import logging
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, load_from_disk
+from ranks import faults
 from support.rounding import tolerance, weight_difference
 from support.versions import trl_trains
 from support.vision import (
@@ -27,8 +29,7 @@ from support.vision import (
 )
 
 from trl_packfix.cli import main
-from trl_packfix.data import image_collator, image_rows, turns
-from trl_packfix.data.image_collator import images_between
+from trl_packfix.data import image_rows, turns
 from trl_packfix.data.turns import Conversation
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
@@ -117,11 +118,6 @@ def test_turns_train_as_in_unpacked_trl(shares):
     assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
 
 
-def first_images(document, first, stop, *, num):
-    """The fault: of a document whose first images are shared, these again in place of the others."""
-    return images_between(document, 0, stop - first, num=num)
-
-
 @trl_trains
 @pytest.mark.parametrize("fault", ["images of the last turn", "first images again", "thoughts of earlier turns"])
 def test_the_comparison_sees_faults(fault, monkeypatch):
@@ -135,10 +131,9 @@ def test_the_comparison_sees_faults(fault, monkeypatch):
             return made | {"images": images[len(images) - len(made["images"]) :]}
 
         monkeypatch.setattr(Conversation, "row_of_turn", wrong)
-    elif fault == "first images again":
-        monkeypatch.setattr(image_collator, "images_between", first_images)
     keeping = {"processor": build_processor("llava")} if fault == "thoughts of earlier turns" else {}
-    _, found, _ = trained(share_prefixes="pack", **keeping)
+    with faults.ONE["first_images_again"]() if fault == "first images again" else nullcontext():
+        _, found, _ = trained(share_prefixes="pack", **keeping)
     difference = weight_difference(found, wanted, start)
     print(f"{fault}: {difference:.1e}")
     assert difference > 1e-3

@@ -1,29 +1,20 @@
-"""Documents that share prefixes train what they train alone: TRL's unpacked runs, and packs in which nothing is shared.
-
-Each control plants the error that a rule of the loss prevents, and must show.
-"""
+"""Shared prefixes in the trainer: counts, evaluation, restarts, refusals (weights: `test_equivalence.py`)."""
 
 import warnings
-from dataclasses import replace
-from functools import cache
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
-import trl
 from datasets import Dataset
-from peft import LoraConfig
-from support.models import build_tiny_model, build_tokenizer
+from ranks import faults
 from support.prefixes import forest, shared_prefixes
-from support.rounding import tolerance, weight_difference
 from support.runs import config, trainer
-from support.versions import scores_tokens
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import PackedDataCollator, SFTTrainer
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT, Runs, layout_of
+from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.planning.strategies import plan_packs
 
 pytestmark = pytest.mark.slow
@@ -40,49 +31,19 @@ SGD = {
     "seed": 11,
 }
 OURS = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
-APART = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}  # the same documents in every step
 COLUMNS = {"weight_column": "share", "source_column": "source"}
-MODELS = {
-    "llama": {},
-    "lora": {"lora": True, "learning_rate": 0.5},
-    "gemma3": {},
-    "gpt_oss": {},
-    "mixtral": {"router_aux_loss_coef": 0.5},
-    "dft": {"loss_type": "dft", "learning_rate": 2.0},
-    "smoothed": {"label_smoothing_factor": 0.3},
-    "document": {"document_weighting": "document"},
-    "weights": COLUMNS,
-}
-NOT_IN_TRL = ("document", "weights")
 
 
-def run(name: str, is_ours: bool = True, plant=None, **more):
-    """A run of five steps: the trainer, the change of its weights, and where they began."""
-    settings = SGD | MODELS[name] | more
-    model = build_tiny_model(name if name in ("gemma3", "gpt_oss", "mixtral") else "llama")
-    peft_config = None
-    if settings.pop("lora", False):
-        torch.manual_seed(0)
-        peft_config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+def run(plant=None, **more):
+    """A run of five steps: the trainer, and the change of its weights."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if is_ours:
-            given = {"trainer_kwargs": {"peft_config": peft_config}}
-            found = trainer(folder, DOCUMENTS, model=model, **given, **(OURS | settings))
-        else:
-            found = trl.SFTTrainer(
-                model,
-                config(folder, config_class=trl.SFTConfig, **({"packing": False} | settings)),
-                train_dataset=DOCUMENTS.select_columns(["input_ids", "labels"]),
-                processing_class=build_tokenizer(),
-                peft_config=peft_config,
-            )
+        found = trainer(folder, DOCUMENTS, **(OURS | SGD | more))
         found.remove_callback(PrinterCallback)
         if plant is not None:
             plant(found)
-        start = trained_weights(found)
         found.train()
-    return found, trained_weights(found), start
+    return found, trained_weights(found)
 
 
 def trained_weights(found) -> torch.Tensor:
@@ -92,125 +53,6 @@ def trained_weights(found) -> torch.Tensor:
 def logged(found, name: str) -> list[float]:
     """The value of every step, None where it was not logged."""
     return [entry.get(name) for entry in found.state.log_history if "loss" in entry]
-
-
-@cache
-def reference(name: str):
-    """What sharing must equal: TRL, unpacked. Where TRL has no such setting, ours, nothing shared."""
-    if name in NOT_IN_TRL:
-        return run(name, share_prefixes="off")
-    return run(name, is_ours=False)
-
-
-@cache
-def rounding(name: str) -> float:
-    """How far the weights end from the reference if only sums are made in another order."""
-    more = {} if name == "mixtral" else APART  # its router statistic is one of each micro-batch
-    _, found, start = run(name, share_prefixes="off", **more)
-    return weight_difference(found, reference(name)[1], start)
-
-
-def error(name: str, **more) -> float:
-    _, found, start = run(name, **more)
-    return weight_difference(found, reference(name)[1], start)
-
-
-CASES = [
-    *[(name, {}) for name in MODELS],
-    ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, **APART}),
-    ("lora", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}, **APART}),
-    ("gpt_oss", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-    ("mixtral", {"pad_to_multiple_of": 64}),
-    ("document", APART),
-    ("weights", {"pad_to_multiple_of": 64, **APART}),
-]
-
-
-def marked(case):
-    """Older TRL has other settings, and reads labels in another way."""
-    return case if case[0] in NOT_IN_TRL else pytest.param(*case, marks=scores_tokens)
-
-
-@pytest.mark.parametrize("name, more", [marked(case) for case in CASES], ids=str)
-def test_shared_training_is_unpacked_training(name, more):
-    found, after, start = run(name, **more)
-    difference = weight_difference(after, reference(name)[1], start)
-    print(f"{name} {more}: {difference:.1e}, rounding {rounding(name):.1e}")
-    assert difference <= tolerance(rounding(name))
-    expected = reference(name)[0]
-    for metric in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
-        assert logged(found, metric) == pytest.approx(logged(expected, metric), rel=1e-5), metric
-    if name == "mixtral":
-        assert logged(found, "aux_loss") == pytest.approx(logged(expected, "aux_loss"), rel=1e-5)
-    assert max(logged(found, "computed_share")) < 0.85, "hardly anything was shared"
-    assert logged(found, "documents_per_step") == [8] * 5
-
-
-def test_metrics_are_those_of_documents():
-    shared, whole = run("weights")[0], reference("weights")[0]
-    names = [f"{what}/{source}" for what in ("loss", "trained_tokens") for source in "abc"]
-    for name in ("trained_tokens", "documents_per_step", *names):
-        found = {step: value for step, value in enumerate(logged(shared, name)) if value is not None}
-        expected = {step: value for step, value in enumerate(logged(whole, name)) if value is not None}
-        assert found == pytest.approx(expected, rel=1e-5) and len(found) > 1, name
-    assert "computed_share" not in whole.state.log_history[-2]
-
-
-# Controls
-
-
-def changes_batches(monkeypatch, change):
-    """Let `change` spoil what the collator says of each pack that shares."""
-    collate = PrefixCollator.collate
-
-    def wrong(self, documents, degree=1):
-        batch, runs = collate(self, documents, degree)
-        if LAYOUT in batch:
-            batch[LAYOUT] = change(batch[LAYOUT])
-        return batch, runs
-
-    monkeypatch.setattr(PrefixCollator, "collate", wrong)
-
-
-def each_row_once(shared):
-    """The first of the documents that train a row, and none of the others."""
-    first = np.unique(shared.target_rows.numpy(), return_index=True)[1]
-    rows, documents = shared.target_rows[first], shared.target_documents[first]
-    trained = torch.bincount(documents, minlength=shared.count)
-    return replace(shared, target_rows=rows, target_documents=documents, trained=trained)
-
-
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=scores_tokens), "document", "weights"])
-def test_without_weights_of_rows_it_shows(name, monkeypatch):
-    count_rows_once(monkeypatch)
-    assert error(name) > 1e-2
-
-
-def count_rows_once(monkeypatch):
-    right = Runs.targets
-    monkeypatch.setattr(Runs, "targets", lambda layout, mask: right(each_row_once(layout), mask))
-
-
-@scores_tokens
-def test_with_a_count_of_labels_it_shows(monkeypatch):
-    monkeypatch.setattr(Runs, "labels", lambda layout, batch: batch)
-    assert error("llama") > 1e-2
-
-
-@scores_tokens
-def test_with_a_router_statistic_of_rows_it_shows(monkeypatch):
-    changes_batches(monkeypatch, lambda shared: replace(shared, num_documents=shared.num_documents.clamp(max=1)))
-    assert error("mixtral") > 20 * tolerance(rounding("mixtral"))
-
-
-@scores_tokens
-def test_with_last_rows_dropped_under_a_router_it_shows():
-    def drop(found):
-        assert found.data_collator.rows.keeps_last_rows
-        found.data_collator.rows.keeps_last_rows = False
-
-    assert error("mixtral", plant=drop) > 20 * tolerance(rounding("mixtral"))
-    assert not run("llama", max_steps=1)[0].data_collator.rows.keeps_last_rows
 
 
 # What is counted
@@ -274,11 +116,11 @@ def test_switched_off_before_the_first_step_nothing_is_shared(workers):
         refuses.trainer = found
         found.add_callback(refuses)
 
-    found, after, _ = run("llama", plant=refuse, dataloader_num_workers=workers)
-    assert torch.equal(after, run("llama", share_prefixes="off")[1])
+    found, after = run(refuse, dataloader_num_workers=workers)
+    assert torch.equal(after, run(share_prefixes="off")[1])
     assert logged(found, "computed_share") == [1.0] * 5
-    shared, with_workers, _ = run("llama", dataloader_num_workers=workers)
-    assert torch.equal(with_workers, run("llama")[1]) and max(logged(shared, "computed_share")) < 0.85
+    shared, with_workers = run(dataloader_num_workers=workers)
+    assert torch.equal(with_workers, run()[1]) and max(logged(shared, "computed_share")) < 0.85
 
 
 # Evaluation
@@ -298,7 +140,7 @@ def evaluated(folder, **settings):
     return found, found.state.log_history[-1], rows, len(batches)
 
 
-def test_evaluation_brings_families_together(tmp_path, monkeypatch):
+def test_evaluation_brings_families_together(tmp_path):
     _, whole, tokens, num_whole = evaluated(tmp_path, share_prefixes="off")
     found, shared, rows, num_shared = evaluated(tmp_path, share_prefixes="family")
     names = [name for name in whole if name.startswith("eval_") and not name.endswith(("time", "second"))]
@@ -323,8 +165,8 @@ def test_evaluation_brings_families_together(tmp_path, monkeypatch):
     assert rows_on_parts < 0.9 * sum(unsorted)
     assert {name: on_parts[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
     # The control: each row once
-    count_rows_once(monkeypatch)
-    _, wrong, *_ = evaluated(tmp_path, share_prefixes="family")
+    with faults.ONE["each_row_once"]():
+        _, wrong, *_ = evaluated(tmp_path, share_prefixes="family")
     assert wrong["eval_loss"] != pytest.approx(whole["eval_loss"], rel=1e-5)
 
 
@@ -352,25 +194,7 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     assert max(batch["labels"].numel() for batch in batches) <= 96
 
 
-# Streams and restarts
-
-
-def test_a_stream_shares_what_its_packs_share(tmp_path):
-    def stream(share):
-        found = trainer(
-            tmp_path,
-            DOCUMENTS.to_iterable_dataset(),
-            **SGD | {"share_prefixes": share, "weight_column": "share", "gradient_accumulation_steps": 2},
-        )
-        start = trained_weights(found)
-        found.train()
-        return found, trained_weights(found), start
-
-    (found, after, start), (_, whole, _) = stream("pack"), stream("off")
-    difference = weight_difference(after, whole, start)
-    print(f"{difference:.1e}, rounding {rounding('weights'):.1e}")
-    assert difference <= tolerance(rounding("weights"))
-    assert max(logged(found, "computed_share")) < 0.85
+# Restarts
 
 
 RESTART = {
