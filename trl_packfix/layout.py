@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 LAYOUT = "layout"  # the entry of a batch
+IGNORE_INDEX = -100  # label of a token that is not trained
 
 ON_HOST = {"on_host": True}  # metadata of a field that stays on the host
 

@@ -22,9 +22,8 @@ from transformers.integrations.neftune import activate_neftune
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.data import turns
-from trl_packfix.data.turns import Conversation
-from trl_packfix.training.messages import say_if_turns_do_not_end
+from trl_packfix.samples.conversation import Conversation
+from trl_packfix.samples.said import say_if_turns_do_not_end, unended
 
 pytestmark = pytest.mark.slow
 
@@ -410,8 +409,8 @@ def test_only_special_tokens_end_a_turn():
     tokenizer = tokenizer_with("qwen3")
     tokenizer.add_tokens(["</tool_call>"])
     call = tokenizer("weather</tool_call>")["input_ids"]
-    assert turns.unended(call, tokenizer) == "weather</tool_call>"
-    assert turns.unended([*call, tokenizer.eos_token_id], tokenizer) is None
+    assert unended(call, tokenizer) == "weather</tool_call>"
+    assert unended([*call, tokenizer.eos_token_id], tokenizer) is None
 
 
 def test_each_of_the_first_samples_must_end(tmp_path, caplog):

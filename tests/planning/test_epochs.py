@@ -23,12 +23,13 @@ from support.runs import trainer, weights
 import trl_packfix
 from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
-from trl_packfix.data.cache_files import CODE, SUFFIX, Cached, read_arrays, read_or_make, write_arrays
+from trl_packfix.data.cache_files import SUFFIX, read_arrays, read_or_make, write_arrays
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.parallel import Speeds
+from trl_packfix.samples.row import CODE, Cached
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*"
@@ -250,7 +251,7 @@ def test_every_setting_has_its_own_file(tmp_path):
 def test_other_code_does_not_find_the_plans(tmp_path):
     """Ranks that find a file and ranks that do not must have the same schedule."""
     shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", "from trl_packfix.data.cache_files import CODE; print(CODE)"]
+    command = [sys.executable, "-P", "-c", "from trl_packfix.samples.row import CODE; print(CODE)"]
 
     def code():
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)

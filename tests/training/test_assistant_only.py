@@ -19,8 +19,10 @@ from transformers import AutoTokenizer
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.data.masks import AssistantMask, MaskCounts, TurnRule
-from trl_packfix.data.turns import Conversation
+from trl_packfix.samples.conversation import Conversation
+from trl_packfix.samples.recipes import Masked
+from trl_packfix.samples.row import Bad, MaskCounts
+from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +63,10 @@ def trained_texts(row, tokenizer):
 
 
 def sample(messages, tokenizer, template=None, **rule):
-    return AssistantMask(TurnRule(**rule), template).sample({"messages": messages}, tokenizer)[0]
+    (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages})
+    if isinstance(made, Bad):
+        raise ValueError(made.reason)
+    return {"input_ids": made.tokens, "labels": made.labels}
 
 
 def run_of(folder, data, tokenizer=PLAIN, model=None, eval_dataset=None, **settings):

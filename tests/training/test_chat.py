@@ -16,7 +16,7 @@ from support.rounding import loss_difference, tolerance, weight_difference
 from support.runs import config, documents_of, start_weights, trainer, weights
 
 from trl_packfix import SFTConfig, SFTTrainer
-from trl_packfix.training.messages import say_what_is_left_out
+from trl_packfix.samples.said import say_what_is_left_out
 
 pytestmark = pytest.mark.slow
 

@@ -29,11 +29,12 @@ from support.vision import (
 )
 
 from trl_packfix.cli import main
-from trl_packfix.data import image_rows, turns
-from trl_packfix.data.turns import Conversation
+from trl_packfix.data import image_rows
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
 from trl_packfix.reporting.savings import estimated_savings
+from trl_packfix.samples import conversation
+from trl_packfix.samples.conversation import Conversation
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +128,7 @@ def test_the_comparison_sees_faults(fault, monkeypatch):
         right = Conversation.row_of_turn
 
         def wrong(self, turn, processor):
-            made, images = right(self, turn, processor), turns._images(self.messages)
+            made, images = right(self, turn, processor), conversation._images(self.messages)
             return made | {"images": images[len(images) - len(made["images"]) :]}
 
         monkeypatch.setattr(Conversation, "row_of_turn", wrong)

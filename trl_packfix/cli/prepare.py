@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    from ..data.image_rows import has_images
+    from ..samples.checks import has_images
     from .sources import load_rows, load_tokenizer
 
     settings = flags.tokenisation(args)
@@ -161,7 +161,7 @@ def _save_tokens(
 
     from ..data.reader import TokenReader
     from ..data.spans import make_documents
-    from ..training.bad_rows import without_bad_rows
+    from ..samples.apply import without_bad_rows
     from .sources import in_utf8, tokenised
 
     tables = []

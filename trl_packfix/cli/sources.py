@@ -23,13 +23,12 @@ import numpy.typing as npt
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-from ..data.cache_files import Cached
 from ..data.collator import IGNORE_INDEX
-from ..data.encoded_images import IMAGES
-from ..data.image_rows import ImageRows, has_images
-from ..data.masks import AssistantTurns
-from ..data.reader import BAD_ROW, Rows, TokenReader, applied_masks
-from ..data.turns import check_conversations
+from ..data.image_rows import ImageRows
+from ..data.reader import Rows, TokenReader, applied_masks
+from ..samples.checks import IMAGES, check_conversations, has_images
+from ..samples.row import BAD_ROW, Cached
+from ..samples.turns import AssistantTurns
 from .flags import MODEL, named
 
 if TYPE_CHECKING:

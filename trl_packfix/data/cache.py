@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from datasets import is_caching_enabled
 
-from .cache_files import CODE, PREFIX, SUFFIX, Arrays, read_or_make
+from ..samples.row import CODE
+from .cache_files import PREFIX, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader

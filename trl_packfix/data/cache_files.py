@@ -1,7 +1,7 @@
 """Cache files beside the dataset, written atomically. Plans and schedules unused for a week are deleted.
 
 Every cache of this package depends on its code: another version may cut, measure, plan or estimate differently. So
-`CODE` is part of every file name, also of those that `datasets` makes (`Cached`).
+`CODE` (`samples/row.py`) is part of every file name, also of those that `datasets` makes (`Cached`).
 
 A file holds named arrays as an Arrow file, and behind them a hash of its name and content: what a disk lost, or what
 was copied under another name, is made again. It is memory-mapped, so all ranks of a node share one copy in memory. An
@@ -17,9 +17,8 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,31 +34,6 @@ PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs 
 TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
 LONGEST_WAIT = 600  # seconds for another process of the node that makes a file
 NUM_SEALED = hashlib.sha256().digest_size  # bytes
-
-
-def _hash_of_code() -> str:
-    digest = hashlib.sha256(np.__version__.encode())
-    package = Path(__file__).parents[1]
-    for file in sorted([*(package / "planning").glob("*.py"), *(package / "data").glob("*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-CODE = _hash_of_code()  # computed at import: the source files may change during the run
-
-
-@dataclass(frozen=True)
-class Cached:
-    """A function for `Dataset.map`, whose result `datasets` finds again only with the same code.
-
-    `datasets` hashes a function of a module by its name, but an object by its attributes.
-    """
-
-    function: Callable[..., Any]
-    code: str = CODE
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def read_or_make(

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..layout import IGNORE_INDEX as IGNORE_INDEX
 from . import boundaries
 
-IGNORE_INDEX = -100
 MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
 READ = frozenset(("input_ids", "labels"))
 

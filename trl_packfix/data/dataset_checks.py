@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_token_range
@@ -70,115 +67,6 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
 
 
 # Datasets
-
-
-def check_rows(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuse a dataset without rows; TRL reads the first row."""
-    if isinstance(dataset, IterableDataset) and next(iter(dataset), None) is None:
-        raise ValueError(
-            f"The {name} dataset is an `IterableDataset` of 0 rows, so there is nothing to train or evaluate. Check "
-            "the files, the split and the filters, and that the generator yields rows each time it is called."
-        )
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(
-            f"The {name} dataset has 0 rows and the columns {dataset.column_names}, so there is nothing to train or "
-            "evaluate. Check the file, the split and the filters."
-        )
-
-
-def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, *, args: Any, is_formatted: bool = False) -> None:
-    """Check a dataset that is not tokenised yet.
-
-    Args:
-        is_formatted: a formatting function will make the text, so the text columns are not checked.
-
-    With `bad_rows="drop"` single rows are not checked.
-
-    Raises:
-        ValueError: no rows, nothing to tokenise, or missing values in the text; plain text and no EOS token;
-            `assistant_only_loss` and rows without an assistant message.
-    """
-    check_rows(dataset, name)
-    columns = dataset.column_names
-    # Datasets with a transform are skipped: reading them would run it, and TRL refuses them.
-    if not is_formatted and dataset.format["type"] != "custom":
-        _check_text(dataset, name, args)
-    conversational = "messages" in columns or "conversations" in columns
-    if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
-        raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has no EOS token, and the {name} dataset of {len(dataset)} "
-            "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
-            "`eos_token` in the config, or `tokenizer.eos_token`."
-        )
-    if args.assistant_only_loss and args.bad_rows == "raise" and "messages" in columns:
-        silent = _rows_without_assistant(dataset)
-        if len(silent):
-            raise ValueError(
-                f"`assistant_only_loss=True` was given and {len(silent)} of {len(dataset)} rows of the {name} dataset "
-                f"have no assistant message; the first are {silent[:NUM_SHOWN].tolist()}. Such a row has no token to "
-                "train. Remove these rows (`dataset.select`), or set `assistant_only_loss=False`."
-            )
-
-
-def _check_text(dataset: Dataset, name: str, args: Any) -> None:
-    """Refuse a dataset without text: TRL would stop with a Python error that does not name the cause."""
-    text_field = args.dataset_text_field
-    columns = _text_columns(dataset, text_field)
-    if not columns:
-        typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
-        raise ValueError(
-            f"The {name} dataset of {len(dataset)} rows has the columns {typed_columns}. TRL tokenises `messages` "
-            "(lists of `role` and `content`), `conversations` (lists of `from` and `value`), `prompt` with "
-            f"`completion`, or the text in `{text_field}`; the dataset has none of these. Rename or reshape a column, "
-            "or set `dataset_text_field` to the column that holds the text."
-        )
-    for column in columns if args.bad_rows == "raise" else ():
-        if dataset.data.column(column).null_count:  # counts all rows of the table, selected or not, without a copy
-            values = dataset.select_columns(column).with_format("arrow")[:][column]
-            missing = np.flatnonzero(values.is_null().to_numpy())
-            if len(missing):
-                raise ValueError(
-                    f"{len(missing)} of {len(dataset)} rows of the {name} dataset hold None in `{column}`; the first "
-                    f"are {missing[:NUM_SHOWN].tolist()}. None cannot be tokenised. Remove these rows "
-                    "(`dataset.select`), or fill in the missing text."
-                )
-
-
-def _text_columns(dataset: Dataset, text_field: str) -> list[str]:
-    """The columns that TRL tokenises, chosen as TRL does; [] if there are none."""
-    columns = dataset.column_names
-    if "prompt" in columns:
-        return ["prompt", "completion"] if "completion" in columns else []
-    for column, key in (("conversations", "from"), ("messages", "role")):
-        if column in columns:
-            first = dataset.select_columns(column).with_format(None)[0][column]
-            # An empty first row tells nothing about the others. A row that is None is refused later, with its number.
-            if not first or (isinstance(first, list) and isinstance(first[0], dict) and key in first[0]):
-                return [column]
-    return [text_field] if text_field in columns else []
-
-
-def _is_conversational_prompt(dataset: Dataset) -> bool:
-    feature = dataset.features.get("prompt")
-    return feature is not None and getattr(feature, "dtype", None) != "string"
-
-
-def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
-    """Rows in which no message has the role "assistant", computed in Arrow without Python objects."""
-    column = dataset.select_columns("messages").with_format("arrow")[:]["messages"]
-    has_assistant: list[np.ndarray] = []
-    for chunk in column.chunks:
-        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
-            return np.zeros(0, np.int64)  # not the layout of messages: TRL raises an error
-        messages = chunk.flatten()
-        if not pa.types.is_struct(messages.type) or messages.type.get_field_index("role") < 0:
-            return np.zeros(0, np.int64)
-        role = pc.fill_null(pc.equal(pc.struct_field(messages, "role"), "assistant"), False)
-        parents = pc.list_parent_indices(chunk).to_numpy()
-        has_assistant.append(
-            np.bincount(parents, weights=role.to_numpy(zero_copy_only=False), minlength=len(chunk)) > 0
-        )
-    return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
 
 
 def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, packing: bool) -> None:

@@ -23,7 +23,8 @@ from ..planning.packs import PackPlan
 from ..planning.plans import schedule_epoch, schedule_kept_steps
 from ..planning.schedule import Schedule
 from ..planning.units import Units
-from .cache_files import CODE, PACKS, SUFFIX, Arrays, read_or_make
+from ..samples.row import CODE
+from .cache_files import PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 
 Packs = TypeVar("Packs", PackPlan, Schedule)

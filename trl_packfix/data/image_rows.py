@@ -10,7 +10,7 @@ decodes its images and runs the processor, and must get the same tokens.
 
 import hashlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,20 +20,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
-from .cache_files import Cached
+from ..samples.apply import CONTEXT, EARLIER, GROWS, NUMBERS, ROW, TURN, TURNS
+from ..samples.conversation import Conversation
+from ..samples.row import BAD_ROW, Cached, MaskCounts, TurnCounts
+from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX, READ
-from .encoded_images import IMAGES, decoded
+from .encoded_images import decoded
 from .image_sizes import depends_on_sizes, processing_sizes
-from .masks import TurnRule
 from .prefix_collator import Compared
-from .reader import BAD_ROW, Rows, TokenReader
-from .turns import Conversation, TurnCounts
+from .reader import Rows, TokenReader
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +63,7 @@ MEASURES = Features(
         BAD_ROW: Value("string"),
     }
 )
-# With one document per assistant turn: the row and the message of it, -1 for none; with the first of a row, how many of
-# its turns are not trained; and whether the text of the turn before begins it
-CONVERSATION, TURN, LEFT_OUT, GROWS = "packfix_conversation", "packfix_turn", "packfix_left_out", "packfix_grows"
-TURNS = Features({**dict.fromkeys((CONVERSATION, TURN, LEFT_OUT), Value("int64")), GROWS: Value("bool")})
-
-
-def has_images(dataset: Any) -> bool:
-    """Whether a dataset has a column of images, as TRL names them."""
-    return any(name in IMAGES for name in columns_of(dataset))
-
-
-def columns_of(dataset: Any) -> Collection[str]:
-    """The columns of a dataset; of a stream without features those of its first row."""
-    if not isinstance(dataset, Dataset | IterableDataset):
-        return ()
-    columns: Collection[str] = dataset.column_names or next(iter(dataset), {})
-    return columns
+TURN_MEASURES = Features(MEASURES | dict.fromkeys(NUMBERS, Value("int64")))  # with one document per assistant turn
 
 
 class RowProcessor:
@@ -220,7 +205,7 @@ def measure(
     Args:
         name: of the dataset, for messages.
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
-        rule: measure a document for each assistant turn of a row that is trained, and note which (`TURNS`). A
+        rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`). A
             conversation without such a turn is one document, in which nothing is trained.
 
     Raises:
@@ -241,7 +226,7 @@ def measure(
             batch_size=1,
             fn_kwargs={"process": process, "every": every} | ({} if rule is None else {"rule": rule}),
             remove_columns=dataset.column_names,
-            features=MEASURES if rule is None else Features(MEASURES | TURNS),
+            features=MEASURES if rule is None else TURN_MEASURES,
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
         )
@@ -290,7 +275,7 @@ def _measures_of_turns(
         turns = turns or [-1]
     except Exception as error:
         columns = {name: [value] for name, value in _unmeasured(error).items()}
-        return columns | {CONVERSATION: indices, TURN: [-1], LEFT_OUT: [0], GROWS: [False]}
+        return columns | _numbers_of_turns(indices[0], [-1], grows=[False], counts=MaskCounts())
     documents, texts = [], [""]
     for turn in turns:
         try:
@@ -303,8 +288,13 @@ def _measures_of_turns(
             texts.append(sample["prompt"] + sample["completion"])
     grows = [before != "" and text.startswith(before) for before, text in pairwise(texts)]
     columns = {name: [document[name] for document in documents] for name in MEASURES}
-    left_out = [counts.context + counts.earlier] + [0] * (len(turns) - 1)
-    return columns | {CONVERSATION: indices * len(turns), TURN: turns, LEFT_OUT: left_out, GROWS: grows}
+    return columns | _numbers_of_turns(indices[0], turns, grows=grows, counts=counts)
+
+
+def _numbers_of_turns(row: int, turns: list[int], *, grows: list[bool], counts: MaskCounts) -> dict[str, list[int]]:
+    columns = {ROW: [row] * len(turns), TURN: turns, GROWS: [int(each) for each in grows]}
+    of_row = {TURNS: counts.turns, CONTEXT: counts.context, EARLIER: counts.earlier}  # at the first of its documents
+    return columns | {name: [count] + [0] * (len(turns) - 1) for name, count in of_row.items()}
 
 
 def _measures(row: Any, index: int, process: RowProcessor, every: int) -> dict[str, Any]:
@@ -496,8 +486,8 @@ class ImageRows(Rows):
         self._table = measures
         self.compare = process.compare
         table = measures.with_format("arrow")[:]
-        is_per_turn = CONVERSATION in measures.column_names
-        self.conversations = table[CONVERSATION].to_numpy() if is_per_turn else None
+        is_per_turn = ROW in measures.column_names
+        self.conversations = table[ROW].to_numpy() if is_per_turn else None
         self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
         self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()

@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ..planning.arrays import BoolArray, Int64Array
 from ..planning.families import END
+from ..samples.row import BAD_ROW, TurnCounts, bad_rows
 from .collator import IGNORE_INDEX, MASKS
 from .prefix_collator import Compare
-from .turns import TurnCounts
 
-BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
@@ -100,14 +98,6 @@ class Rows(ABC):
 def mask_columns(dataset: Dataset) -> list[str]:
     """The columns of 0 and 1 that mark the trained tokens, used if there are no `labels`."""
     return [name for name in MASKS if name in dataset.column_names]
-
-
-def bad_rows(dataset: Dataset) -> BoolArray | None:
-    """Which rows have a reason in the column `BAD_ROW`, shape (R,); None if the dataset has no such column."""
-    if BAD_ROW not in dataset.column_names:
-        return None
-    reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
-    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
 
 def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:

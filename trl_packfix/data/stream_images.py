@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features
+from datasets import Dataset
 
+from ..samples.apply import ROW
+from ..samples.checks import IMAGES
+from ..samples.conversation import COLUMNS
+from ..samples.row import BAD_ROW
+from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .encoded_images import IMAGES, EncodedImage
-from .image_rows import CHECKED, CONVERSATION, MEASURES, TURNS, ImageRows, RowProcessor, images_of, measures_of
+from .encoded_images import EncodedImage
+from .image_rows import CHECKED, MEASURES, TURN_MEASURES, ImageRows, RowProcessor, images_of, measures_of
 from .image_sizes import depends_on_sizes
-from .masks import TurnRule
 from .parts import PartOf
-from .reader import BAD_ROW
 from .spans import Overlong, make_documents
-from .turns import COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +110,13 @@ class StreamImages:
             columns = self._measured(rows)
         bad = [i for i, reason in enumerate(columns[BAD_ROW]) if reason]
         if bad and not self.drops:
-            row = bad[0] if self.rule is None else columns[CONVERSATION][bad[0]]
+            row = bad[0] if self.rule is None else columns[ROW][bad[0]]
             raise ValueError(
                 f"Row {row} of the train stream with images cannot be processed: {columns[BAD_ROW][bad[0]]}. "
                 "Every image must be found and decoded, and every placeholder in the text needs exactly one image. "
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
-        features = MEASURES if self.rule is None else Features(MEASURES | TURNS)
+        features = MEASURES if self.rule is None else TURN_MEASURES
         measures = Dataset(pa.table(columns, schema=features.arrow_schema), fingerprint="chunk")
         table = ImageRows(rows, self.process, measures, rule=self.rule)
         spans = make_documents(table, max_length, overlong, may_be_empty=True)

@@ -19,9 +19,10 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
+from ..samples.row import BAD_ROW
 from .dataset_checks import check_tokens
 from .documents import Ledger
-from .reader import BAD_ROW, TokenReader
+from .reader import TokenReader
 from .row_values import SOURCES, RowValues, read_row_values
 from .spans import Overlong, make_documents
 from .stream_images import CHUNK as IMAGE_CHUNK

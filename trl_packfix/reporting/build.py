@@ -7,12 +7,12 @@ import numpy as np
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
-from ..data.turns import TurnCounts
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance
 from ..planning.parallel import SequenceParallel
 from ..planning.schedule import Schedule
 from ..planning.units import Units
+from ..samples.row import TurnCounts
 from .report import PackingReport
 from .report_numbers import Groups, ImageNumbers, SharedPacks
 from .sample import length_histogram, plan_sample

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 from ..data.documents import Ledger
-from ..data.masks import Trained
-from ..data.turns import TurnCounts
 from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import Strategy
+from ..samples.row import Trained, TurnCounts
 from .sample import LengthHistogram, PlanSample
 from .savings import PrefixSavings
 

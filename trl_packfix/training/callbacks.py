@@ -18,10 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import backward_bytes
 from ..attention.models import base_model
 from ..attention.runs import COPIED_BYTES
-from ..data.encoded_images import IMAGES
 from ..data.stream import PackedStream, StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import metrics
+from ..samples.checks import IMAGES
 from .choices import Setup
 from .features import experimental
 from .lm_head import check_fused_head

@@ -15,16 +15,14 @@ from trl.data_utils import get_dataset_column_names
 
 from ..attention.models import head_counts
 from ..compat import DDP
-from ..data.dataset_checks import check_rows, check_tokenised
-from ..data.image_rows import columns_of, has_images
+from ..data.dataset_checks import check_tokenised
 from ..data.row_values import read_row_values
 from ..planning.packing import Synchronisation, changes, listed
 from ..planning.parallel import possible_degrees
-from .assistant_only import check_messages
+from ..samples.checks import check_messages, check_per_turn, check_rows, columns_of, has_images
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
-from .per_turn import check_per_turn
 
 
 def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:

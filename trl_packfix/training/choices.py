@@ -16,8 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
 from ..attention.mixers import is_hybrid
-from ..data.encoded_images import IMAGES
 from ..planning.strategies import STRATEGIES, StrategyTraits
+from ..samples.checks import IMAGES
 
 MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 

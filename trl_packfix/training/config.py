@@ -13,12 +13,12 @@ import trl
 from transformers import TrainingArguments
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
-from ..data.masks import AssistantTurns
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
 from ..planning.packing import Balance
 from ..planning.strategies import STRATEGIES, Strategy
+from ..samples.turns import AssistantTurns
 from .choices import Setup
 from .features import EXPERIMENTAL, refuse
 from .foreign_keys import with_hints

@@ -26,7 +26,7 @@ from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.image_rows import ImageRows, columns_of
+from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
@@ -34,6 +34,7 @@ from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
 from ..layout import Targets, layout_of
+from ..samples.checks import columns_of
 from .checks import check_prepared
 from .config import SFTConfig
 from .images import check_padded_images

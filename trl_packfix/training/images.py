@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from accelerate.utils import DistributedType
 from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
 from torch import nn
@@ -14,13 +15,15 @@ from ..compat import DDP, main_process_first
 from ..data.encoded_images import undecoded
 from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
-from ..data.image_rows import ImageRows, RowProcessor, has_images, measure
-from ..data.masks import TurnRule
+from ..data.image_rows import ImageRows, RowProcessor, measure
 from ..data.reader import TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import refuse_empty
+from ..samples.apply import GROWS, ROW, column_of, count_turns, say_counts
+from ..samples.checks import check_conversations, has_images
+from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
+from ..samples.turns import TurnRule
 from .config import SFTConfig
-from .per_turn import measure_turns
 
 
 def packs_images(args: SFTConfig, train_dataset: Any) -> bool:
@@ -52,12 +55,25 @@ class ImageData:
             marks: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
                 Without it, they are refused.
         """
-        drops = marks and args.bad_rows == "drop"
-        if args.per_turn:
-            return measure_turns(dataset, self.process, name, args=args, drops=drops, is_training_set=marks)
+        drops, process = marks and args.bad_rows == "drop", self.process
+        rule = TurnRule.of(args) if args.per_turn else None
+        if rule is not None:
+            check_conversations(dataset, name)
         with main_process_first():
-            measures = measure(dataset, self.process, name, num_proc=args.dataset_num_proc, drops=drops)
-        return ImageRows(dataset, self.process, measures)
+            settings: dict[str, Any] = {"num_proc": args.dataset_num_proc, "rule": rule}
+            measures = measure(dataset, process, name, drops=drops or rule is not None, **settings)
+        if rule is None:
+            return ImageRows(dataset, process, measures)
+        counts = count_turns(dataset, measures, name, is_split=True, drops=drops)
+        say_counts(counts, name, args)
+        reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
+        if marks:
+            trained = np.flatnonzero(column_of(measures, "trained"))[:1].tolist()
+            first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
+            say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
+            rows, grows = column_of(measures, ROW), column_of(measures, GROWS)
+            say_if_nothing_is_stripped(name, rows, reader.lengths, grows=grows)
+        return reader
 
     def of_stream(self, args: SFTConfig) -> StreamImages:
         """How the rows of a stream become documents."""

@@ -18,9 +18,8 @@ from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.image_rows import ImageRows, has_images
+from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
-from ..data.masks import Trained
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
@@ -29,13 +28,14 @@ from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, St
 from ..data.spans import make_documents
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
-from ..data.turns import TurnCounts
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
+from ..samples.apply import Made
+from ..samples.checks import has_images, what_is_trained
+from ..samples.row import Trained, TurnCounts
 from . import checks
-from .assistant_only import what_is_trained
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .data_ranks import DataRanks
@@ -193,6 +193,11 @@ class TrainingData:
         checks.check_weights(args, self.trainer.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
+
+    def count(self, made: Made) -> None:
+        """Take the counts of the samples of the training set."""
+        self.turns = made.turns
+        self.trained = replace(self.trained, counts=made.masked)
 
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""

@@ -33,14 +33,17 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
 from ..compat import compiles_checkpointed_layers, forget_evaluation, name_wrapped_layers, summed_once
-from ..data import dataset_checks
-from ..data.masks import AssistantMask, TurnRule
+from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
 from ..data.row_values import check_row_values
 from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub, names_of
-from . import assistant_only, bad_rows, checks, messages, per_turn
+from ..samples.apply import make_samples
+from ..samples.checks import check_raw_dataset, check_rows, has_transform
+from ..samples.images import count_turns_of_images, masking_collator
+from ..samples.turns import TurnRule
+from . import checks
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
@@ -48,7 +51,6 @@ from .foreign_keys import with_hints
 from .loading import TrainingData
 from .objective import Objective, check_one_document_per_row
 from .progress import say_deepspeed_offloads
-from .repeats import Repeats
 from .restart import Restart
 
 if TYPE_CHECKING:
@@ -183,8 +185,8 @@ class SFTTrainer(trl.SFTTrainer):
         args.assistant_only_loss = self._assistant_only
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
-            self.data_collator = assistant_only.masking_collator(self.data_collator, self.processing_class, rule)
-            counts = assistant_only.count_turns(train_dataset, rule)
+            self.data_collator = masking_collator(self.data_collator, self.processing_class, rule)
+            counts = count_turns_of_images(train_dataset, rule)
             self.data.trained = replace(self.data.trained, counts=counts)
         self.data.attach()
         self.training_objective.attach()
@@ -209,36 +211,38 @@ class SFTTrainer(trl.SFTTrainer):
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
-        dataset_checks.check_rows(dataset, dataset_name)
-        is_tokenised = "input_ids" in get_dataset_column_names(dataset)
-        if isinstance(dataset, Dataset) and is_tokenised:
-            dataset_checks.check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
-            if packing and formatting_func is None and "labels" not in dataset.column_names:
-                dataset = without_ignored_mask(dataset, self.completion_only_loss)
-                if len(mask_columns(dataset)) < 2:
-                    # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
-                    return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-        elif isinstance(dataset, Dataset):
-            dataset_checks.check_raw_dataset(
-                dataset, dataset_name, self._tokenizer, args=args, is_formatted=formatting_func is not None
+        check_rows(dataset, dataset_name)
+        if "input_ids" in get_dataset_column_names(dataset):
+            if isinstance(dataset, Dataset):
+                check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
+                if packing and formatting_func is None and "labels" not in dataset.column_names:
+                    dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                    if len(mask_columns(dataset)) < 2:
+                        # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
+                        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        elif not has_transform(dataset):  # TRL refuses a transform
+            if isinstance(dataset, Dataset):
+                is_formatted = formatting_func is not None
+                check_raw_dataset(dataset, dataset_name, self._tokenizer, args=args, is_formatted=is_formatted)
+            made = make_samples(
+                dataset,
+                dataset_name,
+                args,
+                tokenizer=processing_class,
+                completion_only_loss=self.completion_only_loss,
+                formatting_func=formatting_func,
+                # With packing, dropped training rows stay as documents without tokens, so that they are counted.
+                marks=packing and is_training_set,
+                is_training_set=is_training_set,
             )
-        marks = packing and is_training_set
-        if formatting_func is None and not is_tokenised:
-            settings = {"processing_class": processing_class, "marks": marks, "is_training_set": is_training_set}
-            dataset = _with_chosen_turns(self, dataset, dataset_name, args=args, **settings)
-        is_evaluated_as_documents = not is_training_set and not self._has_own_collator
-        if packing or is_evaluated_as_documents:
+            self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
+            dataset, formatting_func = made.rows, None
+            if is_training_set:
+                self.data.count(made)
+        if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
-
-        def prepare(rows: Any, args: SFTConfig, is_formatted: bool = True) -> Any:
-            function = formatting_func if is_formatted else None
-            return super(SFTTrainer, self)._prepare_dataset(rows, processing_class, args, False, function, dataset_name)
-
-        # With packing, dropped training rows stay as documents without tokens, so that they are counted.
-        with Repeats() as repeats:
-            dataset = bad_rows.prepared(dataset, dataset_name, args, prepare=prepare, marks=marks)
-        repeats.say(dataset_name)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
         if not packing and is_training_set and isinstance(dataset, Dataset):
             dataset = drop_untrained(dataset)
         elif not packing and is_training_set and {args.weight_column, args.source_column} != {None}:
@@ -436,31 +440,3 @@ class SFTTrainer(trl.SFTTrainer):
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
             complete_card(folder / "README.md", self.model, datasets, report=self.packing_report)
-
-
-def _with_chosen_turns(
-    trainer: SFTTrainer, dataset: AnyDataset, name: str, *, args: SFTConfig, **settings: Any
-) -> AnyDataset:
-    """Rows of chats with roles that templates know and, where only some turns are trained, their tokens and labels.
-
-    `settings` are those of `mask_turns` and `split_turns`.
-    """
-    is_masked = trainer._assistant_only and assistant_only.has_conversations(dataset)
-    if is_masked:
-        trainer.chat_template = assistant_only.training_template(settings["processing_class"])
-    dataset = messages.with_chat_roles(dataset, name)
-    is_training_set = settings["is_training_set"]
-    if is_training_set and args.process_index == 0:
-        template = getattr(trainer, "chat_template", None)
-        messages.say_what_is_left_out(
-            dataset, name, settings["processing_class"], chat_template=template, per_turn=args.per_turn
-        )
-    if is_masked:
-        mask = AssistantMask(TurnRule.of(args), trainer.chat_template, trainer.completion_only_loss)
-        dataset, masked = assistant_only.mask_turns(dataset, name, args, mask=mask, **settings)
-        if is_training_set:
-            trainer.data.trained = replace(trainer.data.trained, counts=masked)
-    elif args.per_turn:
-        dataset, turns = per_turn.split_turns(dataset, name, args, **settings)
-        trainer.data.turns = turns if is_training_set else trainer.data.turns
-    return dataset

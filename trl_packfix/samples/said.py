@@ -1,76 +1,50 @@
-"""Messages that a chat template does not render as they are meant: roles of ShareGPT, fields that it leaves out.
-
-TRL converts `conversations` with `from` and `value` to `role` and `content`, and keeps the names of the roles. Most
-chat templates know `user` and `assistant`, and write `human` and `gpt` into the text. Here they are renamed with the
-keys.
+"""Warnings about chat templates and their rows, and the warnings of TRL that repeat for every row.
 
 A template renders the fields of a message that it knows and leaves out the others without an error. Whether it leaves
 one out is found by rendering rows with the field and without it.
 """
 
-import json
 import logging
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+import numpy.typing as npt
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from trl.data_utils import get_dataset_column_names, is_conversational_from_value
+from trl.data_utils import is_conversational_from_value
 
-from ..compat import main_process_first
-from ..data.turns import Conversation, unended
+from ..layout import IGNORE_INDEX
+from .checks import NUM_OF_STREAM, holds, rows_with
+from .conversation import NUM_SHOWN, ROLES, Conversation, with_role
 
 logger = logging.getLogger(__name__)
 
-ROLES = {"human": "user", "gpt": "assistant"}
 # A message may hold a thought under several names for several templates; transformers copies it to the others.
 FIELDS = (("reasoning_content", "thinking", "reasoning"), ("tool_calls",))
-COLUMNS = ("messages", "conversations", "prompt", "completion")
-NUM_OF_STREAM = 4  # rows of a stream to look at
 NUM_DRAWN = 50  # rows to choose from, which differ in their shape
 NUM_RENDERED = 10  # rows to render
+NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
 NUM_LABELLED = 100  # rows in which the end of the last trained turn is looked for
+KIND = 60  # characters in which warnings of one kind agree
 
 
-def with_chat_roles(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
-    """Rename the roles of `conversations` with `from` and `value`: `human` to `user`, `gpt` to `assistant`.
-
-    Args:
-        name: of the dataset, for the warning with the number of rows.
-    """
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        return dataset  # TRL refuses a transform
-    first: dict[str, Any] = next(iter(dataset), {})  # an empty dataset is refused later
+def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
+    """Warn that roles of `conversations` of a table are renamed (`with_chat_roles`), with the number of rows."""
+    if not isinstance(dataset, Dataset):
+        return
+    first: dict[str, Any] = next(iter(dataset), {})  # an empty dataset is refused
     if not first.get("conversations") or not is_conversational_from_value(first):
-        return dataset
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(_renamed)
+        return
     num_rows = int(rows_with(dataset, "from", values=ROLES).sum())
-    if not num_rows:
-        return dataset
-    logger.warning(
-        "%d of %d rows of the %s dataset have the roles `human` or `gpt` in `conversations`. They are renamed to "
-        "`user` and `assistant`, which chat templates know.",
-        *(num_rows, len(dataset), name),
-    )
-    with main_process_first():
-        return dataset.map(_renamed, features=dataset.features, desc=f"Renaming roles of {name} dataset")
-
-
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    messages = row["conversations"]
-    if not isinstance(messages, list):
-        return {}  # a bad row, named later
-    return {"conversations": [_with_role(m, "from") if isinstance(m, dict) else m for m in messages]}
-
-
-def _with_role(message: dict[str, Any], key: str) -> dict[str, Any]:
-    role = message.get(key)
-    return message | {key: ROLES[role]} if isinstance(role, str) and role in ROLES else message
+    if num_rows:
+        logger.warning(
+            "%d of %d rows of the %s dataset have the roles `human` or `gpt` in `conversations`. They are renamed to "
+            "`user` and `assistant`, which chat templates know.",
+            *(num_rows, len(dataset), name),
+        )
 
 
 def say_what_is_left_out(
@@ -87,8 +61,6 @@ def say_what_is_left_out(
         chat_template: the template that TRL uses instead of the tokenizer's own.
         per_turn: whether a message is rendered at its own turn, or in the whole conversation.
     """
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        return  # TRL refuses a transform
     for fields in FIELDS:
         rows, count = _holding(dataset, fields)
         holders = [
@@ -100,7 +72,7 @@ def say_what_is_left_out(
             holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=per_turn)
         ]
         if left_out:
-            names = " or ".join(f"`{field}`" for field in fields if _held(rows, field))
+            names = " or ".join(f"`{field}`" for field in fields if holds(rows, field))
             if per_turn or any(
                 _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=True) for holder in left_out
             ):
@@ -116,7 +88,7 @@ def say_what_is_left_out(
     for conversation in _conversations(rows, chat_template, ("role",)):
         messages = conversation.messages
         texts = [
-            _text(conversation, variant, tokenizer) for variant in (messages, [_with_role(m, "role") for m in messages])
+            _text(conversation, variant, tokenizer) for variant in (messages, [with_role(m, "role") for m in messages])
         ]
         if None not in texts and texts[0] != texts[1]:
             logger.warning(
@@ -194,7 +166,7 @@ def _holding(
     """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.take(NUM_OF_STREAM))
-        holding = [row for row in rows if any(_held([row], key, values) for key in keys)]
+        holding = [row for row in rows if any(holds([row], key, values) for key in keys)]
         return holding, f"{len(holding)} of the first {len(rows)} rows"
     masks = [rows_with(dataset, key, values=values) for key in keys]
     places = np.flatnonzero(np.any(masks, axis=0))
@@ -202,52 +174,85 @@ def _holding(
     return list(dataset.select(drawn).with_format(None)), f"{len(places)} of {len(dataset)} rows"
 
 
-def _held(rows: Iterable[dict[str, Any]], key: str, values: Collection[str] | None = None) -> bool:
-    """Whether a message of these rows holds the key, with one of the values if they are given."""
-    lists = (row[column] for row in rows for column in COLUMNS if isinstance(row.get(column), list))
-    contents = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
-    return any(value in values if values is not None else value for value in contents)
+def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
+    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow the token.
+
+    Args:
+        tokenizer: a tokenizer, or a processor that has one.
+    """
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    added = tokenizer.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
+    special = {*(token for token in added if added[token].special), *tokenizer.all_special_ids}
+    trained = [label for label in labels if label != IGNORE_INDEX]
+    for token in reversed(trained):
+        if token in special:
+            return None
+        if tokenizer.decode([token]).strip():
+            break
+    return tokenizer.decode(trained)[-NUM_SHOWN:]
 
 
-def rows_with(
-    dataset: Dataset, key: str, columns: Collection[str] = COLUMNS, *, values: Collection[str] | None = None
-) -> np.ndarray:
-    """Whether a message of each row holds a key, and one of the values if they are given. Shape (rows,), in Arrow."""
-    has = np.zeros(len(dataset), bool)
-    for column in set(columns).intersection(get_dataset_column_names(dataset)):
-        start = 0
-        for chunk in dataset.select_columns(column).with_format("arrow")[:][column].chunks:
-            if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
-                rows = pc.list_parent_indices(chunk).to_numpy()[_messages_with(chunk.flatten(), key, values)]
-                has[start + rows] = True
-            start += len(chunk)
-    return has
+def say_if_nothing_is_stripped(
+    name: str, conversations: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, grows: npt.NDArray[np.int64]
+) -> None:
+    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
 
-
-def _messages_with(messages: pa.Array, key: str, values: Collection[str] | None) -> np.ndarray:
-    """Whether each message holds the key, and one of the values if they are given. Shape (messages,)."""
-    if pa.types.is_struct(messages.type) and messages.type.get_field_index(key) >= 0:
-        return np.array(_holds(pc.struct_field(messages, key), values))
-    has = np.zeros(len(messages), bool)
-    if isinstance(messages.type, pa.JsonType):  # messages of different forms
-        text = messages.storage
-        names = "|".join([key] if values is None else values)
-        for i in np.flatnonzero(pc.fill_null(pc.match_substring_regex(text, f'"({names})"'), False)):
-            message = json.loads(text[i].as_py())
-            has[i] = isinstance(message, dict) and _held([{"messages": [message]}], key, values)
-    return has
-
-
-def _holds(contents: pa.Array, values: Collection[str] | None) -> pa.Array:
-    kind = contents.type
-    if values is not None:
-        holds = (
-            pc.is_in(contents, pa.array(values, kind)) if pa.types.is_string(kind) else pa.repeat(False, len(contents))
+    Args:
+        conversations: of each sample the number of its conversation, (N,).
+        lengths: of each sample its tokens, (N,).
+        grows: of each sample whether the one before it of the same conversation is its beginning, (N,).
+    """
+    num = int(np.searchsorted(conversations, NUM_COMPARED))
+    conversations, lengths, grows = conversations[:num], lengths[:num], grows[:num]
+    same = (conversations[1:] == conversations[:-1]) & (lengths[1:] > 0) & (lengths[:-1] > 0)
+    if same.any() and grows[1:][same].all():
+        last = np.append(conversations[1:] != conversations[:-1], True)
+        logger.warning(
+            "`per_turn=True` was given, and the chat template renders each turn as the beginning of the next in all of "
+            "the first %d conversations of the %s dataset. Their samples have %.1f times the tokens of the "
+            "conversations and train the same answers. Set `per_turn=False` and `assistant_only_loss=True`, if all "
+            "conversations are like this.",
+            *(len(np.unique(conversations)), name, lengths.sum() / lengths[last].sum()),
         )
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        holds = pc.greater(pc.binary_length(contents), 0)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        holds = pc.greater(pc.list_value_length(contents), 0)
-    else:
-        holds = contents.is_valid()
-    return pc.fill_null(holds, False)
+
+
+class Repeats(logging.Filter):
+    """While it is entered, the logger of TRL's trainer shows the first warning of each kind.
+
+    TRL logs some warnings once for each text, and the text has the end of a prompt, which is another in every row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self) -> "Repeats":
+        _logger().addFilter(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _logger().removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.getMessage()[:KIND]
+        self.counts[kind] += 1
+        return self.counts[kind] == 1
+
+    def say(self, name: str) -> None:
+        """One line for each kind that was repeated.
+
+        Args:
+            name: of the dataset.
+        """
+        for kind, count in self.counts.items():
+            if count > 1:
+                _logger().warning(
+                    "%d more warnings of TRL about the %s dataset begin with %r and are not shown.",
+                    count - 1,
+                    name,
+                    kind,
+                )
+
+
+def _logger() -> logging.Logger:
+    return logging.getLogger("trl.trainer.sft_trainer")

@@ -17,12 +17,13 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.data_utils import prepare_multimodal_messages
 
-from .collator import IGNORE_INDEX
-from .turns import NUM_SHOWN, Conversation, num_same
+from ..layout import IGNORE_INDEX
+from .conversation import NUM_SHOWN, Conversation, num_same
+from .row import MaskCounts, UnknownTurnError
 
 AssistantTurns = Literal["all", "last"]
 Span = tuple[int, int]
@@ -34,59 +35,6 @@ PARTS = (
     "{%- for part in messages[0].parts %}{% if part.trained %}{% generation %}{{ part.text }}{% endgeneration %}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}"
 )
-
-
-class UnknownTurnError(ValueError):
-    """A row of which it is not known which tokens are to be trained."""
-
-
-@dataclass(frozen=True)
-class MaskCounts:
-    """Assistant turns, and those of them that are not trained.
-
-    Attributes:
-        turns: assistant turns, those of a prompt left out.
-        context: turns with a weight of 0.
-        earlier: other turns that are not the last, with `assistant_turns="last"`.
-    """
-
-    turns: int
-    context: int
-    earlier: int
-
-    def line(self, key: str | None) -> str:
-        """One line of a report.
-
-        >>> MaskCounts(1200, 14, 0).line("weight")
-        '1,186 of 1,200; not trained: 14 with `weight` 0'
-        """
-        left = [f"{self.context:,} with `{key}` 0"] if self.context else []
-        left += [f'{self.earlier:,} before the last (`assistant_turns="last"`)'] if self.earlier else []
-        text = f"{self.turns - self.context - self.earlier:,} of {self.turns:,}"
-        return text + (f"; not trained: {', '.join(left)}" if left else "")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What the loss of a run is computed on.
-
-    Attributes:
-        rule: in words, with the setting that chose it.
-        counts: assistant turns of a table, with `assistant_only_loss`.
-    """
-
-    rule: str
-    key: str | None = None
-    counts: MaskCounts | None = None
-
-    def line(self, num_trained: int, num_tokens: int) -> str:
-        """One line of a report, with the share of the tokens that are trained if tokens are known.
-
-        >>> Trained("assistant turns (`assistant_only_loss`)", "weight", MaskCounts(9, 1, 0)).line(3, 12)
-        '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
-        """
-        share = f"{num_trained / num_tokens * 100:.1f} %: " if num_tokens else ""
-        return share + self.rule + ("" if self.counts is None else f", {self.counts.line(self.key)}")
 
 
 class Chosen(NamedTuple):
@@ -149,6 +97,20 @@ class TurnRule:
         first = text.find(content, *span) if content.strip() else -1
         return (min(block.end(), first) if first >= 0 else block.end(), span[1])
 
+    def spans(self, chosen: Chosen, tokenizer: Any, template: Any) -> tuple[str, list[Span]]:
+        """The rendered conversation, and the spans of it that are trained, in its order."""
+        conversation = chosen.conversation
+        if has_markers(template):
+            text, spans = _marked(chosen, tokenizer, template)
+        else:
+            text, spans = _turn_by_turn(conversation, chosen.trained, tokenizer)
+        messages = [conversation.messages[turn] for turn, _ in spans]
+        kept, seen = [], set()
+        for (turn, span), message in zip(spans, messages, strict=True):
+            kept.append(span if turn in seen else self.without_thinking(text, span, message))
+            seen.add(turn)
+        return text, kept
+
     def row_of_turn(self, conversation: Conversation, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
         """The row with images of a turn (`Conversation.row_of_turn`), such a block at the end of its prompt."""
         row = conversation.row_of_turn(turn, processor)
@@ -179,67 +141,7 @@ def has_markers(chat_template: Any) -> bool:
     return isinstance(chat_template, str) and MARKERS.search(chat_template) is not None
 
 
-@dataclass(frozen=True)
-class AssistantMask:
-    """Tokens and labels of a conversation in which assistant turns are trained.
-
-    Attributes:
-        chat_template: TRL's template for training, in place of the tokenizer's; None: the tokenizer's own.
-        completion_only: whether the turns of a prompt are not trained, in rows with a prompt and a completion.
-    """
-
-    rule: TurnRule
-    chat_template: str | None = None
-    completion_only: bool = True
-
-    def sample(
-        self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | ProcessorMixin
-    ) -> tuple[dict[str, list[int]], MaskCounts]:
-        """`input_ids` and `labels` of a row, and its turns.
-
-        Raises:
-            UnknownTurnError: the template leaves no assistant tokens, or renders a turn in another way in the whole.
-        """
-        conversation = Conversation.from_row(row)
-        conversation.arguments.setdefault("chat_template", self.chat_template)
-        num_prompt = conversation.first if self.completion_only else 0
-        chosen = self.rule.choose(replace(conversation, first=num_prompt))
-        conversation = chosen.conversation
-        template = _template(tokenizer, conversation.arguments)
-        if has_markers(template) and chosen.is_every_turn and self.rule.train_empty_thinking:
-            tokenized = _tokenized(conversation.messages, tokenizer, **conversation.arguments)
-            tokens, mask = list(tokenized["input_ids"]), list(tokenized["assistant_masks"])
-        else:
-            text, spans = self.spans(chosen, tokenizer, template)
-            tokens, mask = _masked(text, spans, tokenizer)
-        if 1 not in mask and (chosen.trained or not chosen.counts.turns):
-            raise UnknownTurnError(
-                "no assistant tokens under the chat template (see its `{% generation %}` markers, "
-                "`assistant_only_loss`)"
-            )
-        if num_prompt:
-            prompt = _tokenized(conversation.messages[:num_prompt], tokenizer, True, **conversation.arguments)
-            first = num_same(prompt["input_ids"], tokens)  # as TRL
-            mask[:first] = [0] * first
-        labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
-        return {"input_ids": tokens, "labels": labels}, chosen.counts
-
-    def spans(self, chosen: Chosen, tokenizer: Any, template: Any) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the spans of it that are trained, in its order."""
-        conversation = chosen.conversation
-        if has_markers(template):
-            text, spans = _marked(chosen, tokenizer, template)
-        else:
-            text, spans = _turn_by_turn(conversation, chosen.trained, tokenizer)
-        messages = [conversation.messages[turn] for turn, _ in spans]
-        kept, seen = [], set()
-        for (turn, span), message in zip(spans, messages, strict=True):
-            kept.append(span if turn in seen else self.rule.without_thinking(text, span, message))
-            seen.add(turn)
-        return text, kept
-
-
-def _template(tokenizer: Any, arguments: dict[str, Any]) -> Any:
+def template_of(tokenizer: Any, arguments: dict[str, Any]) -> Any:
     """The text of the template that is used: the row's, that of training, or the tokenizer's own."""
     template = arguments.get("chat_template")
     if isinstance(tokenizer, ProcessorMixin):
@@ -248,33 +150,32 @@ def _template(tokenizer: Any, arguments: dict[str, Any]) -> Any:
     return tokenizer.get_chat_template(template, arguments.get("tools"))
 
 
-def _tokenized(messages: list[dict[str, Any]], tokenizer: Any, is_prompt: bool = False, **arguments: Any) -> Any:
+def tokenized(messages: list[dict[str, Any]], tokenizer: Any, is_prompt: bool = False, **arguments: Any) -> Any:
     """Messages through the template, as TRL calls it: `input_ids` and, if it is no prompt, `assistant_masks`."""
     is_processor = isinstance(tokenizer, ProcessorMixin)
     kwargs = {"add_generation_prompt": True} if is_prompt else {"return_assistant_tokens_mask": True}
-    tokenized = tokenizer.apply_chat_template(
+    tokens = tokenizer.apply_chat_template(
         prepare_multimodal_messages(messages) if is_processor else messages,
         tokenize=True,
         return_dict=True,
         **kwargs,
         **arguments,
     )
-    return {name: values[0] for name, values in tokenized.items()} if is_processor else tokenized
+    return {name: values[0] for name, values in tokens.items()} if is_processor else tokens
 
 
-def _masked(text: str, spans: list[Span], tokenizer: Any) -> tuple[list[int], list[int]]:
+def masked(text: str, spans: list[Span], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Tokens of a rendered text, and 1 for each token with a character of a span."""
     if isinstance(tokenizer, ProcessorMixin):
-        tokenized = _tokenized(
-            [{"role": "user", "content": [], "parts": parts(text, spans)}], tokenizer, chat_template=PARTS
-        )
-        return list(tokenized["input_ids"]), list(tokenized["assistant_masks"])
-    tokenized = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    begins, ends = np.array(tokenized["offset_mapping"], np.int64).reshape(-1, 2).T
+        messages = [{"role": "user", "content": [], "parts": parts(text, spans)}]
+        outputs = tokenized(messages, tokenizer, chat_template=PARTS)
+        return list(outputs["input_ids"]), list(outputs["assistant_masks"])
+    outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    begins, ends = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
     mask = np.zeros(len(begins), np.int64)
     for start, stop in spans:
         mask[(begins < stop) & (ends > start)] = 1
-    return list(tokenized["input_ids"]), mask.tolist()
+    return list(outputs["input_ids"]), mask.tolist()
 
 
 def parts(text: str, spans: list[Span]) -> list[dict[str, Any]]:

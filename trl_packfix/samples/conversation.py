@@ -23,47 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from trl.data_utils import get_dataset_column_names, maybe_convert_to_chatml, prepare_multimodal_messages
+from trl.data_utils import maybe_convert_to_chatml, prepare_multimodal_messages
 
-from .collator import IGNORE_INDEX
+from ..layout import IGNORE_INDEX
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows
 MARK = "endofthehistory8f1c"  # plain letters, which no template changes
-
-
-@dataclass(frozen=True)
-class TurnCounts:
-    """What became of the conversations of a table.
-
-    Attributes:
-        conversations: rows given.
-        samples: assistant turns that became a sample.
-        without_turn: conversations without an assistant turn. Each is one document without a trained token.
-        bad: turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`).
-        left_out: assistant turns that are not trained (`message_train_key`, `assistant_turns`).
-    """
-
-    conversations: int
-    samples: int
-    without_turn: int
-    bad: int
-    left_out: int = 0
-
-    def line(self) -> str:
-        """One line of a report.
-
-        >>> TurnCounts(1200, 14054, 3, 0).line()
-        '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
-        """
-        text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
-        text += f"; {self.without_turn:,} without an assistant turn" if self.without_turn else ""
-        text += (
-            f"; {self.left_out:,} turns are not trained (their weight is 0, or not the last)" if self.left_out else ""
-        )
-        return text + (f"; {self.bad:,} turns cannot be rendered and are dropped" if self.bad else "")
+ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +57,8 @@ class Conversation:
                 text, the first of the user.
         """
         # TRL renames keys in place, and the rows of a stream may be objects of the user
-        row = maybe_convert_to_chatml(copy.deepcopy({name: row[name] for name in COLUMNS if name in row}))
+        row = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
+        row = maybe_convert_to_chatml(with_chat_roles(row))
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         arguments: dict[str, Any] = {"tools": tools}
@@ -190,6 +159,24 @@ class Conversation:
         return prompt + rest[len(end) :] if is_same and rest.startswith(end) else None
 
 
+def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the roles of `conversations` with `from` and `value` renamed: `human` to `user`, `gpt` to `assistant`.
+
+    TRL renames the keys and keeps the names of the roles. Most chat templates know `user` and `assistant`, and write
+    `human` and `gpt` into the text.
+    """
+    messages = row.get("conversations")
+    if not isinstance(messages, list):
+        return row  # of another form, or a bad row, which is named later
+    return row | {"conversations": [with_role(m, "from") if isinstance(m, dict) else m for m in messages]}
+
+
+def with_role(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """The message with its role, under this key, as chat templates name it."""
+    role = message.get(key)
+    return message | {key: ROLES[role]} if isinstance(role, str) and role in ROLES else message
+
+
 def _marked(message: dict[str, Any]) -> dict[str, Any] | None:
     """The message with a mark behind its text; None if it does not end in text."""
     content = message.get("content")
@@ -223,52 +210,3 @@ def num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
-    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow the token.
-
-    Args:
-        tokenizer: a tokenizer, or a processor that has one.
-    """
-    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
-    added = tokenizer.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
-    special = {*(token for token in added if added[token].special), *tokenizer.all_special_ids}
-    trained = [label for label in labels if label != IGNORE_INDEX]
-    for token in reversed(trained):
-        if token in special:
-            return None
-        if tokenizer.decode([token]).strip():
-            break
-    return tokenizer.decode(trained)[-NUM_SHOWN:]
-
-
-def check_conversations(dataset: Dataset | IterableDataset, name: str) -> None:
-    """Refuse a dataset that has no conversations to be split at assistant turns.
-
-    Raises:
-        ValueError: tokenised rows, or rows that hold no messages.
-    """
-    beginning = f"`per_turn=True` was given, and the {name} dataset has the columns"
-    columns = get_dataset_column_names(dataset)
-    if "input_ids" in columns:
-        raise ValueError(
-            f"{beginning} {columns}: it is tokenised. Where the turns of a conversation are is not known from tokens. "
-            "Give the conversations themselves; or set `per_turn=False`, if `trl-packfix prepare --per-turn` has "
-            "already made one row of each turn."
-        )
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        return  # TRL refuses a transform
-    texts = ["prompt", "completion"] if "prompt" in columns else ["messages", "conversations"]
-    present = [column for column in texts if column in columns]
-    row = next(iter(dataset.select_columns(present))) if present else {}
-    # A malformed row is found later, with its number.
-    if (
-        not present
-        or ("prompt" in columns and len(present) < 2)
-        or any(isinstance(row[column], str) for column in present)
-    ):
-        raise ValueError(
-            f"{beginning} {columns}. Its rows are no conversations, so they have no turns. Give `messages` (or "
-            "`conversations`), or `prompt` and `completion` as lists of messages; or set `per_turn=False`."
-        )

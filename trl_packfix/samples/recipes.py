@@ -1,0 +1,260 @@
+"""Recipes: from a row to its samples.
+
+    Whole       one sample of the row, made by TRL's own functions
+    Masked      one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
+    EachTurn    one sample per assistant turn, as the chat template renders it at this turn (`per_turn`)
+
+A recipe raises nothing: where no sample can be made, it gives the reason. `apply.py` applies it to tables and streams.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeAlias
+
+import trl
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from trl.chat_template_utils import get_training_chat_template
+
+from ..layout import IGNORE_INDEX
+from .checks import check_conversations, check_has_no_images, has_conversations
+from .conversation import COLUMNS, Conversation, num_same, with_chat_roles
+from .reasons import reason, refuse
+from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
+from .turns import TurnRule, has_markers, masked, template_of, tokenized
+
+NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+
+@dataclass(frozen=True)
+class Step:
+    """A `map` of TRL's preparation: a function of one row, its keyword arguments, and the columns that it removes."""
+
+    function: Callable[..., dict[str, Any]]
+    kwargs: dict[str, Any]
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Replaces a dataset while TRL prepares it: `map` records a step, and iterating applies all steps to each row.
+
+    Iterating yields the rows that can be prepared. TRL reads the first of them to choose its steps.
+
+    Raises:
+        ValueError: on iteration, no row can be prepared.
+    """
+
+    rows: Iterable[dict[str, Any]]
+    name: str
+    text_field: str
+    steps: tuple[Step, ...] = ()
+    column_names = None  # unknown before a row is read, as for a stream
+
+    def map(
+        self,
+        function: Callable[..., dict[str, Any]],
+        fn_kwargs: dict[str, Any] | None = None,
+        remove_columns: str | list[str] | None = None,
+        batched: bool = False,
+    ) -> "Recorded":
+        assert not batched, "TRL maps rows one by one"
+        removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
+        return replace(self, steps=(*self.steps, Step(function, fn_kwargs or {}, removed)))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        problems: list[tuple[int, str]] = []
+        number, num_good = -1, 0
+        for number, row in enumerate(self.rows):
+            try:
+                sample = _applied(self.steps, row)
+            except Exception as error:
+                problems.append((number, reason(row, error, self.text_field)))
+            else:
+                num_good += 1
+                yield sample
+        if not num_good:
+            refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
+
+
+def _applied(steps: tuple[Step, ...], row: dict[str, Any]) -> dict[str, Any]:
+    for step in steps:
+        sample = step.function(dict(row), **step.kwargs)
+        row = {name: value for name, value in row.items() if name not in step.removed} | sample
+    return row
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over the dataset."""
+
+    steps: tuple[Step, ...]
+    text_field: str
+    tokenizer: Tokenizer
+    chat_template: ClassVar[None] = None
+    setting: ClassVar[str] = ""  # by which assistant turns are trained
+    splits: ClassVar[bool] = False  # rows into several samples
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Dataset | IterableDataset,
+        name: str,
+        args: Any,
+        *,
+        tokenizer: Tokenizer,
+        completion_only_loss: bool,
+        formatting_func: Callable[[dict[str, Any]], str] | None,
+    ) -> "Whole":
+        rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
+        steps = () if formatting_func is not None else (Step(with_chat_roles, {}),)
+        settings = copy.copy(args)
+        settings.max_length, settings.shuffle_dataset, settings.assistant_only_loss = None, False, False
+        trainer: Any = SimpleNamespace(  # what TRL's method reads of its trainer
+            _tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
+            chat_template=None,
+            completion_only_loss=completion_only_loss,
+        )
+        recorded: Any = Recorded(rows, name, args.dataset_text_field, steps)
+        prepare: Any = trl.SFTTrainer._prepare_dataset
+        recorded = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name)
+        return cls(recorded.steps, args.dataset_text_field, tokenizer)
+
+    @property
+    def consumes(self) -> set[str]:
+        """The columns that TRL removes."""
+        return {column for step in self.steps for column in step.removed}
+
+    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+        try:
+            sample = _applied(self.steps, row)
+        except Exception as error:
+            return [Bad(reason(row, error, self.text_field))]
+        return [Sample(sample["input_ids"], sample["labels"])]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """One sample of a conversation in which assistant turns are trained.
+
+    Attributes:
+        chat_template: TRL's template for training, in place of the tokenizer's; None: the tokenizer's own.
+        completion_only: whether the turns of a prompt are not trained, in rows with a prompt and a completion.
+    """
+
+    rule: TurnRule
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    completion_only: bool = True
+    consumes: ClassVar[set[str]] = {*COLUMNS}
+    setting: ClassVar[str] = "assistant_only_loss"
+    splits: ClassVar[bool] = False
+
+    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+        try:
+            return [self._sample(row)]
+        except Exception as error:
+            return [Bad(reason(row, error, text_field=""))]
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        """Tokens and labels of a conversation.
+
+        Raises:
+            UnknownTurnError: the template leaves no assistant tokens, or renders a turn in another way in the whole.
+        """
+        conversation = Conversation.from_row(row)
+        conversation.arguments.setdefault("chat_template", self.chat_template)
+        num_prompt = conversation.first if self.completion_only else 0
+        chosen = self.rule.choose(replace(conversation, first=num_prompt))
+        conversation = chosen.conversation
+        template = template_of(self.tokenizer, conversation.arguments)
+        if has_markers(template) and chosen.is_every_turn and self.rule.train_empty_thinking:
+            outputs = tokenized(conversation.messages, self.tokenizer, **conversation.arguments)
+            tokens, mask = list(outputs["input_ids"]), list(outputs["assistant_masks"])
+        else:
+            text, spans = self.rule.spans(chosen, self.tokenizer, template)
+            tokens, mask = masked(text, spans, self.tokenizer)
+        if 1 not in mask and (chosen.trained or not chosen.counts.turns):
+            raise UnknownTurnError(
+                "no assistant tokens under the chat template (see its `{% generation %}` markers, "
+                "`assistant_only_loss`)"
+            )
+        if num_prompt:
+            prompt = tokenized(conversation.messages[:num_prompt], self.tokenizer, True, **conversation.arguments)
+            first = num_same(prompt["input_ids"], tokens)  # as TRL
+            mask[:first] = [0] * first
+        labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
+        return Sample(tokens, labels, counts=chosen.counts)
+
+
+@dataclass(frozen=True)
+class EachTurn:
+    """One sample per assistant turn of a conversation that is trained; without such a turn one, of which none is."""
+
+    rule: TurnRule
+    tokenizer: Tokenizer
+    consumes: ClassVar[set[str]] = {*COLUMNS}
+    chat_template: ClassVar[None] = None
+    setting: ClassVar[str] = "per_turn"
+    splits: ClassVar[bool] = True
+
+    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+        try:
+            conversation, turns, counts = self.rule.choose(Conversation.from_row(row))
+        except Exception as error:
+            return [Bad(reason(row, error, text_field=""))]
+        samples: list[Sample | Bad] = []
+        before: list[int] = []
+        for turn in turns or [-1]:
+            try:
+                made = conversation.untrained(self.tokenizer) if turn < 0 else conversation.sample(turn, self.tokenizer)
+                tokens, labels = made["input_ids"], made["labels"]
+                if turn >= 0:
+                    self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
+                grows = bool(before) and tokens[: len(before)] == before
+                samples.append(Sample(tokens, labels, turn, MaskCounts() if samples else counts, grows))
+                before = tokens
+            except Exception as error:
+                samples.append(Bad(reason(row, error, text_field=""), turn, MaskCounts() if samples else counts))
+                before = []
+        return samples
+
+
+Recipe: TypeAlias = Whole | Masked | EachTurn
+
+
+def recipe_of(
+    dataset: Dataset | IterableDataset,
+    name: str,
+    args: Any,
+    *,
+    tokenizer: Tokenizer,
+    completion_only_loss: bool,
+    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+) -> Recipe:
+    """How the rows of a dataset that is not tokenised become samples, by the settings of an `SFTConfig`.
+
+    Raises:
+        ValueError: no row can be tokenised; rows are no conversations, or have images, and `per_turn` is set.
+    """
+    if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
+        return Masked(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
+    if formatting_func is None and args.per_turn:
+        check_conversations(dataset, name)  # that of `evaluate` was not given before
+        check_has_no_images(dataset, name)
+        return EachTurn(TurnRule.of(args), tokenizer)
+    settings: dict[str, Any] = {"completion_only_loss": completion_only_loss, "formatting_func": formatting_func}
+    return Whole.of(dataset, name, args, tokenizer=tokenizer, **settings)
+
+
+def training_template(processing_class: Any) -> str | None:
+    """TRL's template with markers for this tokenizer; None if its own has markers, or if TRL has none for it."""
+    if has_markers(processing_class.chat_template):
+        return None
+    try:
+        return get_training_chat_template(processing_class)
+    except ValueError:  # TRL knows no template like this one: its turns are found one by one
+        return None

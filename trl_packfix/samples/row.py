@@ -1,0 +1,161 @@
+"""What a recipe makes of a row, `Sample` or `Bad`, and the counts of the rows of a table."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+from datasets import Dataset
+
+BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
+NUM_SHOWN = 10  # rows that a message names
+
+
+@dataclass(frozen=True)
+class TurnCounts:
+    """What became of the conversations of a table, with `per_turn`.
+
+    Attributes:
+        conversations: rows given.
+        samples: assistant turns that became a sample.
+        without_turn: conversations without an assistant turn. Each is one document without a trained token.
+        bad: turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`).
+        left_out: assistant turns that are not trained (`message_train_key`, `assistant_turns`).
+    """
+
+    conversations: int
+    samples: int
+    without_turn: int
+    bad: int
+    left_out: int = 0
+
+    def line(self) -> str:
+        """One line of a report.
+
+        >>> TurnCounts(1200, 14054, 3, 0).line()
+        '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
+        """
+        text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
+        text += f"; {self.without_turn:,} without an assistant turn" if self.without_turn else ""
+        text += (
+            f"; {self.left_out:,} turns are not trained (their weight is 0, or not the last)" if self.left_out else ""
+        )
+        return text + (f"; {self.bad:,} turns cannot be rendered and are dropped" if self.bad else "")
+
+
+@dataclass(frozen=True)
+class MaskCounts:
+    """Assistant turns, and those of them that are not trained.
+
+    Attributes:
+        turns: assistant turns, those of a prompt left out.
+        context: turns with a weight of 0.
+        earlier: other turns that are not the last, with `assistant_turns="last"`.
+    """
+
+    turns: int = 0
+    context: int = 0
+    earlier: int = 0
+
+    def line(self, key: str | None) -> str:
+        """One line of a report.
+
+        >>> MaskCounts(1200, 14, 0).line("weight")
+        '1,186 of 1,200; not trained: 14 with `weight` 0'
+        """
+        left = [f"{self.context:,} with `{key}` 0"] if self.context else []
+        left += [f'{self.earlier:,} before the last (`assistant_turns="last"`)'] if self.earlier else []
+        text = f"{self.turns - self.context - self.earlier:,} of {self.turns:,}"
+        return text + (f"; not trained: {', '.join(left)}" if left else "")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the loss of a run is computed on.
+
+    Attributes:
+        rule: in words, with the setting that chose it.
+        counts: assistant turns of a table, with `assistant_only_loss`.
+    """
+
+    rule: str
+    key: str | None = None
+    counts: MaskCounts | None = None
+
+    def line(self, num_trained: int, num_tokens: int) -> str:
+        """One line of a report, with the share of the tokens that are trained if tokens are known.
+
+        >>> Trained("assistant turns (`assistant_only_loss`)", "weight", MaskCounts(9, 1, 0)).line(3, 12)
+        '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
+        """
+        share = f"{num_trained / num_tokens * 100:.1f} %: " if num_tokens else ""
+        return share + self.rule + ("" if self.counts is None else f", {self.counts.line(self.key)}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens and labels that are made of a row.
+
+    Attributes:
+        turn: index of the message that is trained, of a sample of one turn; else -1.
+        counts: the assistant turns of the row, in the first of its samples.
+        grows: whether the sample before it of the same row is its beginning.
+    """
+
+    tokens: list[int]
+    labels: list[int]
+    turn: int = -1
+    counts: MaskCounts = MaskCounts()
+    grows: bool = False
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Why no sample could be made of a row, or of one of its turns. The others are as in `Sample`."""
+
+    reason: str
+    turn: int = -1
+    counts: MaskCounts = MaskCounts()
+    tokens = labels = ()
+    grows = False
+
+
+class UnknownTurnError(ValueError):
+    """A row of which it is not known which tokens are to be trained."""
+
+
+def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
+    """Which rows have a reason in the column `BAD_ROW`, shape (R,); None if the dataset has no such column."""
+    if BAD_ROW not in dataset.column_names:
+        return None
+    reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
+    return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
+
+
+def _hash_of_code() -> str:
+    digest = hashlib.sha256(np.__version__.encode())
+    package = Path(__file__).parents[1]
+    for file in sorted(file for wing in ("planning", "samples", "data") for file in (package / wing).glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+CODE = _hash_of_code()  # computed at import: the source files may change during the run
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A function for `Dataset.map`, whose result `datasets` finds again only with the same code.
+
+    `datasets` hashes a function of a module by its name, but an object by its attributes.
+    """
+
+    function: Callable[..., Any]
+    code: str = CODE
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
